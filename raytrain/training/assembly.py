@@ -119,7 +119,7 @@ def _call_loop(spec: RunSpec, run: Run) -> None:
             raise
         _check_collectives(error)
         step = run.progress.step
-        raise LoopFailed(_failed(spec, error, step, is_first=step == first_step), step > first_step) from error
+        raise LoopFailed(_failed(spec, error, step), step > first_step) from error
 
 
 def _check_collectives(error: BaseException) -> None:
@@ -133,8 +133,8 @@ def _check_collectives(error: BaseException) -> None:
         ) from error
 
 
-def _failed(spec: RunSpec, error: BaseException, step: int, *, is_first: bool) -> str:
-    if not is_first:
+def _failed(spec: RunSpec, error: BaseException, step: int) -> str:
+    if step:
         return f"its loop failed after step {step:,}: {describe(error)}"
     if spec.loop is not None:
         return f"its loop failed in its first step: {describe(error)}"

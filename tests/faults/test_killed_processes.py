@@ -181,6 +181,27 @@ def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
     assert (stopped.status, stopped.steps) == ("stopped", 6)
 
 
+def with_own_evaluation(run: raytrain.Run, *, fails: bool) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=lambda: {"share": 1 / (not fails)}):
+        run.backward(run.loss(model(batch.images), batch.targets))
+        run.step(optimizer)
+
+
+def test_an_evaluation_of_the_loops_own_that_fails_loses_no_step(
+    backend: str, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    options = config(images, tmp_path, backend=backend, checkpoint_every=("none",))
+    with pytest.raises(raytrain.TrainingFailed, match=r"ZeroDivisionError.*Its last checkpoint is kept"):
+        raytrain.train(options, loop=partial(with_own_evaluation, fails=True))
+    trained = max(row.step for row in read_run(str(tmp_path), "run").metrics)
+    mended = raytrain.train(dataclasses.replace(options, resume=True), loop=partial(with_own_evaluation, fails=False))
+    measured = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "evaluation"]
+    assert measured[0] == trained, "the evaluation that had failed is made up for"
+    assert_same_weights(mended, undisturbed)
+
+
 def command(images: Path, storage: Path, *more: str) -> list[str]:
     options = {
         "data": images,
