@@ -119,7 +119,8 @@ def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     allowed = " or ".join(forms or [*names, *([", ".join(words)] if words else [])])
     similar = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-    shown = " ".join(repr(value).split())[:_SHOWN]
+    text = " ".join(repr(value).split())[:_SHOWN]
+    shown = f"of type {type(value).__name__}" if "://" in text else text  # a URL may contain credentials
     return UsageError(f"{flag(name)} is {shown}{similar}; give {allowed}.")
 
 
