@@ -8,7 +8,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -87,33 +87,39 @@ def check_loop(loop: object) -> None:
             f"The loop is {kind}; give a function of one argument, the run, or name one in the options, as in "
             'TrainConfig(loop="file.py:function").'
         )
-    with sending(loop):
+    with sending({"The loop": loop}):
         cloudpickle.dumps(loop)  # pyright: ignore[reportUnknownMemberType]
 
 
 @contextmanager
-def sending(function: object) -> Generator[None]:
-    """Make a UsageError, which names the variable, of what is raised because ``function`` uses what stays here."""
+def sending(functions: Mapping[str, object]) -> Generator[None]:
+    """Make a UsageError, with the variable, of what is raised because one of the ``functions`` uses what stays here."""
     try:
         yield
     except Exception as error:
-        names = "".join(f"`{name}`, " for name in _not_sent(function))
+        given = {name: _not_sent(function) for name, function in functions.items() if function is not None}
+        name, variables = max(given.items(), key=lambda each: len(each[1]))
+        shown = ", ".join(f"`{each}`" for each in variables) or "what is used there"
         raise UsageError(
-            f"The loop cannot be sent to the workers, because of {names or 'what it uses, '}which is of this process "
-            f"alone ({describe(error)}); make it inside the loop."
+            f"{name} cannot be sent to the workers, because of {shown}, which is of this process alone "
+            f"({describe(error)}); make it inside the function."
         ) from None
 
 
-def _not_sent(function: object) -> Generator[str]:
-    """The first variable outside of ``function`` that cannot be pickled, if its name is known."""
+def _not_sent(function: object) -> list[str]:
+    """The variables outside of ``function`` that cannot be sent, if their names are known."""
     with suppress(TypeError):  # it is no plain function
         used = inspect.getclosurevars(cast(Any, function))
-        for name, value in {**used.globals, **used.nonlocals}.items():
-            try:
-                cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
-            except Exception:
-                yield name
-                return
+        return [name for name, value in {**used.globals, **used.nonlocals}.items() if not _is_portable(value)]
+    return []
+
+
+def _is_portable(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
+    except Exception:
+        return False
+    return True
 
 
 def _from_package(option: str, name: str, module_name: str) -> ModuleType:

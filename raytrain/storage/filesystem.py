@@ -20,7 +20,7 @@ from raytrain.storage.clouds.azure import Azure
 from raytrain.storage.clouds.google import Google
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import CredentialCache
-from raytrain.storage.open import check_url, configured_cloud
+from raytrain.storage.open import check_folder_name, check_url, configured_cloud
 
 
 def filesystem(url: Location) -> AbstractFileSystem:
@@ -41,6 +41,7 @@ def filesystem(url: Location) -> AbstractFileSystem:
     """
     url = os.fspath(url)
     if "://" not in url:
+        check_folder_name(url)
         return LocalFileSystem()
     check_url(url)
     cloud = configured_cloud(url)

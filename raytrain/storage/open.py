@@ -33,12 +33,7 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
         StorageError: the configuration of its cloud is broken.
     """
     if "://" not in url:
-        scheme, slash, _ = url.partition(":/")
-        if slash and scheme in _FORMS:  # otherwise a folder of this name would be made; it may contain credentials
-            raise UsageError(
-                f"A folder begins with {scheme}:/, which is what pathlib or os.path makes of a URL; give the URL as "
-                f"text, such as {_FORMS[scheme]}."
-            )
+        check_folder_name(url)
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     check_url(url)
     from raytrain.storage.bucket import BucketStore  # a folder needs neither obstore nor boto3
@@ -60,6 +55,16 @@ def configured_cloud(url: str) -> Cloud:
     from raytrain.storage.clouds.s3 import S3
 
     return S3.configured(url)
+
+
+def check_folder_name(path: str) -> None:
+    """Raise UsageError if ``path`` was a URL: a folder of that name would be made. It may contain credentials."""
+    scheme, slash, _ = path.partition(":/")
+    if slash and scheme in _FORMS:
+        raise UsageError(
+            f"A folder begins with {scheme}:/, which is what pathlib or os.path makes of a URL; give the URL as text, "
+            f"such as {_FORMS[scheme]}."
+        )
 
 
 def check_url(url: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,12 @@ class LossScaler(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUs
         self._one = torch.ones((), device=device)
         self.is_used = False  # an optimizer has stepped since the scale was last adapted
 
-    def multiply(self, parameters: Iterable[Tensor]) -> None:
-        """Multiply the gradients of ``parameters`` by the scale."""
+    def multiply(self, parameters: Callable[[], list[Tensor]]) -> None:
+        """Multiply the gradients of ``parameters()``, which only float16 asks for, by the scale."""
         self._multiply(parameters, lambda scale: scale)
 
-    def divide(self, parameters: Iterable[Tensor]) -> None:
-        """Divide the gradients of ``parameters`` by the scale."""
+    def divide(self, parameters: Callable[[], list[Tensor]]) -> None:
+        """Divide them by it."""
         self._multiply(parameters, Tensor.reciprocal)
 
     def adapt(self) -> None:
@@ -57,10 +57,10 @@ class LossScaler(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUs
             self.update()
             self.is_used = False
 
-    def _multiply(self, parameters: Iterable[Tensor], factor: Callable[[Tensor], Tensor]) -> None:
+    def _multiply(self, parameters: Callable[[], list[Tensor]], factor: Callable[[Tensor], Tensor]) -> None:
         if not self.is_enabled():
             return
-        gradients = [each.grad for each in dict.fromkeys(parameters) if each.grad is not None]
+        gradients = [each.grad for each in dict.fromkeys(parameters()) if each.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor(self.scale(self._one)))  # pyright: ignore
 

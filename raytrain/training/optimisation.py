@@ -25,6 +25,8 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
     """The optimizer of the trainable parameters of ``model``, at the peak learning rates."""
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(config, model, num_classes)
+    if not groups:
+        raise UsageError("The network has no parameter to train: it has none, or all are frozen; unfreeze some.")
     fused = not any(weight.is_complex() for weight in model.parameters())  # torch's fused kernels are for real numbers
     if config.optimizer == "sgd":
         momentum = {"momentum": config.momentum, "nesterov": config.nesterov}

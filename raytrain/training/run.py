@@ -187,9 +187,9 @@ class Run:
         self.steps.backward(loss, part.num_used)
         self._scaler.adapt()
         weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (part.num_used > 0)
-        self._scaler.multiply(self.models.parameters())
+        self._scaler.multiply(self.models.parameters)
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
-        self._scaler.divide(self.models.parameters())
+        self._scaler.divide(self.models.parameters)
 
     def step(
         self,
@@ -224,7 +224,7 @@ class Run:
                 self.steps.optimizer_steps()
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
-                self._scaler.multiply(parameters_of(optimizer))
+                self._scaler.multiply(partial(parameters_of, optimizer))
                 self._scaler.step(optimizer)
         self.steps.learning_rates += rates
         self._scaler.is_used = True

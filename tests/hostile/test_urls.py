@@ -10,6 +10,7 @@ import pytest
 from raytrain.cli.main import main
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import UsageError
+from raytrain.storage.filesystem import filesystem
 from raytrain.storage.open import open_store
 
 KEY, SECRET = "AKIAKEY", "hunter2"
@@ -56,6 +57,8 @@ def test_a_url_that_pathlib_has_shortened_is_no_folder(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"what pathlib or os.path makes of a URL; give the URL as text") as raised:
         open_store(str(Path(url)))
+    with pytest.raises(UsageError, match=r"what pathlib or os.path makes of a URL"):
+        filesystem(Path(url))
     assert SECRET not in str(raised.value) and not list(tmp_path.iterdir())
 
 

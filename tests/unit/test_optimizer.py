@@ -113,3 +113,9 @@ def test_momentum_begins_with_the_first_finite_gradients_of_each_weight() -> Non
             scaler.update()
             optimizer.zero_grad()
     torch.testing.assert_close(ours.state_dict(), plain.state_dict())
+
+
+def test_a_network_without_a_parameter_to_train_is_refused() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(UsageError, match="has no parameter to train: it has none, or all are frozen"):
+        build_optimizer(config(), frozen, 2)

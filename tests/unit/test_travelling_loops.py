@@ -75,3 +75,6 @@ def test_a_loop_that_uses_what_stays_in_its_process_is_refused_by_its_name(tmp_p
     spec: Any = SimpleNamespace(loop=with_a_lock, transforms=None)
     with pytest.raises(UsageError, match="because of `LOCK`"):
         pickle_functions(spec, with_imports=True)
+    spec = SimpleNamespace(loop=None, transforms=with_a_lock)
+    with pytest.raises(UsageError, match="--transforms cannot be sent to the workers, because of `LOCK`"):
+        pickle_functions(spec, with_imports=True)

@@ -60,7 +60,7 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             for each in (module, *others):
                 if each.__name__ != "__main__":  # which is pickled by value anyway
                     cloudpickle.register_pickle_by_value(each)  # pyright: ignore
-    with sending(spec.loop):
+    with sending({"The loop": spec.loop, "--transforms": spec.transforms}):
         return cloudpickle.dumps(functions)  # pyright: ignore[reportPrivateImportUsage]
 
 
