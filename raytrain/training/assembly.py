@@ -90,7 +90,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     loss, use = run.loss, None if spec.loop is None else OptionUse(run)
 
     def after_first_step() -> Iterator[str]:
-        yield from (*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes())
+        yield from (*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes(), *run.augment.notes(run.device))
         if spec.loop is not None:
             run.check_evaluation()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +18,18 @@ from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import crop_boxes, crop_draws
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError
+from raytrain.training.random_numbers import held_generators, kept_generators, seed_each, seed_generators
 
 if TYPE_CHECKING:
     from torchvision.transforms.v2 import Transform
 
 _FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
+_NUM_TRIED = 8  # images
+_UNSEEDED = (
+    "--transforms {name} makes different images of the same one, although all random number generators that are found "
+    "are seeded alike: the run depends on the number of workers, and goes on differently after a resume; draw from "
+    "those of torch, NumPy or Python's random, or keep your own as an attribute"
+)
 
 
 class Augment:
@@ -41,6 +46,7 @@ class Augment:
     def __init__(self, config: ResolvedConfig, transforms: Transforms | None = None) -> None:
         self.config = config
         self.transforms = transforms
+        self.own_generators = [] if transforms is None else held_generators(transforms)
         self.source_shape = (*training_format(config).shape.size, config.channels)
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -60,7 +66,7 @@ class Augment:
             own = self.config.transforms
             what = "The augmentation" if own is None else f"--transforms {own}"
             with in_one_sentence(f"{what} cannot be applied to {_kind(pixels[0])}"):
-                pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
+                pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch, self.own_generators)
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
         draws = uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)
@@ -68,6 +74,15 @@ class Augment:
             draws[:, _FLIP] = _alternating_draws(self.config.seed, epoch, samples)
         on_device = torch.from_numpy(draws).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
         return self._normalise(*self._flip_and_shift(pixels, on_device))
+
+    def notes(self, device: torch.device) -> list[str]:
+        """A sentence if the user's transforms, with all generators that are known seeded alike, differ nevertheless."""
+        if self.config.transforms is None:
+            return []
+        noise = np.random.default_rng(0).integers(0, 256, (_NUM_TRIED, *self.source_shape), np.uint8)
+        images = torch.from_numpy(noise).to(device)
+        first, second = (self.train(images, np.arange(_NUM_TRIED), 0) for _ in range(2))
+        return [] if torch.equal(first, second) else [_UNSEEDED.format(name=self.config.transforms)]
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Resize and normalise the images."""
@@ -169,21 +184,27 @@ def _takes_an_image(own: Callable[..., Any]) -> bool:
     return isinstance(own, torch.nn.Module) or bool(needed)
 
 
-def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed: int, epoch: int) -> Tensor:
+def transform_each(
+    transforms: Transforms, images: Tensor, samples: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
+) -> Tensor:
     """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), whose indices are ``samples``, int64 (B,).
 
-    The random numbers of torch, NumPy and Python depend on ``seed``, ``epoch`` and the sample alone while an image is
-    transformed, so that it looks the same in any batch and on any worker. Afterwards they continue as before. Raises
-    UsageError if a transform changes an image's shape or type.
+    The random numbers of torch, NumPy and Python, and of the ``generators`` that the transforms hold, depend on
+    ``seed``, ``epoch`` and the sample alone while an image is transformed, so that it looks the same in any batch and
+    on any worker. Afterwards those of the libraries continue as before. Raises UsageError if a transform changes an
+    image's shape or type.
     """
-    devices = [images.device] if images.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _kept_generators():
-        keys = [mix(seed, epoch, _KEY, sample) for sample in samples.tolist()]
-        return torch.stack([_transformed(transforms, image, key) for image, key in zip(images, keys, strict=True)])
+    transformed: list[Tensor] = []
+    with kept_generators(images.device):
+        for image, sample in zip(images, samples.tolist(), strict=True):
+            key = mix(seed, epoch, _KEY, sample)
+            seed_generators(key, image.device)
+            seed_each(generators, key)
+            transformed.append(_transformed(transforms, image))
+    return torch.stack(transformed)
 
 
-def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
-    seed_generators(key, image.device)
+def _transformed(transforms: Transforms, image: Tensor) -> Tensor:
     result = transforms(image)
     if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
         raise UsageError(
@@ -219,41 +240,3 @@ def _named_transforms(config: ResolvedConfig) -> list[Transform]:
     if config.random_erasing:
         chain.append(v2.RandomErasing(config.random_erasing, value=fill))
     return chain
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python.
-
-    torch.manual_seed is slower: it seeds those of all devices.
-    """
-    torch.default_generator.manual_seed(seed >> 1)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed >> 1)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-def used_generators(seed: int, device: torch.device) -> list[str]:
-    """Whose generators have given numbers since :func:`seed_generators` got the same: torch, NumPy, Python."""
-    on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
-    is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
-    if device.type == "cuda" and not is_torch:
-        fresh = torch.Generator(device).manual_seed(seed >> 1).get_state()
-        is_torch = not torch.equal(torch.cuda.get_rng_state(device), fresh)
-    numpy_is = np.random.RandomState(seed % 2**32).get_state(legacy=False)["state"]
-    numpy_now = np.random.get_state(legacy=False)["state"]
-    is_numpy = numpy_now["pos"] != numpy_is["pos"] or bool((numpy_now["key"] != numpy_is["key"]).any())
-    is_python = random.getstate() != random.Random(seed).getstate()
-    found = {"torch": is_torch, "NumPy": is_numpy, "Python's random": is_python}
-    return [name for name, is_used in found.items() if is_used]
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Afterwards, the generators of NumPy and Python continue as if nobody had used or seeded them meanwhile."""
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)

@@ -17,10 +17,10 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, flag
 from raytrain.recipes import RECIPES
-from raytrain.training.augment import used_generators
 from raytrain.training.batchnorm import ConvertedBatchNorm
 from raytrain.training.gradients import check_not_wrapped
 from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.random_numbers import used_generators
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

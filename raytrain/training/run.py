@@ -23,7 +23,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
-from raytrain.training.augment import Augment, seed_generators
+from raytrain.training.augment import Augment
 from raytrain.training.autocast import LossScaler, full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
@@ -41,6 +41,7 @@ from raytrain.training.optimisation import (
 )
 from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
+from raytrain.training.random_numbers import seed_generators
 from raytrain.training.steps import Steps
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections import Counter
 from itertools import compress
 from pathlib import Path
@@ -569,6 +570,26 @@ def test_folders_of_training_and_test_images_hold_out_the_test_images(
     other.rename(images / folder / "more" / other.name)
     opened(images, write(tmp_path / "labels.csv", rows_of(images, label=lambda number: "ab"[number % 2])), tmp_path)
     assert "do not say which images are tested on; a column split in" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["folders", "column"])
+def test_a_fraction_of_test_images_that_is_not_used_is_told(
+    given: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if given == "folders":
+        labels = None
+        test = Path(shutil.copytree(images, tmp_path / "test"))
+    else:
+        labels = write(tmp_path / "a.csv", rows_of(images, split=lambda number: ("train", "test")[number % 3 == 0]))
+        test = None
+    opened(images, labels, tmp_path, test_data=test)
+    assert "--test-fraction" not in caplog.text
+    opened(images, labels, tmp_path, test_data=test, test_fraction=0.3)
+    assert "--test-fraction 0.3 is not used: the test images are given." in caplog.text
+    caplog.clear()
+    write(tmp_path / "b.csv", rows_of(images, label=lambda number: "ab"[number % 2]))
+    opened(images, tmp_path / "b.csv", tmp_path, test_fraction=0.3)
+    assert "--test-fraction" not in caplog.text
 
 
 def test_a_file_where_the_images_should_be_is_refused_as_such(images: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,88 @@ def test_own_transforms_may_be_a_list(tmp_path: Path) -> None:
     assert chain is not None
     black = transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0)
     assert set(black.unique().tolist()) == {127}
+
+
+class Shifts:
+    """A transform that draws from generators of its own, as those of albumentations do."""
+
+    def __init__(self) -> None:
+        self.of_numpy, self.of_python = [np.random.default_rng()], {"one": random.Random()}
+        self.of_torch = torch.Generator()
+        self.of_torch.seed()
+
+    def __call__(self, image: Tensor) -> Tensor:
+        down = int(self.of_numpy[0].integers(20))
+        right = self.of_python["one"].randrange(16) + int(torch.randint(16, (), generator=self.of_torch))
+        return image.roll((down, right), (1, 2))
+
+
+OWN = np.random.default_rng()
+SHIFTS = Shifts()
+
+
+def with_a_global_one(image: Tensor) -> Tensor:
+    return image.roll(int(OWN.integers(16)), 2)
+
+
+def with_a_global_object(image: Tensor) -> Tensor:
+    return SHIFTS(image)
+
+
+def with_a_closure() -> Any:
+    own = np.random.RandomState()
+    return lambda image: image.roll(int(own.randint(16)), 2)
+
+
+class HasAMethod:
+    def __call__(self, image: Tensor) -> Tensor:
+        return with_a_global_one(image)
+
+
+OWN_GENERATORS = {
+    "attributes": Shifts,
+    "a global": lambda: with_a_global_one,
+    "a global object": lambda: with_a_global_object,
+    "a closure": with_a_closure,
+    "a method": HasAMethod,
+    "partial": lambda: partial(Shifts.__call__, Shifts()),
+    "a bound method": lambda: Shifts().__call__,
+    "a lambda of torchvision": lambda: v2.Compose([v2.RandomHorizontalFlip(), v2.Lambda(Shifts())]),
+}
+
+
+@pytest.mark.parametrize("make", OWN_GENERATORS.values(), ids=OWN_GENERATORS)
+def test_generators_that_a_transform_holds_are_seeded_for_each_image(make: Callable[[], Any]) -> None:
+    batch = images().permute(0, 2, 3, 1)
+    options = config(transforms="mine.py:own")
+    whole = Augment(options, build_transforms(options, make)).train(batch, SAMPLES, 0)
+    again = Augment(options, build_transforms(options, make))
+    order = np.random.default_rng(1).permutation(40)
+    pieces = [again.train(batch[rows], SAMPLES[rows], 0) for rows in np.array_split(order, 3)]
+    assert torch.equal(torch.cat(pieces), whole[order])
+    assert not torch.equal(again.train(batch, SAMPLES, 1), whole)
+    assert again.notes(torch.device("cpu")) == []
+
+
+def test_two_generators_of_a_transform_give_different_numbers() -> None:
+    first, second = np.random.default_rng(), np.random.default_rng()
+    drawn: list[tuple[float, float]] = []
+
+    def own(image: Tensor) -> Tensor:
+        drawn.append((first.random(), second.random()))
+        return image
+
+    Augment(config(), own).train(images().permute(0, 2, 3, 1), SAMPLES, 0)
+    assert all(one != other for one, other in drawn)
+
+
+def test_a_generator_that_is_not_found_is_told() -> None:
+    def own(image: Tensor) -> Tensor:
+        return image.roll(int(np.random.default_rng().integers(16)), 2)
+
+    (note,) = Augment(config(transforms="mine.py:own"), own).notes(torch.device("cpu"))
+    assert note.startswith("--transforms mine.py:own makes different images of the same one")
+    assert Augment(config(), own).notes(torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("own", [v2.RandomInvert(1.0), v1.Compose([v2.RandomInvert(1.0)]), lambda image: 255 - image])

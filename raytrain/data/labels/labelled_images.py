@@ -48,7 +48,7 @@ def training_and_test_images(
     if test_table is not None or (table is None and config.test_data):
         train = images_of_part(train_store, table, "train", config.max_bad_fraction)
         test = images_of_part(test_store, test_table, "test", config.max_bad_fraction, train.classes)
-        _tell_divided_groups(config, (table, train), (test_table, test))
+        _tell_given_split(config, (table, train), (test_table, test))
         return train, test
     if table is not None:
         return _images_of_table(config, table, train_store, test_store)
@@ -62,6 +62,7 @@ def _self_described_images(config: TrainConfig, store: Store) -> tuple[Manifest,
         return replace(train, labels_digest=""), replace(test, labels_digest="")  # not read again
     train, test = build_manifests(store)
     if test is not None:
+        _tell_given_split(config)
         return train, test
     check_can_split(train, config.test_fraction)
     return train_test_split(train, config.test_fraction, config.seed)
@@ -83,7 +84,7 @@ def _images_of_table(
     train = labelled(train_images, table, training)
     if config.test_data or tested:
         test = labelled(test_images, table, tested, train.classes)
-        _tell_divided_groups(config, (table, train), (table, test))
+        _tell_given_split(config, (table, train), (table, test))
         return train, test
     if config.group_by:
         return train_test_split(train, config.test_fraction, config.seed, table.groups[table.rows_of(train)])
@@ -92,8 +93,10 @@ def _images_of_table(
     return train_test_split(train, config.test_fraction, config.seed)
 
 
-def _tell_divided_groups(config: TrainConfig, *parts: tuple[LabelTable | None, Manifest]) -> None:
-    """Log which groups of ``--group-by`` have training and test images, as a split that was given divides them."""
+def _tell_given_split(config: TrainConfig, *parts: tuple[LabelTable | None, Manifest]) -> None:
+    """Log what the options ask of a split that was given: another fraction of test images, and undivided groups."""
+    if config.test_fraction != type(config).test_fraction:
+        _log.warning("--test-fraction %g is not used: the test images are given.", config.test_fraction)
     if config.group_by:
         train, test = (set(table.groups[table.rows_of(images)]) for table, images in parts if table is not None)
         if shared := sorted(train & test):
