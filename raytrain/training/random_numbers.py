@@ -68,7 +68,7 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key >> 1)
         elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = type(generator.bit_generator)(key).state  # type: ignore[call-arg]
+            generator.bit_generator.state = type(generator.bit_generator)(key).state
         else:
             generator.seed(key % 2**32)
 
@@ -104,12 +104,19 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        variables = getclosurevars(value)
-        return [*variables.nonlocals.values(), *([] if _is_of_library(value) else variables.globals.values())]
+        return _variables_of(value)
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
         return []
     methods = [] if _is_of_library(type(value)) else vars(type(value)).values()
     return [*vars(value).values(), *(each for each in methods if isinstance(each, FunctionType))]
+
+
+def _variables_of(function: FunctionType) -> list[Any]:
+    try:
+        variables = getclosurevars(function)
+    except ValueError:  # a variable of its closure has no value yet
+        return []
+    return [*variables.nonlocals.values(), *([] if _is_of_library(function) else variables.globals.values())]
 
 
 _LIBRARIES = {get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
 from raytrain.training.augment import Augment, build_transforms, transform_each
+from raytrain.training.random_numbers import held_generators
 
 KINDS: dict[str, dict[str, Any]] = {
     "randaugment": {"auto_augment": "randaugment"},
@@ -160,6 +161,15 @@ def test_generators_that_a_transform_holds_are_seeded_for_each_image(make: Calla
     assert torch.equal(torch.cat(pieces), whole[order])
     assert not torch.equal(again.train(batch, SAMPLES, 1), whole)
     assert again.notes(torch.device("cpu")) == []
+
+
+def test_a_transform_whose_closure_is_not_complete_is_looked_into_as_far_as_possible() -> None:
+    def own(image: Tensor) -> Tensor:
+        return image if later is None else later
+
+    both: Any = [own, OWN]
+    assert held_generators(both) == [OWN]
+    later = None
 
 
 def test_two_generators_of_a_transform_give_different_numbers() -> None:
