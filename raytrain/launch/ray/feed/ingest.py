@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import platform
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,26 +84,6 @@ def blocks_by_tasks(
         yield which, ref
 
 
-_SLICE_NS = 20_000_000
-_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # the number of Linux's system call sched_setattr(2)
-_ATTRIBUTES = struct.Struct("IIQiIQQQ")  # size, policy, flags, nice, priority; slice, deadline, period in ns
-_KEEP_POLICY = 0x08
-
-
-def take_long_turns() -> None:
-    """Let this thread, once it has a core, keep it for 20 ms before others get a turn; Linux 6.12 and later do.
-
-    There are more tasks than cores. After a turn of 1 to 3 ms, as by default, each finds its data gone from the core's
-    cache: four processes that decode on two cores take 7 % longer so. A training loop need not wait for the end of a
-    long turn: the kernel first serves those that ask for short ones.
-    """
-    number = _SET_ATTRIBUTES.get(platform.machine())
-    if platform.system() == "Linux" and number:
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, _KEEP_POLICY, nice, 0, _SLICE_NS, 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # nothing is lost if it is refused
-
-
 _buffers = Buffers()  # of this process: the next block needs as much as the last one
 
 
@@ -119,7 +95,6 @@ def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
 
 def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: int) -> pa.Table:
     """Fetch ``samples`` and decode them: columns image (H*W*C bytes), label (below 0 if unreadable) and sample."""
-    take_long_turns()
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
     room = _buffers.take((images.rows_per_block * images.shape.num_bytes,))
