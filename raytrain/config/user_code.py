@@ -108,10 +108,16 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
 
 def _not_sent(function: object) -> list[str]:
     """The variables outside of ``function`` that cannot be sent, if their names are known."""
-    with suppress(TypeError):  # it is no plain function
+    of_module, of_closure = variables_of(function)
+    return [name for name, value in {**of_module, **of_closure}.items() if not _is_portable(value)]
+
+
+def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The global variables that a function names, and those of its closure; none of what is no plain function."""
+    with suppress(TypeError, ValueError):  # it is none, or a variable of its closure has no value yet
         used = inspect.getclosurevars(cast(Any, function))
-        return [name for name, value in {**used.globals, **used.nonlocals}.items() if not _is_portable(value)]
-    return []
+        return dict(used.globals), dict(used.nonlocals)
+    return {}, {}
 
 
 def _is_portable(value: object) -> bool:
@@ -162,9 +168,14 @@ def describe(error: BaseException) -> str:
 def users_line(frames: traceback.StackSummary) -> str:
     """The innermost line in the user's files, ``my_loop.py, line 12: `loss.backward(1)```; empty if there is none."""
     for frame in reversed(frames):
-        if not frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES)):
+        if not frame.filename.startswith("<") and is_of_user(frame.filename):
             return f"{Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_TEXT_CHARS]}`"
     return ""
+
+
+def is_of_user(file: str) -> bool:
+    """Whether code in ``file`` is neither raytrain's, nor Python's, nor that of an installed package."""
+    return not file.startswith((_PACKAGE, *_LIBRARIES))
 
 
 def trace_of(error: BaseException) -> str:

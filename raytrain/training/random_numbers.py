@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import getclosurevars
-from pathlib import Path
-from sysconfig import get_paths
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from raytrain.config.user_code import is_of_user, variables_of
 from raytrain.data.plan.permutation import mix
 
 
@@ -59,6 +56,7 @@ def kept_generators(device: torch.device) -> Iterator[None]:
 
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_OF_CLASSES = (FunctionType, *_KINDS)
 
 
 def seed_each(generators: Iterable[Any], seed: int) -> None:
@@ -76,8 +74,8 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
 def held_generators(function: Callable[..., Any]) -> list[Any]:
     """The generators that a function or an object uses, in the order in which they are found.
 
-    They are looked for in attributes, lists and dicts, in closures, and in the global variables of functions and
-    methods; of those of a library, only in attributes and closures.
+    They are looked for in attributes of objects and classes, in lists and dicts, in closures, and in the global
+    variables that functions and methods of the user's own files name.
     """
     found: list[Any] = []
     seen: dict[int, Any] = {}
@@ -104,25 +102,10 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        return _variables_of(value)
-    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        of_module, of_closure = variables_of(value)
+        return [*of_closure.values(), *(of_module.values() if is_of_user(value.__code__.co_filename) else ())]
+    if isinstance(value, type):
+        return [each for base in value.__mro__ for each in vars(base).values() if isinstance(each, _OF_CLASSES)]
+    if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return []
-    methods = [] if _is_of_library(type(value)) else vars(type(value)).values()
-    return [*vars(value).values(), *(each for each in methods if isinstance(each, FunctionType))]
-
-
-def _variables_of(function: FunctionType) -> list[Any]:
-    try:
-        variables = getclosurevars(function)
-    except ValueError:  # a variable of its closure has no value yet
-        return []
-    return [*variables.nonlocals.values(), *([] if _is_of_library(function) else variables.globals.values())]
-
-
-_LIBRARIES = {get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-
-
-def _is_of_library(code: Any) -> bool:
-    """Whether a function or class is of an installed package, or of Python itself: what it refers to has no end."""
-    file = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-    return any(Path(folder) in Path(file).parents for folder in _LIBRARIES)
+    return [*vars(value).values(), type(value)]

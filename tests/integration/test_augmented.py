@@ -32,7 +32,7 @@ NO_NORM = "tests.integration.test_exact:network_without_norm"
 def own_transforms() -> Any:
     from torchvision.transforms import v2
 
-    return v2.Compose([v2.RandomSolarize(100, p=0.5), brighter, darker])
+    return v2.Compose([v2.RandomSolarize(100, p=0.5), brighter, darker, Moved()])
 
 
 def brighter(image: Tensor) -> Tensor:
@@ -43,6 +43,16 @@ def brighter(image: Tensor) -> Tensor:
 def darker(image: Tensor) -> Tensor:
     """Draws from NumPy's generator."""
     return image & np.random.randint(128, 256)
+
+
+class Moved:
+    """Draws from a generator that it keeps, as those of albumentations do."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return image.roll(int(self.generator.integers(8)), 2)
 
 
 def dropping_network(num_classes: int, channels: int) -> nn.Module:

@@ -138,12 +138,35 @@ class HasAMethod:
         return with_a_global_one(image)
 
 
+class OfTheClass:
+    OWN = np.random.default_rng()
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return image.roll(int(self.OWN.integers(16)), 2)
+
+
+class Inherits(OfTheClass, HasAMethod):
+    """Has nothing of its own."""
+
+
+def with_a_class(image: Tensor) -> Tensor:
+    return OfTheClass()(image)
+
+
+def decorated(image: Tensor) -> Tensor:
+    return SHIFTS(image)
+
+
 OWN_GENERATORS = {
     "attributes": Shifts,
     "a global": lambda: with_a_global_one,
     "a global object": lambda: with_a_global_object,
     "a closure": with_a_closure,
     "a method": HasAMethod,
+    "a class": OfTheClass,
+    "a base class": Inherits,
+    "an object of a call": lambda: with_a_class,
+    "a decorator of a library": lambda: torch.no_grad()(decorated),
     "partial": lambda: partial(Shifts.__call__, Shifts()),
     "a bound method": lambda: Shifts().__call__,
     "a lambda of torchvision": lambda: v2.Compose([v2.RandomHorizontalFlip(), v2.Lambda(Shifts())]),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_code import load_function
+from raytrain.config.user_code import check_loop, load_function
 from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
 from raytrain.launch.train import train
@@ -60,6 +60,17 @@ def test_a_loop_that_is_no_function_is_refused_before_anything_starts(loop: Any,
     with pytest.raises(UsageError, match=sentence):
         train(config, loop=loop)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loop_that_cannot_be_sent_is_refused_also_if_a_variable_of_it_has_no_value_yet() -> None:
+    window = threading.Lock()
+
+    def incomplete(run: Any) -> Any:
+        return window, later
+
+    with pytest.raises(UsageError, match="because of what is used there, which is of this process alone"):
+        check_loop(incomplete)
+    later = None
 
 
 def test_a_loop_that_uses_what_stays_in_its_process_is_refused_by_its_name(tmp_path: Path) -> None:
