@@ -106,9 +106,10 @@ def _is_output_closed() -> bool:
 
 def _end_ray() -> None:
     """End the Ray of this process, if it has started one."""
-    connection = sys.modules.get("raytrain.launch.ray.connection")
-    if connection is not None:
-        connection.end_own_ray()
+    if "raytrain.launch.ray.connection" in sys.modules:
+        from raytrain.launch.ray.connection import end_own_ray  # imported to its end, also if another thread began it
+
+        end_own_ray()
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -25,6 +24,7 @@ from raytrain.launch.ray.private_api import (
     can_fork,
     check_version,
     head_answers,
+    in_ray,
     messages_in_log,
     set_variables,
     variables_set,
@@ -66,8 +66,11 @@ class OwnRay:
     @property
     def is_joined(self) -> bool:
         """Whether this process is in it, and not in another cluster since."""
-        ray = sys.modules.get("ray")
-        return ray is not None and ray.is_initialized() and ray.get_runtime_context().gcs_address == self._address
+        if self._address is None or not in_ray():
+            return False
+        import ray
+
+        return ray.get_runtime_context().gcs_address == self._address
 
     def fits(self, gpus: str | None) -> bool:
         """Whether it can be used as if it were started now: with these GPUs and this process's variables."""
@@ -231,8 +234,7 @@ def uses_cluster(address: str | None) -> bool:
 
 def is_connected() -> bool:
     """Whether this process is in a Ray cluster that it has not started itself."""
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized() and not (_own is not None and _own.is_joined)
+    return in_ray() and not (_own is not None and _own.is_joined)
 
 
 def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
@@ -260,8 +262,10 @@ def _is_alive() -> bool:
 
 
 def _leave() -> None:
+    import ray
+
     with suppress(Exception):
-        sys.modules["ray"].shutdown()
+        ray.shutdown()
 
 
 def _check_answers(address: str) -> None:

@@ -183,10 +183,20 @@ def on_this_node() -> dict[str, str]:
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
+def in_ray() -> bool:
+    """Return whether this process is in a Ray cluster, without importing Ray.
+
+    Another thread may still be importing it: ``sys.modules`` then has a module without this function, and nobody can
+    have joined a cluster.
+    """
+    return getattr(sys.modules.get("ray"), "is_initialized", bool)()
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set variables of this process, so that Ray sees them, too, if it has been imported already."""
     os.environ.update(variables)
     if "ray" in sys.modules:
+        importlib.import_module("ray")  # waits if another thread is still importing it
         read_variables()
 
 

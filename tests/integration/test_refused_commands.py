@@ -1,0 +1,76 @@
+"""Each kind of refused input, with the real command in a fresh process: one sentence, exit 2, on both backends.
+
+Tests in one process cannot see this: there, all imports are done. A command may be refused while a thread of it still
+imports Ray and torch, which takes longest in a new installation, whose modules are not compiled yet.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+REFUSED = {
+    "no folder": (["--data", "nowhere"], "There is no folder"),
+    "an empty folder": (["--data", "empty"], "There are no images below"),
+    "images without class folders": (["--data", "flat"], "class"),
+    "one class": (["--data", "one"], "class"),
+    "an unsorted test folder": (["--data", "unsorted"], "test"),
+    "a test folder of other classes": (["--data", "good", "--test-data", "others"], "cow"),
+    "no prefix in a bucket": (
+        ["--data", "s3://localhost-has-no-such-bucket/nowhere"],
+        "http://127.0.0.1:9 cannot be reached",
+    ),
+    "no such network": (["--data", "good", "--model", "no_such_net"], "--model no_such_net"),
+    "no such loop": (["--data", "good", "--loop", "nowhere.py:train"], "--loop"),
+    "no such weights": (["--data", "good", "--weights", "nowhere.pt"], "--weights nowhere.pt"),
+    "a bad number": (["--data", "good", "--epochs", "0"], "epochs"),
+    "too many workers": (["--data", "good", "--workers", "5000"], "--workers is 5000"),
+    "no such run": (["--resume", "--name", "never-was"], "never-was"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("refused")
+    training = ("one/cat", "good/cat", "good/dog", "unsorted/train/cat", "unsorted/train/dog")
+    for name in (*training, "flat", "others/cow", "unsorted/test"):
+        (found / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (16, 16), (40 * number, 9, 9)).save(found / name / f"{number}.png")
+    (found / "empty").mkdir()
+    return found
+
+
+def refused(folder: Path, backend: str, options: list[str], **environment: str) -> str:
+    """Train with ``options`` in a fresh process, and return what it says; it has to end with exit code 2."""
+    command = [Path(sys.executable).with_name("raytrain"), "train", "custom", "--image-size", "16", "--workers", "1"]
+    command += ["--backend", "local"] if backend == "local" else ["--address", "local"]
+    endpoint = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    variables = {**os.environ, **endpoint, "AWS_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", **environment}
+    done = subprocess.run(
+        [*command, *options], cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert sentence.startswith("raytrain: "), done.stderr
+    assert "unexpected" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return sentence
+
+
+@pytest.mark.parametrize("backend", ["ray", "local"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_bad_input_is_refused_in_a_sentence(folder: Path, kind: str, backend: str) -> None:
+    options, says = REFUSED[kind]
+    assert says in refused(folder, backend, options)
+
+
+@pytest.mark.parametrize("kind", ["an empty folder", "one class"])
+def test_it_is_refused_while_imports_are_slow(folder: Path, kind: str, tmp_path: Path) -> None:
+    options, says = REFUSED[kind]
+    not_compiled = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    assert says in refused(folder, "ray", options, **not_compiled)
