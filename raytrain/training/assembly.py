@@ -13,7 +13,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.user_code import describe, may_pass, users_line
 from raytrain.errors import LoopFailed, RaytrainError, UsageError
 from raytrain.monitor.events import Note
-from raytrain.runs.outcome import Outcome
+from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop, transfer
 from raytrain.training.augment import Augment, build_transforms
@@ -21,7 +21,6 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
-from raytrain.training.loop_checks import OptionUse, drawn_by_loop
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -31,6 +30,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
+from raytrain.training.unused_options import unused_options
 from raytrain.training.waiting import tell_long_waits
 
 
@@ -61,7 +61,11 @@ def make_run(
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {})
-    models = PreparedModels(config, worker, state)
+    models = PreparedModels(config, worker, state, share=lambda: steps.share())
+    progress = restored.progress if restored else Progress()
+    steps = Steps(
+        config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
+    )
     return Run(
         config=config,
         classes=spec.classes,
@@ -75,7 +79,7 @@ def make_run(
         loss=Loss(config, len(spec.classes), spec.class_weights, device),
         models=models,
         state=state,
-        steps=Steps(config, spec.plan, models, state, checkpoints, reporter, worker, restored),
+        steps=steps,
         gallery=Gallery(config, spec.classes, spec.store, reporter.event),
         evaluation=evaluate if spec.label_sets is None else evaluate_labels,
     )
@@ -87,15 +91,15 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
-    loss, use = run.loss, None if spec.loop is None else OptionUse(run)
 
     def after_first_step() -> Iterator[str]:
-        yield from (*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes(), *run.augment.notes(run.device))
+        yield from unused_options(run, spec.loop) if spec.loop is not None else ()
+        yield from (*run.watch.notes, *run.loss.notes(), *run.augment.notes(run.device))
         if spec.loop is not None:
             run.check_evaluation()
 
     run.steps.notes = after_first_step
-    with tell_long_waits(run.steps, run.reporter, run.worker):
+    with tell_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
         try:
             _call_loop(spec, run)
             return run.finish()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from raytrain.data.plan.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
 from raytrain.training.autocast import mixed_precision
+from raytrain.training.optimisation import build_optimizer
 from raytrain.training.prepared_models import WeightAverage, apply_options
 from raytrain.training.run import Run
 
@@ -81,7 +82,7 @@ def _try_step(run: Run, num_images: int) -> None:
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     model = run.build_model().to(run.device, dtype)
     average = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
-    optimizer = run.build_optimizer(model)
+    optimizer = build_optimizer(config, model, run.num_classes)
     apply_options(model, config)
     model.eval()  # batch norm of a single value has no gradient
     images = torch.zeros(num_images, config.channels, *config.full_image_size, dtype=dtype, device=run.device)

@@ -1,4 +1,4 @@
-"""Mixed precision: torch's autocast around a step, the scale of losses, and what a network needs in 16 bits."""
+"""Mixed precision: torch's autocast around a step, and what a network needs in 16 bits."""
 
 from __future__ import annotations
 
@@ -33,36 +33,6 @@ def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
 def full_precision(device: torch.device) -> torch.autocast:
     """A context without autocast, for what follows a forward: a backward computes in the types of its forward."""
     return torch.autocast(device.type, torch.bfloat16, enabled=False)
-
-
-class LossScaler(torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
-    """The scale of float16's losses, a power of two, without which small gradients become 0. Loops see none of it."""
-
-    def __init__(self, precision: str, device: torch.device) -> None:
-        super().__init__(device.type, enabled=precision == "float16")
-        self._one = torch.ones((), device=device)
-        self.is_used = False  # an optimizer has stepped since the scale was last adapted
-
-    def multiply(self, parameters: Callable[[], list[Tensor]]) -> None:
-        """Multiply the gradients of ``parameters()``, which only float16 asks for, by the scale."""
-        self._multiply(parameters, lambda scale: scale)
-
-    def divide(self, parameters: Callable[[], list[Tensor]]) -> None:
-        """Divide them by it."""
-        self._multiply(parameters, Tensor.reciprocal)
-
-    def adapt(self) -> None:
-        """Adapt the scale once all optimizers have stepped with the gradients of a backward."""
-        if self.is_used:
-            self.update()
-            self.is_used = False
-
-    def _multiply(self, parameters: Callable[[], list[Tensor]], factor: Callable[[Tensor], Tensor]) -> None:
-        if not self.is_enabled():
-            return
-        gradients = [each.grad for each in dict.fromkeys(parameters()) if each.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor(self.scale(self._one)))  # pyright: ignore
 
 
 def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:

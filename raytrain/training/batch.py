@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,8 @@ from raytrain.training.augment import Augment
 class Batch:
     """This worker's slice of a global batch, ready for the network.
 
-    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: ``Run.backward`` and
-    ``Run.log`` count it as nothing.
+    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what it
+    logs count as nothing.
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
@@ -33,9 +33,14 @@ class Batch:
     epoch: int  # counted from 0
     num_used: int  # m, or 0 for a placeholder
     part_sizes: tuple[int, ...]  # number of the m images in each part of the global batch
+    begin_part: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # the run's
 
-    def parts(self) -> Iterator[Batch]:
-        """This worker's slice of each part of the global batch, in order; a placeholder if a slice is empty."""
+    def microbatches(self) -> Iterator[Batch]:
+        """Yield this worker's slice of each part of the global batch that ``--accumulate`` asks for, in order.
+
+        Compute the mean loss of each, as of a whole batch, and call its ``backward()``: the gradients add up to that of
+        the mean over the global batch. Batch norm treats each part as a batch. A slice may be a placeholder.
+        """
         if len(self.part_sizes) == 1:
             yield self
             return
@@ -43,7 +48,10 @@ class Batch:
         for size in self.part_sizes:
             rows = slice(start, start + size) if size else slice(0, 1)
             tensors = {name: getattr(self, name)[rows] for name in ("images", "labels", "targets", "samples")}
-            yield replace(self, **tensors, num_used=size, part_sizes=(size,))
+            part = replace(self, **tensors, num_used=size, part_sizes=(size,))
+            if self.begin_part is not None:
+                self.begin_part(part, is_whole=False)
+            yield part
             start += size
 
 

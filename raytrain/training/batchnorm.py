@@ -17,8 +17,7 @@ with torch's lazy modules), so that hooks and references to it stay valid. The n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -68,22 +67,16 @@ def set_num_used(layers: Iterable[nn.Module], num_used: int) -> None:
             layer.placeholder = num_used == 0
 
 
-@contextmanager
-def keep_statistics(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """In this context a forward in training mode changes no statistics: it repeats one, for gradient checkpointing."""
-    converted = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
-    for layer in converted:
-        layer.repeats = True
-    try:
-        yield
-    finally:
-        for layer in converted:
-            layer.repeats = False
+def count_once(model: nn.Module) -> None:
+    """Let the layers of ``model`` leave out of their statistics what gradient checkpointing computes again."""
+    for layer in model.modules():
+        if isinstance(layer, ConvertedBatchNorm):
+            layer.counts_once = True
 
 
 @torch.no_grad()
 def update_running_statistics(layers: Iterable[nn.Module]) -> None:
-    """Update the running statistics of aggregated ``layers`` over all ranks: once after each forward and backward.
+    """Update the running statistics of aggregated ``layers`` over all ranks with what they have computed since last time.
 
     With m_j values per channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and var_c = Σ m_j·[var_j +
     (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training Loop". There it is
@@ -95,7 +88,7 @@ def update_running_statistics(layers: Iterable[nn.Module]) -> None:
     Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
     """
     aggregated = [each for each in layers if isinstance(each, AggregatedBatchNorm) and each.updates_statistics]
-    if not aggregated:
+    if all(layer.count is None for layer in aggregated):  # also if there is none
         return
     calls = [(layer, layer.take_calls()) for layer in aggregated]
     earlier = [(layer, call) for layer, of_layer in calls for call in of_layer[:-1]]
@@ -142,12 +135,22 @@ class ConvertedBatchNorm(_BatchNorm):
 
     kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # what its class is made of
     placeholder: bool  # whether this rank's images don't count
-    repeats: bool  # whether a forward repeats an earlier one
+    counts_once: bool  # whether a forward in a backward repeats an earlier one, for gradient checkpointing
 
     def prepare(self) -> None: ...
 
+    @property
+    def repeats(self) -> bool:
+        """Whether this forward computes an earlier one again."""
+        return self.counts_once and torch._C._current_graph_task_id() != -1  # pyright: ignore
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, type(self).kinds, vars(self)
+
+    def forward_again(self, input: Tensor) -> Tensor:
+        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
+        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
+        return _batch_norm(self, input, mean, variance, training=True)
 
     def next_momentum(self, number: int = 0) -> float:
         """The weight in the running statistics of the next batch, or of one ``number`` after it, if it counts."""
@@ -195,8 +198,8 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
-        if not self.training:
-            return super().forward(input)
+        if not self.training or (world_size() == 1 and not self.placeholder):
+            return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
         if self.updates_statistics and not self.repeats:
             if self.count is not None:
@@ -232,7 +235,7 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         """(B, C, ...) -> (B, C, ...)."""
         count = 0 if self.placeholder else input.numel() // input.shape[1]
         if not self.training or (world_size() == 1 and count > 1):
-            return self._forward_again(input) if self.training and self.repeats else super().forward(input)
+            return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
         mean, variance, total = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
@@ -241,11 +244,6 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         return cast(Tensor, NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
-
-    def _forward_again(self, input: Tensor) -> Tensor:
-        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
-        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
-        return _batch_norm(self, input, mean, variance, training=True)
 
 
 def _not_converted(model: nn.Module) -> list[_BatchNorm]:
@@ -265,7 +263,7 @@ def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
         plain_class = _OfAnyShape
     layer.__class__ = _joined(kind, plain_class)
     converted = cast(ConvertedBatchNorm, layer)
-    converted.placeholder = converted.repeats = False  # torch.compile would compile again if it had them later
+    converted.placeholder = converted.counts_once = False  # torch.compile would compile again if they came later
     converted.prepare()
 
 

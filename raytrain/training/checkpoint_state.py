@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from raytrain.errors import UsageError
 
 StateDict = dict[str, Any]
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
 _ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
 
 
@@ -35,6 +36,8 @@ class CheckpointState:
         self._restored = dict(restored)
         self._resumes = bool(restored)
         self._groups: dict[Optimizer, list[StateDict]] = {}
+        self._ratios: dict[Optimizer, list[float]] = {}  # new learning rate to old one, of each group
+        self._held: list[object] = []  # what was prepared, and optimizers that it holds
 
     def add(self, kind: str, thing: Stateful) -> str:
         """Keep ``thing`` under a name, which is returned, and load it.
@@ -50,11 +53,17 @@ class CheckpointState:
             self._add(name, thing)
         if kind == "state":  # of the others torch is known to make what can be read
             check_readable({name: to_cpu(thing.state_dict())})
+        self._held += [thing, *(each for each in vars(thing).values() if isinstance(each, Optimizer))]
         optimizer = getattr(thing, "optimizer", None)
         if self._resumes and isinstance(optimizer, Optimizer):  # a scheduler, which set the rates of a first step
             for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
                 group.update(options)
+            _scale_base_rates(thing, self._ratios.get(optimizer, []))
         return name
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return whether checkpoints hold the state of ``optimizer``, or that of something around it."""
+        return optimizer in self._groups or any(optimizer is each for each in self._held)
 
     def check_complete(self) -> None:
         """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
@@ -81,8 +90,8 @@ class CheckpointState:
         for each, places in shared.items():  # torch's load_state_dict makes new groups
             for own, place in places.items():
                 each.param_groups[own] = optimizer.param_groups[place]
-        for options, group in zip(asked, optimizer.param_groups, strict=True):
-            _apply_changes(options, group)
+        pairs = zip(asked, optimizer.param_groups, strict=True)
+        self._ratios[optimizer] = [_apply_changes(options, group) for options, group in pairs]
         self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
 
     def _add(self, name: str, thing: Stateful) -> None:
@@ -110,8 +119,9 @@ def to_cpu(state: Any) -> Any:
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {key: to_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(to_cpu(value) for value in state)
+    if isinstance(state, (list, tuple)):  # a named tuple becomes a plain one, which can be read without running code
+        kind = list if isinstance(state, list) else tuple
+        return kind(to_cpu(value) for value in state)
     return state.item() if isinstance(state, np.generic) else copy.copy(state)
 
 
@@ -161,11 +171,35 @@ def _options_of(group: StateDict) -> StateDict:
     return {name: value for name, value in group.items() if name not in ("params", _ASKED)}
 
 
-def _apply_changes(asked: StateDict, group: StateDict) -> None:
-    """Give a group of a checkpoint the options that changed; others stay: a scheduler may have changed them."""
+def _apply_changes(asked: StateDict, group: StateDict) -> float:
+    """Give a ``group`` of a checkpoint the options that changed since, and return by which ratio its rate changed.
+
+    Options that did not change stay as they are in the checkpoint, where a scheduler may have changed them. A rate is
+    multiplied by the ratio of the new to the old one, and so are the rates that schedulers keep in the group.
+    """
     before = group.get(_ASKED, asked)
-    group.update({name: value for name, value in asked.items() if name in before and before[name] != value})
+    changed = {name: value for name, value in asked.items() if name in before and _differs(before[name], value)}
+    ratio = 1.0
+    if "lr" in changed and float(before["lr"]):
+        ratio = float(changed.pop("lr")) / float(before["lr"])
+        group.update({name: group[name] * ratio for name in _RATES if name in group})
+    group.update(changed)
     group[_ASKED] = asked
+    return ratio
+
+
+def _scale_base_rates(scheduler: Any, ratios: list[float]) -> None:
+    """Multiply the rates that a scheduler of torch starts from by the ``ratios`` of the optimizer's groups."""
+    for name in ("base_lrs", "max_lrs"):
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list) and len(rates) == len(ratios):  # pyright: ignore[reportUnknownArgumentType]
+            setattr(scheduler, name, [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)])
+
+
+def _differs(before: Any, value: Any) -> bool:
+    if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+        return not torch.equal(before, value)
+    return bool(before != value)
 
 
 def _check_same_kind(optimizer: Optimizer, state: StateDict) -> None:

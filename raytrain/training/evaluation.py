@@ -102,7 +102,7 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         targets = batch.targets.double()  # (m, C), 0 or 1
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1, keepdim=True)
         rows.append(torch.cat([logits.sigmoid(), targets, losses], dim=1))
-    scores, truth, losses = np.split(run.gather(torch.cat(rows)), [num_classes, 2 * num_classes], axis=1)
+    scores, truth, losses = np.split(run.gather(torch.cat(rows)).cpu().numpy(), [num_classes, 2 * num_classes], axis=1)
     answers, truth = scores >= DEFAULT_THRESHOLD, truth > 0
     run.thresholds = tuple(best_thresholds(scores, truth).tolist())
     return {
@@ -128,7 +128,7 @@ def check_network(run: Run, model: nn.Module, images: Tensor) -> None:
         raise UsageError(
             f"The run cannot be evaluated by the first network that the loop prepares, which {found} for images alone; "
             "let it return logits, one row per image and one number per class, or measure in your own way with "
-            "run.batches(evaluate=...)."
+            "run.epochs(evaluate=...)."
         )
 
 

@@ -1,8 +1,21 @@
-"""Averages gradients over the workers while the backward still runs, and checks that their weights stay the same.
+"""Exact gradients: after ``loss.backward()`` each ``parameter.grad`` is that of the whole global batch.
 
-Nothing is wrapped: hooks on the parameters tell which gradients are there. They travel in buckets of a fixed order, as
-those of DistributedDataParallel (Li et al. 2020). If some workers have no gradient for a parameter, theirs is zero; if
-none has, it stays without: so unused layers, layers left out at random and unfrozen ones train as on one worker.
+A loop computes the mean loss of this worker's images, as it would on one GPU. With m_j images on worker j and M of them
+in the global batch, the loss of the global batch is the sum of (m_j / M) · mean_j over the workers. So everything that
+arrives at a parameter during a backward is multiplied by m_j / M and added up over the workers. By linearity that is
+right for each term of a loss on its own: several losses, several backwards before a step, and a penalty on the weights,
+which all workers compute alike and whose factors m_j / M add up to 1. A worker without images contributes zeros,
+whatever its placeholder gave (0 · NaN would be NaN).
+
+Nothing is wrapped. Torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A hook
+before that node takes the gradient out of the graph, and puts it, multiplied, into a bucket. Buckets are summed over the
+workers while the backward is still running, in one fixed order on all workers, as those of DistributedDataParallel are
+(Li et al. 2020). When the backward has ended, a callback of the autograd engine waits for the sums and adds them to
+``parameter.grad``. What was there before is equal on all workers already, and stays out of the sum. ``torch.autograd.grad``
+never reaches these nodes, so it gives what this worker's images give.
+
+If only some workers have a gradient for a parameter, that of the others is zero. If none has, its ``grad`` stays as it
+was. So layers that are left out, frozen or unfrozen train as they would on one worker.
 """
 
 from __future__ import annotations
@@ -10,12 +23,15 @@ from __future__ import annotations
 import gc
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from raytrain.errors import UsageError
 from raytrain.training.protocols import Worker
@@ -25,139 +41,186 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 
 
-class JoinedGradients:
-    """The gradients of all networks that a loop has prepared, averaged over the workers."""
+class ExactGradients:
+    """Sums the gradients of all parameters that it follows over the workers, each time that a backward ends.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
+            device; exactly 0.0 on a worker without images.
+        finished: called after each backward, when all gradients are there.
+    """
+
+    def __init__(self, worker: Worker, share: Callable[[], Tensor | float], finished: Callable[[], None]) -> None:
         self._world_size = worker.world_size
         # In a backward, collectives of batch norm come in another order on each worker.
         self._group = own_group(worker.device) if worker.world_size > 1 else None
-        self._parameters: list[Tensor] = []
+        self._share, self._finished = share, finished
+        self._factor: Tensor | float = 1.0  # the share, in the backward that is running
+        self._is_running = False
+        self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
+        self._parameters: list[Tensor] = []  # those in the buckets
         self._buckets: list[Bucket] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self._bucket_of: dict[Tensor, Bucket] = {}
         self._num_sent = 0
-        self._backward: Literal["the loop's", "a part", "the last part"] = "the loop's"
-        self._before: set[int] = set()  # the parameters that got a gradient in the parts before the last, by their IDs
-        self._unjoined: list[Tensor] = []  # those that may have one of a backward of the loop's own
+        self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
 
-    def backward(self, loss: Tensor, parameters: list[Tensor], *, joins: bool) -> None:
-        """Backpropagate ``loss``; with ``joins``, the gradients of ``parameters`` are then all workers'.
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """Make the gradients of ``parameters`` exact from now on; also of those that are frozen at the moment."""
+        if len(parameters) == len(self._nodes) and all(each in self._nodes for each in parameters):
+            return
+        self._nodes = {each: self._nodes.get(each) or self._hooked(each) for each in parameters if _can_learn(each)}
 
-        An average of what is equal on all workers stays as it is: gradients that were joined before may be in them.
-        """
+    def knows(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of ``parameter`` is exact."""
+        return parameter in self._nodes
+
+    def reset(self) -> None:
+        """Forget a backward that raised an exception, which the loop may have caught."""
+        self._is_running = False
+        self._give_back_hooks()
+
+    def _hooked(self, parameter: Tensor) -> Any:
+        requires_grad = parameter.requires_grad
+        node = get_gradient_edge(parameter.requires_grad_(True)).node
+        parameter.requires_grad_(requires_grad)
+        node.register_prehook(partial(self._arrives, parameter))
+        return node
+
+    def _arrives(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+        """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine."""
+        if not self._is_running:
+            self._start()
+        (gradient,) = gradients
         if self._world_size == 1:
-            loss.backward()
-            return
-        self._follow(parameters)
-        self._check_unjoined()
-        for bucket in self._buckets:
-            bucket.arrived.clear()
+            if self._factor == 1.0:
+                return None
+            return (gradient * self._factor if self._factor else torch.zeros_like(gradient),)
+        _check_summable(parameter, gradient)
+        bucket = self._bucket_of[parameter]
+        if bucket.work is not None:  # a layer that a re-entrant checkpoint and the network around it share
+            self._receive(bucket)
+        bucket.add(parameter, gradient, self._factor)
+        if len(bucket.arrived) == len(bucket.parameters):
+            self._send_complete()
+        return (None,)
+
+    def _start(self) -> None:
+        """Begin with the first gradient of a backward: put those parameters into buckets that can get one now."""
+        self._is_running = True
+        self._factor = self._share()
         self._num_sent = 0
-        self._backward = "the last part" if joins else "a part"
-        try:
-            loss.backward()
-        finally:
-            self._backward = "the loop's"
-        if joins:
-            self._send_all()
-            for bucket in self._buckets:
-                bucket.receive()
-
-    def _check_unjoined(self) -> None:
-        """Raise UsageError if a parameter has a gradient of a backward that was not the run's."""
-        if any(each.grad is not None and bool(each.grad.any()) for each in self._unjoined):
-            raise UsageError(
-                "The loop calls loss.backward() itself, which gives the gradients of one worker's images: call "
-                "run.backward(loss) in its place, or optimizer.zero_grad() before run.backward; or train on one worker."
-            )
-        self._unjoined.clear()
-
-    def _follow(self, parameters: list[Tensor]) -> None:
-        """Divide ``parameters`` into buckets, unless they are the same as before."""
-        if len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters)):
-            return
-        unique = list({id(each): each for each in parameters}.values())
-        for hook in self._hooks:
-            hook.remove()
-        for each in unique:
-            _check_hooks(each)
-        if not self._parameters:
-            self._unjoined = unique
-        self._parameters = parameters
-        self._buckets = [Bucket(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
-        self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
-        self._hooks = [each.register_post_accumulate_grad_hook(self._arrived) for each in unique]
-
-    def _arrived(self, parameter: Tensor) -> None:
-        if self._backward == "the last part":
-            bucket = self._bucket_of[id(parameter)]
-            bucket.arrived.add(id(parameter))
-            if len(bucket.arrived) == len(bucket.parameters):
-                self._send_complete()
-        elif self._backward == "a part":
-            self._before.add(id(parameter))
-        else:
-            self._unjoined.append(parameter)
+        if self._world_size > 1:
+            parameters = [each for each in self._nodes if each.requires_grad]
+            if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+                self._parameters = parameters
+                self._buckets = [Bucket(each) for each in _divided(parameters[::-1])]  # the last layers' come first
+                self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
+            self._hold_hooks()
+        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _send_complete(self) -> None:
-        """Send, in their order, the buckets that are complete."""
-        for bucket in self._buckets[self._num_sent :]:
+        """Start to sum, in their order, the buckets that are complete."""
+        while self._num_sent < len(self._buckets):
+            bucket = self._buckets[self._num_sent]
             if len(bucket.arrived) < len(bucket.parameters):
                 return
-            bucket.send(self._world_size, self._group)
+            bucket.send(self._group)
             self._num_sent += 1
 
-    def _send_all(self) -> None:
-        """Send the buckets that are left."""
-        for bucket in self._buckets[self._num_sent :]:
-            bucket.arrived |= self._before.intersection(map(id, bucket.parameters))
-            bucket.send(self._world_size, self._group)
-        self._before.clear()
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Sum the buckets that are left, and give the parameters their gradients; called when a backward has ended."""
+        for bucket in self._buckets:
+            if bucket.work is None:
+                bucket.send(self._group)
+        for bucket in self._buckets:
+            self._receive(bucket)
+        self._is_running = False
+        for parameter, hooks in self._give_back_hooks():
+            for hook in hooks.values():
+                hook(parameter)
+        self._finished()
+
+    def _receive(self, bucket: Bucket) -> None:
+        for parameter, gradient in bucket.receive():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():
+                    parameter.grad.add_(gradient)
+
+    def _hold_hooks(self) -> None:
+        """Take away the hooks that run after a gradient has been accumulated: they get that of the global batch."""
+        for parameter in self._parameters:
+            hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
+            if hooks:
+                self._held_hooks.append((parameter, hooks, dict(hooks)))
+                hooks.clear()
+
+    def _give_back_hooks(self) -> list[tuple[Tensor, dict[int, Any]]]:
+        """Return the hooks that were taken away, of parameters that have a gradient; they are in their places again."""
+        held, self._held_hooks = self._held_hooks, []
+        for _, hooks, kept in held:
+            hooks.update(kept)
+        return [(parameter, kept) for parameter, _, kept in held if parameter.grad is not None]
 
 
 class Bucket:
-    """Parameters of one kind, whose gradients are views of one tensor, which is sent as a whole."""
+    """Parameters of one kind, whose gradients travel in one tensor."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
-        self.arrived: set[int] = set()  # the parameters that got a gradient in this backward, by their IDs
-        self._renew()
+        self.arrived: set[Tensor] = set()  # the parameters that got a gradient in this backward
+        self.work: dist.Work | None = None
+        self._flat: Tensor | None = None
+        self._sizes = [each.numel() for each in parameters]
+        self._views: dict[Tensor, Tensor] = {}
 
     def _renew(self) -> None:
-        sizes = [each.numel() for each in self.parameters]
+        """Take new memory: the loop may still hold the gradients of the backward before, which are in the old one."""
+        sizes = self._sizes
         # The gradients in a row, and for each of them whether there is one, as a number that is not 0.
         self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
         *rows, self._flags = self._flat.split([*sizes, len(sizes)])
-        self._views = [_like(parameter, row) for parameter, row in zip(self.parameters, rows, strict=True)]
+        self._views = {each: _like(each, row) for each, row in zip(self.parameters, rows, strict=True)}
 
     @torch.no_grad()
-    def send(self, world_size: int, group: Any) -> None:
-        """Start to average the gradients."""
-        if not all(parameter.grad is view for parameter, view in zip(self.parameters, self._views, strict=True)):
-            del self._flat, self._flags, self._views  # the memory
-            self._renew()  # a loop may keep the gradients of another backward
-        has = [id(each) in self.arrived for each in self.parameters]
-        if all(has):
+    def add(self, parameter: Tensor, gradient: Tensor, factor: Tensor | float) -> None:
+        """Add ``factor`` times a ``gradient``; if the factor is 0.0, nothing of it."""
+        if self._flat is None:
+            self._renew()
+        view = self._views[parameter]
+        if parameter in self.arrived:
+            view.add_(gradient * factor if isinstance(factor, Tensor) or factor else 0.0)
+        elif isinstance(factor, Tensor) or factor:
+            torch.mul(gradient, factor, out=view)
+        else:
+            view.zero_()
+        self.arrived.add(parameter)
+
+    @torch.no_grad()
+    def send(self, group: Any) -> None:
+        """Start to sum the gradients over the workers."""
+        if self._flat is None:
+            self._renew()
+        if len(self.arrived) == len(self.parameters):
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor(has))
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not None:  # also one of an earlier backward, which is the same on all workers
-                _check_dense(parameter)
-                torch.mul(parameter.grad, 1 / world_size, out=view)
-                parameter.grad = view
-            else:
-                view.zero_()
-        self._work: dist.Work = dist.all_reduce(self._flat, group=group, async_op=True)
+            self._flags.copy_(torch.tensor([each in self.arrived for each in self.parameters]))
+            for parameter in self.parameters:
+                if parameter not in self.arrived:
+                    self._views[parameter].zero_()
+        self.work = dist.all_reduce(self._flat, group=group, async_op=True)
 
-    def receive(self) -> None:
-        """Wait for the averages; where no worker has a gradient, the parameter's stays as it was."""
-        self._work.wait()
-        if len(self.arrived) < len(self.parameters):
-            for parameter, view, flag in zip(self.parameters, self._views, self._flags.tolist(), strict=True):
-                if flag and id(parameter) not in self.arrived:
-                    parameter.grad = view
+    def receive(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait for the sums, and return each parameter that has a gradient on any worker, with its sum."""
+        assert self.work is not None
+        self.work.wait()
+        has = [True] * len(self.parameters) if len(self.arrived) == len(self.parameters) else self._flags.tolist()
+        summed = [(each, self._views[each]) for each, is_there in zip(self.parameters, has, strict=True) if is_there]
+        self.work, self._flat, self._views = None, None, {}
+        self.arrived.clear()
+        return summed
 
 
 def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
@@ -213,6 +276,12 @@ def differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
     return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
 
 
+def digest_of_tensors(tensors: Iterable[Tensor]) -> list[float]:
+    """Return four sums of each tensor: if one changes, so do they. The host waits for the device once."""
+    digests = [_digest(tensor.detach()) for tensor in tensors]
+    return torch.stack(digests).flatten().tolist() if digests else []
+
+
 def digest_of(value: object) -> tuple[int, int]:
     """A number for a value that must be the same on all workers, and its square: their sums are exact in float64."""
     number = zlib.crc32(repr(value).encode()) & 0xFFFFF
@@ -240,21 +309,22 @@ def _rounding(tensor: Tensor) -> float:
     return 16 * torch.finfo(tensor.dtype).eps
 
 
-def _check_hooks(parameter: Any) -> None:
-    """Raise UsageError if the loop or its network has hooks on ``parameter``: they would get one worker's gradient."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise UsageError(
-            f"A hook of a parameter of the shape {tuple(parameter.shape)} would get the gradient of one worker's "
-            "images alone; change the gradient (parameter.grad) between run.backward and run.step instead, or train on "
-            "one worker."
-        )
+def _can_learn(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
-def _check_dense(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise UsageError if the ``gradient`` of ``parameter`` cannot be summed over the workers."""
+    if gradient.layout is not torch.strided:
         raise UsageError(
-            f"A parameter of the shape {tuple(parameter.shape)} gets a sparse gradient, which is not averaged over the "
+            f"A parameter of the shape {tuple(parameter.shape)} gets a sparse gradient, which is not summed over the "
             "workers; make its layer with sparse=False and take an optimizer for that, or train on one worker."
+        )
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "The loop calls loss.backward(create_graph=True), whose gradients are summed over the workers and cannot be "
+            "differentiated again; take torch.autograd.grad(..., create_graph=True) for a penalty on gradients of this "
+            "worker's images, or train on one worker."
         )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.run import Run
 
 
@@ -9,11 +13,24 @@ def train(run: Run) -> None:
     """Train ``run.config.model`` on the run's images."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():  # ends after the same step on every worker, also after a stop request
-        for part in run.parts(batch):  # one part, unless --accumulate asks for more
-            logits = model(part.images)  # (m, C)
-            loss = run.loss(logits, part.targets)  # the sum over the images; cross entropy if no option says else
-            run.backward(loss)  # divides by the number of used images in the whole global batch
-            run.log(loss=loss, correct=run.correct(logits, part))
-            run.show(part, logits)  # to whoever watches
-        run.step(optimizer)
+    scheduler = run.prepare(run.build_scheduler(optimizer))
+    scaler = run.prepare(torch.amp.GradScaler(run.device.type, enabled=run.config.precision == "float16"))
+    decay = run.config.ema_decay
+    average = None if decay is None else run.prepare(WeightAverage(model, decay))
+    for epoch in run.epochs():  # after a resume, the first one may have begun before
+        for batch in epoch:
+            optimizer.zero_grad()
+            for part in batch.microbatches():  # one, unless --accumulate asks for more
+                logits = model(part.images)  # (m, C)
+                loss = run.loss(logits, part.targets)  # the mean; cross entropy if no option says else
+                scaler.scale(loss).backward()  # afterwards, gradients are those of the whole global batch
+                run.log(loss=loss, accuracy=run.accuracy(logits, part))
+                run.show(part, logits)  # to whoever watches
+            scaler.unscale_(optimizer)
+            if run.config.clip_norm is not None:
+                clip_grad_norm_(model.parameters(), run.config.clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            if average is not None:
+                average.update(batch.step)

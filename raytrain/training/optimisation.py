@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -104,49 +101,6 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_step(
-    optimizer: object, closure: object, learning_rate: object, clip_norm: object, *, is_last_part: bool
-) -> None:
-    """Raise UsageError if ``run.step`` comes too early, or got no optimizer, no function, or numbers that don't fit."""
-    if not is_last_part and closure is None:
-        raise UsageError(
-            "The loop calls run.step before the last part of its batch; call it once, after the loop over "
-            "run.parts(batch)."
-        )
-    if not hasattr(optimizer, "param_groups"):
-        raise UsageError(f"run.step got a {type(optimizer).__name__}; give it the optimizer that run.prepare returned.")
-    if closure is not None and not callable(closure):
-        raise UsageError(
-            f"run.step got a {type(closure).__name__} for its closure, a function that computes the loss; write the "
-            "name before a number, as in learning_rate=0.1."
-        )
-    if learning_rate is not None and not (isinstance(learning_rate, SupportsFloat) and float(learning_rate) >= 0):
-        raise UsageError(f"run.step got learning_rate={learning_rate!r:.80}; give a number of at least 0.")
-    if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and float(clip_norm) > 0):
-        raise UsageError(f"run.step got clip_norm={clip_norm!r:.80}; give a number above 0.")
-
-
-@cache
-def _needs_closure(kind: type[Optimizer]) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def check_closure(optimizer: Optimizer, config: ResolvedConfig, *, is_given: bool) -> None:
-    """Raise UsageError if the optimizer needs a closure and has none, or if its losses would be scaled."""
-    name = type(optimizer).__name__
-    if not is_given and _needs_closure(type(optimizer)):
-        raise UsageError(
-            f"{name} computes the loss several times a step; call run.step(optimizer, closure) with a function that "
-            "computes the loss, calls run.backward(loss) and returns it."
-        )
-    if is_given and config.precision == "float16":
-        raise UsageError(
-            f"--precision float16 scales the losses, which {name} would compare with each other; use bfloat16 or "
-            "float32."
-        )
-
-
 def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
     """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
 
@@ -168,89 +122,22 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     return 1.0
 
 
-class LearningRates:
-    """The learning rates of a run's steps: those of the optimizers' groups, times the factor of ``--schedule``."""
+def build_scheduler(config: TrainConfig, plan: BatchPlan, optimizer: Optimizer) -> LRScheduler:
+    """Return a scheduler that multiplies the peak learning rates of ``optimizer`` by :func:`factor`, a step a batch.
 
-    def __init__(self, config: TrainConfig, plan: BatchPlan) -> None:
-        self._config, self._plan = config, plan
-        self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
-        self._prepared: dict[Any, list[float]] = {}
-        self._with_scheduler: set[Any] = set()  # optimizers with a scheduler that is prepared
-        self._is_step = False
+    In a search for a learning rate (``--schedule rising``) it leaves them alone: the run raises them itself.
+    """
 
-    def prepared(self, thing: object) -> None:
-        """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
-        if isinstance(thing, LRScheduler):
-            self._with_scheduler.add(thing.optimizer)
-            if self._is_scheduled:
-                raise self._two_schedules()
-        if groups := getattr(thing, "param_groups", None):  # also what behaves like an optimizer, around another
-            self._prepared[thing] = [float(group["lr"]) for group in groups]  # which a scheduler may change in place
-        if isinstance(thing, Optimizer):
-            thing.register_step_pre_hook(self._check_is_step)
+    def of_step(step: int) -> float:
+        return 1.0 if config.is_range_test else factor(config, step, plan.steps_per_epoch, plan.num_steps)
 
-    @property
-    def initial(self) -> list[float]:
-        """The rates with which the groups of what the loop has prepared begin."""
-        return [float(group.get("initial_lr", group["lr"])) for each in self._prepared for group in each.param_groups]
+    return LambdaLR(optimizer, of_step)
 
-    @contextmanager
-    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[list[float]]:
-        """In this context the groups have their rates of ``step``, by default those that they have times the factor.
 
-        Gives them. Raises UsageError if the optimizer was not prepared, or if the loop has changed them although
-        ``--schedule`` does, too.
-        """
-        groups = optimizer.param_groups
-        rates = [group["lr"] for group in groups]  # numbers, or tensors
-        before = self._prepared.get(optimizer)
-        if before is None:
-            raise UsageError("run.step got an optimizer that no checkpoint would hold; give it to run.prepare first.")
-        if optimizer not in self._with_scheduler and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            raise UsageError(
-                "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
-                "give it to run.prepare, too."
-            )
-        is_own = self._config.is_range_test and (learning_rate is not None or not rates[0])
-        if is_own or (self._is_scheduled and learning_rate is None and [*map(float, rates[: len(before)])] != before):
-            raise self._two_schedules()
-        scale = self._scale(step, rates[0])
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * scale if learning_rate is None else float(learning_rate)
-        self._is_step = True
-        try:
-            yield [group["lr"] for group in groups]
-        finally:
-            self._is_step = False
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _check_is_step(self, *_: object) -> None:
-        if not self._is_step:
-            raise UsageError("The loop calls optimizer.step() itself; call run.step(optimizer) in its place.")
-
-    def _scale(self, step: int, rate: float) -> float:
-        """What multiplies the rates of the groups at ``step``; ``rate`` is the first one's.
-
-        A rate that rises from low to high is low · (high / low) ^ (step / (num_steps - 1)).
-        """
-        config, num_steps = self._config, self._plan.num_steps
-        if config.is_range_test:
-            low, high = config.learning_rate_schedule.rates
-            return low * (high / low) ** (step / max(num_steps - 1, 1)) / rate
-        return factor(config, step, self._plan.steps_per_epoch, num_steps)
-
-    def _two_schedules(self) -> UsageError:
-        config = self._config
-        if config.is_range_test:
-            return UsageError(
-                "The loop decides on the learning rate itself, and this run has to raise it: leave it to the groups of "
-                "the optimizer, which start above 0, without a schedule of the loop's own or run.step(learning_rate=)."
-            )
-        return UsageError(
-            f"The loop changes the learning rate, and so do --schedule {config.schedule} and --warmup-epochs "
-            f"{config.warmup_epochs:g}; leave these at constant and 0, or the loop's own schedule out."
-        )
+def rising_rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    """Return the rate of ``step`` in a search for a learning rate: low · (high / low) ^ (step / (num_steps - 1))."""
+    low, high = config.learning_rate_schedule.rates
+    return low * (high / low) ** (step / max(num_steps - 1, 1))
 
 
 def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -> None:
@@ -270,13 +157,14 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
 def check_answers(logits: Tensor, labels: Tensor, num_classes: int) -> None:
     """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; there may be more of them than classes."""
     is_wide = logits.ndim == 2 and len(logits) == len(labels) and logits.shape[1] > num_classes
-    check_logits("run.correct", logits, labels, logits.shape[1] if is_wide else num_classes)
+    check_logits("run.accuracy", logits, labels, logits.shape[1] if is_wide else num_classes)
 
 
 class Loss:
-    """Sums the loss over images, so that it does not depend on how a batch is divided.
+    """The mean over images of the loss that the options ask for, divided by their number, also with class weights.
 
-    It is the cross entropy; if an image may have several classes, the mean of their binary cross entropies.
+    So it does not depend on how a batch is divided over workers. It is the cross entropy; if an image may have several
+    classes, the mean of their binary cross entropies.
 
     Args:
         num_classes: C.
@@ -308,7 +196,7 @@ class Loss:
             )
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
         config = self._config
         check_logits("run.loss", logits, targets, self._num_classes)
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
@@ -318,9 +206,9 @@ class Loss:
             each = F.binary_cross_entropy_with_logits(
                 logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
             )
-            return each.mean(dim=1).sum()
+            return each.mean()
         losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
         if config.focal_gamma:  # Lin et al. 2017
             probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
             losses = losses * (1 - probabilities) ** config.focal_gamma
-        return losses.sum()
+        return losses.mean()

@@ -1,4 +1,4 @@
-"""Networks that a loop has prepared: gradient checkpointing, compilation, gradients of all workers, EMA."""
+"""Networks that a loop has prepared: exact gradients and batch norm, gradient checkpointing, compilation, averages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, SupportsInt
 
 import torch
@@ -19,10 +18,10 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training import batchnorm, dropout
-from raytrain.training.autocast import full_precision, mixed_precision, prepare_for_autocast
+from raytrain.training.autocast import AUTOCAST_DTYPES, mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint_state import CheckpointState, StateDict
-from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
+from raytrain.training.gradients import ExactGradients, broadcast_weights, differing, digest_of_tensors
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
@@ -32,8 +31,8 @@ _CAUSE_IN_BUFFERS = (
     "goes into it, with torch.distributed"
 )
 _CAUSE_IN_WEIGHTS = (
-    "usually they were changed by a worker's own images (loss.backward() in place of run.backward(loss)), or set from "
-    "random numbers, which are a worker's own; compute what changes them from all workers' images"
+    "something other than an optimizer's step changed them by a worker's own images or random numbers; compute what "
+    "changes them from all workers' images, with run.total, run.mean or run.gather"
 )
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 
@@ -41,7 +40,7 @@ _SEQUENCES = (nn.Sequential, nn.ModuleList)
 class WeightAverage:
     """The average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
 
-    In a loop of your own, ``run.prepare(WeightAverage(network, 0.999))`` puts it into the checkpoints, and
+    ``average = run.prepare(WeightAverage(network, 0.999))`` puts it into the checkpoints, and the run is evaluated with it;
     ``average.update(batch.step)`` follows each optimizer step.
     """
 
@@ -124,7 +123,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def apply_options(model: nn.Module, config: TrainConfig) -> None:
     """Change ``model`` in place. Its class stays, and copies of it compute the same way with their own weights."""
     if config.gradient_checkpointing:
-        checkpoint_gradients(model)
+        batchnorm.count_once(checkpoint_gradients(model))
     prepare_for_autocast(model, config.precision)
     if config.compile:
         _compile(model)
@@ -143,18 +142,20 @@ def _compile(model: nn.Module) -> None:
 class PreparedModels:
     """The networks that a loop has prepared, ``trained``: on this worker's device, in checkpoints, and joined."""
 
-    def __init__(self, config: ResolvedConfig, worker: Worker, state: CheckpointState) -> None:
+    def __init__(
+        self, config: ResolvedConfig, worker: Worker, state: CheckpointState, share: Callable[[], Tensor | float]
+    ) -> None:
         self.trained: list[nn.Module] = []
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
+        self.gradients = ExactGradients(worker, share, finished=self.join_statistics)
+        self._average: WeightAverage | None = None  # of the first network
         self._called: set[str] = set()  # in the last evaluation
-        self._averages: list[WeightAverage] = []
         self._config = config
         self._worker = worker
         self._state = state
-        self._gradients = JoinedGradients(worker)
-        self._is_last_part = True
-        self._layers: list[list[nn.Module]] = []  # of each network, as they were when a part or its backward began
+        self._layers: list[list[nn.Module]] = []  # of each network, as they were when a part began
         self._parameters: list[Tensor] = []  # of them all, each once
+        self.known: set[int] = set()  # their IDs
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return it."""
@@ -166,40 +167,49 @@ class PreparedModels:
         name = self._state.add("model", model)  # after the cast, which would round restored weights
         if self._worker.world_size > 1:
             broadcast_weights(model)
-        if self._config.ema_decay is not None:
-            average = WeightAverage(model, self._config.ema_decay)
-            self.named[self._state.add("average", average)] = average.model
-            apply_options(average.model, self._config)
-            self._averages.append(average)
         apply_options(model, self._config)
         self.trained.append(model)
         self.named[name] = model.module if isinstance(model, AveragedModel) else model
         return model
 
+    def add_average(self, average: WeightAverage) -> None:
+        """Prepare an ``average``: one of the first network is what the run is evaluated with."""
+        is_first = self.trained[:1] == [average.source]
+        self.named[self._state.add("average" if is_first else "state", average)] = average.model
+        if is_first:
+            self._average = average
+
     def check_trained_by(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if ``optimizer`` trains what is in no prepared network, which no checkpoint would hold."""
-        if self._unknown(optimizer):
-            self._look()  # the loop may have put it into a network just now
+        """Raise UsageError if ``optimizer`` trains what is in no prepared network, or what was put into one just now."""
+        unknown = self._unknown(optimizer)
+        if not unknown:
+            return
+        self._look()
         for parameter in self._unknown(optimizer):
             raise UsageError(
                 f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
                 "network, so no checkpoint would hold it: give its network to run.prepare, or nn.ParameterList([...]) "
                 "of single ones."
             )
+        if self._worker.world_size > 1:
+            raise UsageError(
+                f"The loop put a layer with a parameter of the shape {tuple(unknown[0].shape)} into a network after it "
+                "got its batch, so that its first gradient is that of one worker's images: change the network before "
+                "the next batch, at the start of an epoch."
+            )
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
-        known = set(map(id, self._parameters))
-        return [each for each in parameters_of(optimizer) if each.requires_grad and id(each) not in known]
+        return [each for each in parameters_of(optimizer) if each.grad is not None and id(each) not in self.known]
 
     @property
     def evaluated(self) -> nn.Module:
-        """The first network, with averaged weights if ``--ema-decay`` asks for them. Raises UsageError without one."""
+        """The first network, with averaged weights if the loop prepares their average. Raises UsageError without one."""
         if not self.trained:
             raise UsageError(
                 "The run is evaluated, and the loop has prepared no network; give it to run.prepare first, or measure "
-                "in your own way with run.batches(evaluate=...)."
+                "in your own way with run.epochs(evaluate=...)."
             )
-        return self._averages[0].model if self._averages else self.trained[0]
+        return self._average.model if self._average else self.trained[0]
 
     def computing(self) -> AbstractContextManager[Any]:
         """A context in which networks compute in the run's precision."""
@@ -208,7 +218,7 @@ class PreparedModels:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In this context all networks are in evaluation mode; then each layer is in its own again."""
-        self.end_part()  # the loop may have used the networks since it stepped
+        self.join_statistics()  # the loop may have used the networks since its last backward
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
@@ -237,6 +247,10 @@ class PreparedModels:
         finite = torch.stack([each.isfinite().all() for each in tensors.values()]).tolist()
         return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
 
+    def digest(self) -> list[float]:
+        """Return numbers that change if a weight or a buffer does. The host waits for the device once."""
+        return digest_of_tensors(self._tensors().values())
+
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in a weight or a buffer after ``step`` steps."""
         if self._worker.world_size == 1:
@@ -250,40 +264,37 @@ class PreparedModels:
                 f"{_CAUSE_IN_WEIGHTS if is_weight else _CAUSE_IN_BUFFERS}, or train on one worker."
             )
 
-    def begin_part(self, part: Batch, *, is_last: bool) -> None:
-        """A forward and backward of ``part`` follows. In the last one the gradients are joined."""
-        self._is_last_part = is_last
+    def begin_part(self, part: Batch, *, is_whole: bool) -> None:
+        """Forwards and backwards of ``part`` follow, which is all of this worker's images if it ``is_whole``."""
+        self.join_statistics()
         self._look()
         for number, layers in enumerate(self._layers):
             batchnorm.set_num_used(layers, part.num_used)
             dropout.begin(layers, part.samples, mix(self._config.seed, number), part.step)
+        self.gradients.reset()
+        if self._worker.world_size > 1 or not is_whole or not part.num_used:
+            self.gradients.follow(self._parameters)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagate ``loss``; what gradient checkpointing computes again changes no statistics."""
-        self._look()  # the loop may have changed layers since it got its batch
-        layers = chain.from_iterable(self._layers)
-        with full_precision(self._worker.device), batchnorm.keep_statistics(layers):
-            self._gradients.backward(loss, self.parameters(), joins=self._is_last_part)
-
-    def end_part(self) -> None:
-        """Update the running statistics of batch norm from all workers' images in the forwards since the last time."""
+    def join_statistics(self) -> None:
+        """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
         for layers in self._layers:
             batchnorm.update_running_statistics(layers)
 
-    def end_step(self, step: int) -> None:
-        """Add the weights after ``step`` (counted from 0) to their averages."""
-        for average in self._averages:
-            average.update(step)
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether networks compute in 16 bits."""
+        return self._config.precision in AUTOCAST_DTYPES
 
     def parameters(self) -> list[Tensor]:
-        """All parameters that are trained now, each once."""
-        return [each for each in self._parameters if each.requires_grad]
+        """Return all parameters of all networks, each once."""
+        return self._parameters
 
     def _look(self) -> None:
         """Walk through all networks, which takes a part of a step of a small one: so each time for all that need it."""
         self._layers = [list(model.modules()) for model in self.trained]
         owners = (layer._parameters for layers in self._layers for layer in layers)  # pyright: ignore[reportPrivateUsage]
         self._parameters = list(dict.fromkeys(each for owner in owners for each in owner.values() if each is not None))
+        self.known = set(map(id, self._parameters))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Weights and buffers, also those that are in no checkpoint, by name."""

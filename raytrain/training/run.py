@@ -1,19 +1,19 @@
-"""A run as a training loop sees it: its batches, and the few operations that make N workers compute what one would."""
+"""A run as a training loop sees it: epochs of batches, and the few calls with which N workers compute what one would."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
@@ -24,21 +24,14 @@ from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.autocast import LossScaler, full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, check_network, with_views
 from raytrain.training.gallery import Gallery
-from raytrain.training.optimisation import (
-    LearningRates,
-    Loss,
-    build_optimizer,
-    check_answers,
-    check_closure,
-    check_logits,
-    check_step,
-    parameters_of,
-)
+from raytrain.training.gather import gather_rows
+from raytrain.training.logged_values import LoggedValues
+from raytrain.training.loop_watch import LoopWatch
+from raytrain.training.optimisation import Loss, build_optimizer, build_scheduler, check_answers, check_logits
 from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
@@ -47,6 +40,23 @@ from raytrain.training.steps import Steps
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
 _NUM_TRIED = 2  # images; fewer than two are no batch to some networks
 T = TypeVar("T", bound=Stateful)
+
+
+class Epoch:
+    """The batches of one epoch; after a resume in the middle of it, those that are left."""
+
+    def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
+        self.number = number
+        """Counted from 0."""
+        self._num_steps = num_steps
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """Number of batches in the whole epoch, also of those before a resume."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
 
 
 @dataclass(kw_only=True)
@@ -74,10 +84,8 @@ class Run:
         self.evaluating = False
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
-        self._is_last_part = True
-        self.rates = LearningRates(self.config, self.plan)
-        self._scaler = LossScaler(self.config.precision, self.device)
-        self.state.add("scaler", self._scaler)
+        self._logged = LoggedValues(self.classes)
+        self.watch = LoopWatch(self)
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
@@ -115,29 +123,40 @@ class Run:
         """The optimizer that the options name, over the parameters of ``model``."""
         return build_optimizer(self.config, model, self.num_classes)
 
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """The learning rates that ``--schedule`` and ``--warmup-epochs`` ask for; call its ``step()`` after each batch."""
+        return build_scheduler(self.config, self.plan, optimizer)
+
     def prepare(self, thing: T) -> T:
         """Put ``thing`` into every checkpoint, and restore it if the run resumes. Returns what the loop should use.
 
-        A network is moved to the device, and its batch norm and gradients are joined over the workers: train what is
+        A network is moved to the device, and its batch norm and gradients become those of all workers: train what is
         returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
         A loop prepares the same things in the same order each time, and on every worker.
         """
         if isinstance(thing, nn.Module):
             self.steps.check_all("prepares", shapes_of(thing))
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
-        kind = "optimizer" if isinstance(thing, Optimizer) else "state"
-        if isinstance(thing, WeightAverage) and self.models.trained[:1] == [thing.source]:
-            kind = "average"
-        name = self.state.add(kind, thing)
         if isinstance(thing, WeightAverage):
-            self.models.named[name] = thing.model
-        self.rates.prepared(thing)
+            self.models.add_average(thing)
+        else:
+            self.state.add("optimizer" if isinstance(thing, Optimizer) else "state", thing)
         return thing
 
-    def batches(self, evaluate: Callable[[], dict[str, float]] | None = None) -> Iterator[Batch]:
-        """This worker's batches, from the run's current step on; they end on every worker after the same step.
+    def epochs(self, evaluate: Callable[[], dict[str, float]] | None = None) -> Iterator[Epoch]:
+        """Yield the epochs of the run, each an iterable of this worker's batches, from the run's current step on.
 
-        Between two batches the run is evaluated, checkpoints are written, and stop requests are read.
+        They end on every worker after the same step: after the last epoch, or after a stop request. Between two batches
+        checkpoints are written; between two epochs the run is evaluated.
+
+        Example::
+
+            for epoch in run.epochs():
+                for batch in epoch:
+                    loss = cross_entropy(model(batch.images), batch.labels)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
 
         Args:
             evaluate: measures the run in place of the built-in evaluation (``raytrain/training/evaluation.py``), on
@@ -145,112 +164,91 @@ class Run:
         """
         self._evaluate = evaluate or self._evaluate
         self.state.check_complete()
-        self._scaler.adapt()
-        if self.steps.are_over(self._evaluate_when_due):
+        self.steps.open(self._evaluate_when_due)
+        if self.steps.exhausted:
             return
-        read = self.source.train(self.progress.step)
+        per_epoch, num_steps = self.plan.steps_per_epoch, self.plan.num_steps
         ready = partial(on_host, augment=self.augment, device=self.device)
+        read = self.source.train(self.progress.step)
         local_batches = Prefetch(((local, ready(local)) for local in read), self.config.prefetch)
         try:
-            for _ in range(self.progress.step, self.plan.num_steps):
-                batch = self._begin_step(local_batches)
-                with self.models.computing():
-                    yield batch
-                self._scaler.adapt()
-                if self.steps.end(self._evaluate_when_due):
-                    break
+            while not self.steps.exhausted:
+                number = self.progress.step // per_epoch
+                last_step = min((number + 1) * per_epoch, num_steps)
+                yield Epoch(number, per_epoch, self._batches(local_batches, last_step))
+                self._leave(local_batches, last_step)
+                self.steps.end_epoch(self._evaluate_when_due)
         finally:
             local_batches.close()
-        self.steps.exhausted = True
 
-    def parts(self, batch: Batch) -> Iterator[Batch]:
-        """The parts of ``batch`` that ``--accumulate`` asks for: backpropagate each, then step once.
+    def _batches(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int) -> Iterator[Batch]:
+        """Yield the batches up to ``last_step``, and do what is due between two of them."""
+        while not self.steps.exhausted and self.progress.step < last_step:
+            batch = self._begin_step(local_batches)
+            with self.models.computing(), self.watch.first_step():
+                yield batch
+            if self.steps.end_batch():
+                return
 
-        The gradients are the whole global batch's. Batch norm treats each part as a batch, on any number of workers.
-        """
-        last = len(batch.part_sizes)
-        for number, self._part in enumerate(batch.parts(), start=1):
-            self._is_last_part = number == last
-            if last > 1:  # otherwise it has begun with its step
-                self.models.begin_part(self._part, is_last=self._is_last_part)
-            yield self._part
-            if number < last:
-                self.models.end_part()
+    def _leave(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int) -> None:
+        """Read to the end of an epoch that the loop may have left before."""
+        if self.steps.in_batch:
+            self.steps.end_batch()
+        num_left = last_step - self.progress.step
+        if num_left and not self.steps.exhausted:
+            for _ in range(num_left):
+                next(local_batches)
+            self.steps.leave_epoch(num_left)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagate ``loss``, a sum over this worker's images, as part of the mean over the global batch.
+    def log(self, **values: Any) -> None:
+        """Log means over this worker's images; the metrics history gets the means over all workers' images.
 
-        With m_j used images on worker j and M of them in all, the gradient becomes Σ_j Σ_i ∂ℓ_ij / M: the loss is
-        scaled by N / M, because gradients are averaged over the N workers. Raises UsageError if the loss is no such
-        sum.
-        """
-        part = self._current_part("backward")
-        self.steps.backward(loss, part.num_used)
-        self._scaler.adapt()
-        weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (part.num_used > 0)
-        self._scaler.multiply(self.models.parameters)
-        self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
-        self._scaler.divide(self.models.parameters)
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Tensor] | None = None,
-        *,
-        learning_rate: float | None = None,
-        clip_norm: float | None = None,
-    ) -> None:
-        """Step the optimizer and clear its gradients.
+        Each row of the history has the mean over the steps in which a name was logged. Every worker logs the same names.
 
         Args:
-            optimizer: a prepared optimizer.
-            closure: for an optimizer that computes the loss several times a step, such as LBFGS: computes it, calls
-                :meth:`backward` with it, and returns it. The gradients are cleared before each call. The optimizer
-                gets the mean over the global batch.
-            learning_rate: of this step; by default that of the optimizer's groups, times the factor of ``--schedule``.
-            clip_norm: scale the gradients down to this Euclidean norm over all parameters, if theirs is larger; by
-                default ``--clip-norm``.
+            values: by name, the mean over this worker's images of the batch: a number or a tensor with one; or
+                ``(numerator, denominator)`` of something that is no mean over the images; or a vector, which becomes a
+                metric for each number, named after the classes if there are as many; or an object of ``torchmetrics``.
 
-        Raises UsageError if one of them cannot be used.
+        Raises UsageError for anything else.
+
+        Example::
+
+            run.log(loss=loss, accuracy=(logits.argmax(1) == batch.labels).float().mean(), recall=(hits, positives))
         """
-        check_step(optimizer, closure, learning_rate, clip_norm, is_last_part=self._is_last_part)
-        clip_norm = clip_norm or self.config.clip_norm
-        check_closure(optimizer, self.config, is_given=closure is not None)
-        self.models.check_trained_by(optimizer)
-        with full_precision(self.device), self.rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
-            if closure is not None:
-                optimizer.step(partial(self._computed_again, optimizer, closure, clip_norm))  # pyright: ignore
-                self.steps.optimizer_steps()
-            else:
-                self.steps.optimizer_steps()
-                if clip_norm is not None:
-                    nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
-                self._scaler.multiply(partial(parameters_of, optimizer))
-                self._scaler.step(optimizer)
-        self.steps.learning_rates += rates
-        self._scaler.is_used = True
-        optimizer.zero_grad()
-        self.models.end_part()
+        part = self._current_part("log")
+        self.steps.metrics.log(self._logged.pairs(values, part.num_used), counts=part.num_used > 0)
 
-    def log(self, **sums: Tensor | float) -> None:
-        """Log sums over this worker's images; their means over all workers' images go into the metrics history.
+    def mean(self, numerator: Tensor, denominator: Tensor | float) -> Tensor:
+        """Return a loss that is the sum of all workers' numerators over that of their denominators; all workers call it.
 
-        A row has the mean over the steps in which a name was logged.
+        This is for means over something else than images, such as the class-weighted ``cross_entropy``, which divides by
+        the weights, or one that leaves pixels or labels out. On one worker it is ``numerator / denominator``; on
+        several, each gets a number whose mean over the images of all workers is that, as for other losses.
 
-        ``correct``, the number of right answers, becomes ``accuracy``; other names stay. Every worker logs the same
-        names. Raises UsageError for what is no number, or is seen to be a mean.
+        Example::
+
+            losses = cross_entropy(logits, batch.labels, weights, reduction="sum")
+            loss = run.mean(losses, weights[batch.labels].sum())
         """
-        self.steps.log(sums, self._current_part("log").num_used)
+        part = self._current_part("mean")
+        self.steps.check_all("means")
+        total = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach() * (part.num_used > 0)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        total = torch.where(total == 0, 1.0, total).to(numerator.dtype)
+        share = self.steps.share()
+        return numerator / total / (share if isinstance(share, Tensor) or share else 1.0)
 
-    def correct(self, logits: Tensor, batch: Batch) -> Tensor:
-        """How many images of a batch, or a part of one, have right answers, (); ``logits`` are (m, C).
+    def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the fraction of right answers in a batch, or a part of one, (); ``logits`` are (m, C).
 
         If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
         """
         check_answers(logits, batch.labels, self.num_classes)
         if self.label_sets is None:
-            return (logits.argmax(dim=1) == batch.labels).sum()
-        return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean(dim=1).sum()
+            return (logits.argmax(dim=1) == batch.labels).to(torch.float32).mean()
+        return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean()
 
     def show(self, batch: Batch, logits: Tensor) -> None:
         """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a part of one.
@@ -270,26 +268,39 @@ class Run:
                 yield to_batch(local, self.augment, self.device, training=False, label_sets=self.label_sets)
 
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
-        """``sums``, numbers (n,), added up over the workers, each of which calls this."""
+        """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
+
+        In a batch, those of a worker without images count as nothing: they are of a placeholder.
+        """
         given = torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).detach()
         self.steps.check_all("totals", tuple(given.shape))
         added = given.to(self.device, torch.int64 if given.dtype == torch.bool else given.dtype, copy=True)
+        if self._is_placeholder:
+            added.zero_()
         if self.world_size > 1:
             dist.all_reduce(added)
         return added.tolist()
 
-    def gather(self, rows: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The ``rows``, (n, d), of all workers, in their order. Each worker calls this, and has its own n.
+    def gather(self, rows: Tensor | npt.NDArray[Any]) -> Tensor:
+        """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...). Each worker calls this.
 
-        They keep their type, but bfloat16, which NumPy lacks, becomes float32.
+        In a batch, a worker without images adds none. Gradients go back to the rows of all workers: a loss that each
+        worker computes of all rows, such as a contrastive one, counts once.
+
+        Example::
+
+            features, labels = run.gather(normalize(model(batch.images))), run.gather(batch.labels)
         """
-        given = torch.as_tensor(rows).detach()
-        self.steps.check_all("gathers", tuple(given.shape[1:]))
-        own = (given.float() if given.dtype == torch.bfloat16 else given).cpu().numpy()
-        gathered: list[Any] = [own] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(gathered, gathered[0])
-        return np.concatenate(gathered)
+        given = torch.as_tensor(rows).to(self.device)
+        self.steps.check_all("gathers", (tuple(given.shape[1:]), given.dtype))
+        own = given[:0] if self._is_placeholder else given
+        return own if self.world_size == 1 else gather_rows(own, self.steps.share)
+
+    @property
+    def _is_placeholder(self) -> bool:
+        """Whether the batch that the loop is in has none of this worker's images."""
+        in_batch = self._part is not None and self.steps.in_batch and not self.evaluating
+        return in_batch and not self._part.num_used  # pyright: ignore[reportOptionalMemberAccess]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -307,7 +318,6 @@ class Run:
 
     def finish(self) -> Outcome:
         """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
-        self._scaler.adapt()
         outcome = self.steps.finish(self._evaluate_when_due)
         self.gallery.close()
         return outcome
@@ -321,24 +331,9 @@ class Run:
         """The part of the batch that the loop computes; UsageError before it has got a batch."""
         if self._part is None:
             raise UsageError(
-                f"The loop calls run.{call} before it has a batch; call it in `for batch in run.batches():`."
+                f"The loop calls run.{call} before it has a batch; call it in the loop over the batches of run.epochs()."
             )
         return self._part
-
-    def _computed_again(self, optimizer: Optimizer, closure: Callable[[], Tensor], clip_norm: float | None) -> Tensor:
-        """The mean loss over the global batch, the same on all workers, which decide by it; with its gradients."""
-        part = self._current_part("step")
-        optimizer.zero_grad()
-        with self.models.computing():
-            loss = closure()
-        if not isinstance(loss, Tensor):
-            raise UsageError("The closure of run.step returns no loss; return what it gives to run.backward.")
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
-        total = loss.detach().double() * (part.num_used > 0)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return (total / self.steps.metrics.num_used().clamp(min=1)).to(loss.dtype)
 
     def _evaluate_when_due(self) -> None:
         if self._evaluate != self._built_in_evaluation:
@@ -358,6 +353,11 @@ class Run:
         batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
         if mixup or cutmix:
             batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
-        self._part, self._is_last_part = batch, True
-        self.models.begin_part(batch, is_last=True)
+        batch = replace(batch, begin_part=self._begin_part)
+        self._begin_part(batch, is_whole=True)
         return batch
+
+    def _begin_part(self, part: Batch, *, is_whole: bool) -> None:
+        self._part = part
+        self.steps.begin_part(part.num_used)
+        self.models.begin_part(part, is_whole=is_whole)

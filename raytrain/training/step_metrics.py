@@ -17,7 +17,6 @@ from raytrain.runs.metric_row import OWN_COLUMNS, MetricRow
 from raytrain.training.gradients import digest_of, digests_agree, own_group
 from raytrain.training.protocols import Worker
 
-_MEAN_OF = {"correct": "accuracy"}
 _SECOND_RATE = "second_learning_rate"
 
 
@@ -31,9 +30,11 @@ class StepTotals:
     checkpoint_requests: float = 0
     loops_returned: float = 0  # before the end of the run
     evaluations: float = 0  # that begin
-    totals: float = 0  # calls of run.total, run.gather and run.prepare
+    totals: float = 0  # calls of run.total, run.mean, run.gather and run.prepare
+    means: float = 0
     gathers: float = 0
     prepares: float = 0
+    optimizer_steps: float = 0  # in the batch before
     given: float = 0  # a digest of what must be the same in a call on all workers
     given_squared: float = 0
 
@@ -59,22 +60,19 @@ class StepMetrics:
         self._group = own_group(worker.device) if worker.world_size > 1 and worker.device.type == "cpu" else None
         self._names: tuple[str, ...] = ()
         self._sent_names = self._names
-        self._logged_now: set[str] = set()  # names, in the current step
-        self._logged = torch.zeros(_ROOM, dtype=torch.float64, device=worker.device)
+        self._logged = self._nothing_logged(_ROOM)
         self._host = self._sums = torch.zeros(0, dtype=torch.float64)
         self._copied = torch.cuda.Event() if worker.device.type == "cuda" else None
         self._work: dist.Work | None = None
         self._pending = False
         self._closed_row: MetricRow | None = None
-        self._num_before = 0.0  # used images of the step before, whose metrics come with this one
         self._since = time.perf_counter()
         self._reset_row()
 
     def start(self, own: StepTotals) -> None:
         """Send this worker's contribution to a step, with what it logged in the step before."""
         self._sums, self._sent_names = self._contribution(own), self._names
-        self._logged = torch.zeros_like(self._logged)
-        self._logged_now = set()
+        self._logged = self._nothing_logged(self._logged.shape[1])
         if self._worker.world_size > 1:
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
         self._pending = True
@@ -100,21 +98,28 @@ class StepMetrics:
             self._pending = False
         return self._sums[0]
 
-    def log(self, sums: Mapping[str, Tensor | float], *, counts: bool) -> None:
-        """Add to the sums that travel with the next step, the same names on every worker; without ``counts`` 0."""
-        new = tuple(name for name in sums if name not in self._names)
+    def log(self, values: Mapping[str, tuple[Tensor | float, Tensor | float]], *, counts: bool) -> None:
+        """Add ``values`` to what travels with the next step: of each name a numerator and its denominator.
+
+        All workers log the same names. Without ``counts``, nothing but the names is added.
+        """
+        new = tuple(name for name in values if name not in self._names)
         if new:
             _check_names(self._names + new)
             self._names += new
-            while len(self._names) > len(self._logged):
-                self._logged = torch.cat([self._logged, self._logged.new_zeros(_ROOM)])
-        self._logged_now.update(sums)
+            while len(self._names) > self._logged.shape[1]:
+                self._logged = torch.cat([self._logged, self._nothing_logged(_ROOM)], dim=1)
         if counts:
-            values = torch.stack([self._number(name, value) for name, value in sums.items()])
-            if tuple(sums) == self._names:
-                self._logged[: len(values)] += values
+            numbers = [self._number(name, each) for name, pair in values.items() for each in pair]
+            columns = torch.stack(numbers).view(-1, 2).T  # (2, number of values)
+            if tuple(values) == self._names:
+                self._logged[:, : len(values)] += columns
             else:
-                self._logged[[self._names.index(name) for name in sums]] += values
+                self._logged[:, [self._names.index(name) for name in values]] += columns
+
+    def _nothing_logged(self, room: int) -> Tensor:
+        """Zeros (2, room): of each name that may be logged the sum of its numerators, and of its denominators."""
+        return torch.zeros(2, room, dtype=torch.float64, device=self._worker.device)
 
     def _number(self, name: str, value: Tensor | float) -> Tensor:
         """The value as float64 () on the device. The host waits for it only if it is a tensor on another device."""
@@ -122,8 +127,8 @@ class StepMetrics:
             return torch.full((), float(value), dtype=torch.float64, device=self._worker.device)
         if value.numel() != 1:
             raise UsageError(
-                f"run.log({name}=...) got a tensor of shape {tuple(value.shape)}; give one number, the sum over the "
-                "images."
+                f"run.log({name}=...) got a tensor of the shape {tuple(value.shape)}; give one number, the mean over "
+                "the images, or a vector of numbers."
             )
         return value.detach().to(self._worker.device, torch.float64).reshape(())
 
@@ -136,11 +141,10 @@ class StepMetrics:
         totals = self._totals(values)
         middle = (_FIRST_NAME + len(values)) // 2
         logged = zip(self._sent_names, values[_FIRST_NAME:middle], values[middle:], strict=False)
-        for name, num_workers, value in logged:
-            if num_workers:  # those that have no image may leave it out
-                self._row_sums[name] = self._row_sums.get(name, 0.0) + value
-                self._row_counts[name] = self._row_counts.get(name, 0.0) + self._num_before
-        self._num_before = totals.num_used
+        for name, numerator, denominator in logged:
+            if denominator:
+                before = self._row_sums.get(name, (0.0, 0.0))
+                self._row_sums[name] = before[0] + numerator, before[1] + denominator
         self._record_closed_row()
         self._row_images += totals.num_used
         self._row_wait_s += totals.wait_s
@@ -178,44 +182,36 @@ class StepMetrics:
         self._since += seconds
 
     def _contribution(self, own: StepTotals) -> Tensor:
-        """The totals, a digest of the names, which of them were logged in the step, and what was logged."""
-        is_logged = [float(name in self._logged_now) for name in self._names]
-        unused = [0.0] * (len(self._logged) - len(is_logged))
-        numbers = [*vars(own).values(), *digest_of(self._names), *is_logged, *unused]
-        head = torch.tensor(numbers, dtype=torch.float64)
-        return torch.cat([head.to(self._worker.device, non_blocking=True), self._logged])
+        """The totals, a digest of the names, and what was logged: all numerators, then all denominators."""
+        head = torch.tensor([*vars(own).values(), *digest_of(self._names)], dtype=torch.float64)
+        return torch.cat([head.to(self._worker.device, non_blocking=True), self._logged.flatten()])
 
     def _totals(self, values: list[float]) -> StepTotals:
         """The sums of all workers' contributions. Raises UsageError, on all of them, if their names differ."""
         if not digests_agree(values[_NUM_TOTALS:_FIRST_NAME], self._worker.world_size):
             raise UsageError(
                 f"The workers log different names (worker {self._worker.rank}: {', '.join(self._names) or 'none'}); "
-                "call run.log with the same names on every worker: it adds up the sums of all of them."
+                "call run.log with the same names on every worker: a metric is the mean over the images of all of them."
             )
         return StepTotals(*values[:_NUM_TOTALS])
 
     def _record_closed_row(self) -> None:
         if self._closed_row is not None:
-            means = {
-                _MEAN_OF.get(name, name): value / max(self._row_counts[name], 1)
-                for name, value in self._row_sums.items()
-            }
+            means = {name: numerator / denominator for name, (numerator, denominator) in self._row_sums.items()}
             self._record(dataclasses.replace(self._closed_row, metrics={**self._closed_row.metrics, **means}))
             self._closed_row = None
             self._reset_row()
 
     def _reset_row(self) -> None:
         self._row_images = self._row_wait_s = 0.0
-        self._row_sums: dict[str, float] = {}
-        self._row_counts: dict[str, float] = {}  # used images of the steps in which each name was logged
+        self._row_sums: dict[str, tuple[float, float]] = {}  # numerator and denominator of each name
 
 
 def _check_names(names: Sequence[str]) -> None:
     """Raise UsageError if a metric would replace what each row of the history has, or another metric."""
-    written = [_MEAN_OF.get(name, name) for name in names]
-    for name, column in zip(names, written, strict=True):
-        if column in (*OWN_COLUMNS, _SECOND_RATE) or written.count(column) > 1:
+    for name in names:
+        if name in (*OWN_COLUMNS, _SECOND_RATE):
             raise UsageError(
-                f"run.log({name}=...) would replace what the metrics history has as {column} already; give it another "
+                f"run.log({name}=...) would replace what the metrics history has as {name} already; give it another "
                 "name."
             )

@@ -24,12 +24,12 @@ from raytrain.runs.documents import TRACE
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.storage.store import Store
-from raytrain.training.checkpoint import Checkpoint, Checkpoints
+from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import agreed
 from raytrain.training.gradients import digest_of, digests_agree
-from raytrain.training.loop_checks import LoopChecks
 from raytrain.training.machine_meter import MachineMeter
+from raytrain.training.optimizer_steps import OptimizerSteps
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.schedule import CheckpointSchedule, EarlyStop
@@ -75,21 +75,33 @@ class SampleTrace:
 
 
 _WRITTEN_WITHIN_S = 60.0
+_MOST_ACCUMULATED = 64  # batches without a step of an optimizer for which a checkpoint waits
 _NOT_PREPARED = (
     "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
     "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
 )
 _CALLS = {
     "loops_returned": "returned",
+    "optimizer_steps": "had stepped an optimizer in its last batch",
     "evaluations": "called run.evaluate()",
     "totals": "called run.total",
+    "means": "called run.mean",
     "gathers": "called run.gather",
     "prepares": "called run.prepare",
 }
 
 
 class Steps:
-    """Counts the steps of a run on one worker, checks what the loop does in them, and does what is due after each."""
+    """Counts the steps of a run on one worker, and does what is due after each: checkpoints, evaluations, rows, stops.
+
+    A step is a batch that the loop gets. The loop is outside of the epochs, between two batches of an epoch or in one:
+    ``begin`` opens a batch, and ``end_batch`` closes it when the loop asks for the next one. The last batch of an epoch
+    leaves open what is due, for the loop's own code that follows its loop over the batches, such as the step of a
+    scheduler, belongs to that epoch. ``end_epoch`` does it when the loop asks for the next epoch.
+
+    A loop may add up gradients over several batches, so a checkpoint that falls due waits for a batch in which an
+    optimizer steps: one before would lose the gradients.
+    """
 
     def __init__(
         self,
@@ -100,43 +112,62 @@ class Steps:
         checkpoints: Checkpoints,
         reporter: Reporter,
         worker: Worker,
-        restored: Checkpoint | None,
+        progress: Progress,
+        *,
+        resumes: bool,
     ) -> None:
         self._config, self._plan, self._models, self._state = config, plan, models, state
         self._checkpoints, self._reporter, self._worker = checkpoints, reporter, worker
-        self.progress = restored.progress if restored else Progress()
-        step = self.progress.step
-        self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, step if restored else None)
+        self.progress = progress
+        step = progress.step
+        self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, step if resumes else None)
         self._trace = SampleTrace(checkpoints.store, worker.rank, step) if config.trace else None
-        self.metrics = StepMetrics(worker, self._record, self.progress.samples_seen)
+        self.metrics = StepMetrics(worker, self._record, progress.samples_seen)
+        self.optimizers = OptimizerSteps(config, models, state, worker, self.share, plan.num_steps)
         self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
         self._early_stop = EarlyStop(config)
-        self.learning_rates: list[float] = []  # of the groups that optimizers have stepped in this step
-        self._num_here = 0  # steps of this start
-        self.num_calls = 0  # of this start, that all workers make together
-        self._has_gradients = False  # of a backward since the loop got its batch
-        self._stepped = False  # an optimizer, since then
-        self._has_gathered = False
-        joins = worker.world_size > 1 and config.batch_norm == "sync"
-        self._checks = LoopChecks(models, self._tell_once, batch_size=config.batch_size, joins=joins)
+        self._local: LocalBatch | None = None  # of the batch that the loop is in
+        self._num_images = 0  # of this worker whose loss is differentiated: those of the batch, or of a part of it
+        self._num_here = 0  # steps of this attempt
+        self._num_accumulated = 0  # batches since an optimizer has stepped
+        self._steps_optimizers = False  # in some batch of this attempt
+        self.num_calls = 0  # of this attempt, that all workers make together
         self._start_reported = False
         self._told: set[str] = set()
-        self._asked_at = step  # when the loop called run.batches last
-        self.exhausted = False  # the loop has got all batches that it gets
-        self.notes: Callable[[], Iterable[str]] = tuple  # what to tell of the loop after its first step
+        self._stops = False  # a stop was requested, and waits for its checkpoint
+        self._save_is_due = False
+        self._epoch_is_open = False  # the loop has got a batch of an epoch that has not ended yet
+        self.exhausted = False  # the loop gets no more batches
+        self.notes: Callable[[], Iterable[str]] = tuple  # what to report of the loop after its first step
         self._kept_unmeasured = False  # before the first evaluation of the loop's own
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
+        self._saved_digest: list[float] | None = None  # of the networks, in the checkpoint of the run's last step
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the loop has a batch, and has not asked for the next one."""
+        return self._local is not None
+
+    def share(self) -> Tensor | float:
+        """Return m_j / M, by which the mean over this worker's images is weighted; exactly 0.0 without images."""
+        if self._num_images == 0:
+            return 0.0
+        total = self.metrics.num_used()
+        return self._num_images / (float(total) if total.is_cpu else total)
+
+    def begin_part(self, num_images: int) -> None:
+        """From now on the loop computes the loss of ``num_images`` of this worker's images."""
+        self._num_images = num_images
 
     def check_all(self, call: str, given: object = None) -> None:
         """The loop makes a ``call``, a field of StepTotals. Raises UsageError if not all workers do, with one shape."""
         self.num_calls += 1
-        self._has_gathered |= call == "gathers"
         num_workers = self._worker.world_size
         if num_workers == 1:
             return
         number, squared = digest_of(given)
         totals = self.metrics.joined(StepTotals(given=number, given_squared=squared, **{call: 1}))
-        step = self.progress.step + self._stepped
+        step = self.progress.step + self.in_batch
         _check_together(totals, num_workers, step)
         if not digests_agree((totals.given, totals.given_squared), num_workers):
             raise UsageError(
@@ -151,54 +182,62 @@ class Steps:
         self._start_reported = True
 
     def begin(self, local: LocalBatch, wait_s: float) -> None:
-        """A step with the images of ``local`` begins, for which this worker has waited ``wait_s`` seconds."""
-        self._local = local
+        """Open the batch ``local``, for which this worker has waited ``wait_s`` seconds."""
+        has_stepped = self.optimizers.has_stepped
+        self._local, self._num_images, self._epoch_is_open = local, len(local.labels), True
         self._machine.step(len(local.labels), wait_s, self.progress.step)
+        self.optimizers.begin(local.batch.step)
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
-        self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
-        self._has_gradients = self._stepped = False
-        self.learning_rates.clear()
+        own = StepTotals(len(local.labels), wait_s, stop, checkpoint, optimizer_steps=has_stepped)
+        self.metrics.start(own)
 
-    def backward(self, loss: Tensor, num_images: int) -> None:
-        """The loop backpropagates ``loss``, of ``num_images`` images. Raises UsageError for a mistake of the loop."""
-        self.num_calls += 1
-        self._has_gradients = True
-        self._checks.backward(loss, num_images, self._num_here, gathers=self._has_gathered)
-
-    def log(self, sums: Mapping[str, Tensor | float], num_images: int) -> None:
-        """The loop logs ``sums`` over ``num_images`` images. Raises UsageError for what is no such sum."""
-        self._checks.log(sums, num_images, self._num_here)
-        self.metrics.log(sums, counts=num_images > 0)
-
-    def optimizer_steps(self) -> None:
-        """The loop steps an optimizer; raises UsageError without a backward before it."""
-        if not self._has_gradients:
-            raise UsageError(
-                "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
-                "are wrong."
-            )
-        self._stepped = True
-
-    def end(self, evaluate: Callable[[], object]) -> bool:
-        """The loop asks for its next batch: evaluate and write a checkpoint if they are due. Whether the run stops."""
+    def end_batch(self) -> bool:
+        """Close the batch that the loop is in, and do what is due within its epoch. Return whether the epoch is over."""
         self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
-        if not self._stepped:
-            raise UsageError(
-                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, "
-                "on every worker (several backwards before one step: loop over run.parts(batch), with --accumulate)."
-            )
         totals = self._complete()
         step = self.progress.step
-        _check_together(totals, self._worker.world_size, step)
-        ends_run = step == self._plan.num_steps
-        if totals.stop_requests and not ends_run:
+        self._stops |= bool(totals.stop_requests) and step < self._plan.num_steps
+        self._save_is_due |= bool(totals.checkpoint_requests) or self._schedule.due_at(step)
+        if self._ends_epoch(step):
             return True
+        if self._stops or self._save_is_due:
+            self._save_if_complete()
+        self.exhausted |= self._early_stop.reason is not None
+        return self.exhausted
+
+    def end_epoch(self, evaluate: Callable[[], object]) -> None:
+        """Do what is due after an epoch, or after the last step of the run, which may be in the middle of one."""
+        self._epoch_is_open = False
+        if self.exhausted:  # the run has stopped in the middle of the epoch
+            return
+        ends_run = self.progress.step == self._plan.num_steps
         if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
-        if totals.checkpoint_requests or self._schedule.due_at(step):
-            self._flush_and_save()
-        return self._early_stop.reason is not None
+        if self._stops or self._save_is_due:
+            self._save_if_complete()
+        self.exhausted |= ends_run or self._early_stop.reason is not None
+
+    def leave_epoch(self, num_left: int) -> None:
+        """Continue at the end of the epoch: the loop has left it ``num_left`` batches before."""
+        step = self.progress.step
+        self.progress = replace(self.progress, step=step + num_left)
+        self._tell_once(
+            f"the loop left epoch {epoch_of(step, self._plan.steps_per_epoch)} after step {step:,}, so {num_left:,} "
+            "batches of it are not used for training; --max-steps ends a run early"
+        )
+
+    def _save_if_complete(self) -> None:
+        """Write the checkpoint that is due, and stop if that was requested, unless gradients are being added up."""
+        waits = self._steps_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
+        if waits and self.progress.step < self._plan.num_steps:
+            return
+        self._save_is_due = False
+        self._flush_and_save()
+        self.exhausted |= self._stops
+
+    def _ends_epoch(self, step: int) -> bool:
+        return step % self._plan.steps_per_epoch == 0 or step == self._plan.num_steps
 
     def before_own_evaluation(self) -> None:
         """Write a checkpoint before the loop's own evaluation first runs in a start: if it fails, no step is lost."""
@@ -210,29 +249,20 @@ class Steps:
         """The loop has raised an exception: wait for the checkpoint that is being written, unless storage hangs."""
         self._checkpoints.wait(_WRITTEN_WITHIN_S)
 
-    def are_over(self, evaluate: Callable[[], object]) -> bool:
-        """The loop calls run.batches: end a step after which it has left them. Return whether it gets no more.
-
-        Evaluates if the run was stopped before an evaluation that was due. UsageError if one call gave several epochs.
-        """
-        num_given = self.progress.step - self._asked_at
-        if self.exhausted and self.progress.step == self._plan.num_steps and num_given > self._plan.steps_per_epoch:
-            raise UsageError(
-                f"The loop calls run.batches() again after {num_given:,} steps to the end of the run: it gives the "
-                "batches of all epochs, not of one; call it once, and do what is due after an epoch if (batch.step + "
-                "1) % run.plan.steps_per_epoch == 0."
-            )
-        if self._stepped and not self.exhausted:
-            self.exhausted = self.end(evaluate)
+    def open(self, evaluate: Callable[[], object]) -> None:
+        """The loop asks for epochs: end what it has left open, or evaluate a run that was stopped before it was due."""
+        if self.in_batch:
+            self.end_batch()
+        if self._epoch_is_open and self._ends_epoch(self.progress.step):
+            self.end_epoch(evaluate)
         elif self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
             evaluate()
-        self._asked_at = self.progress.step
-        return self.exhausted
+        self.exhausted |= self.progress.step >= self._plan.num_steps
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
         """Record what an evaluation has ``measured``; after which step it was."""
         measured = agreed(measured, self._worker.world_size)
-        step = self.progress.step + self._stepped  # the current step counts once its optimizer has stepped
+        step = self.progress.step + (self.in_batch and self.optimizers.has_stepped)
         progress = replace(
             self.progress,
             test_accuracy=measured.get("accuracy"),
@@ -254,19 +284,19 @@ class Steps:
 
         Raises UsageError if only some loops have, or if the run has no step.
         """
-        if not self.exhausted and self._stepped:  # the loop returned after this step
-            is_last = self.progress.step + 1 == self._plan.num_steps
-            self.end(evaluate) if is_last else self._complete()
-            self.exhausted = is_last
+        if self.in_batch:  # the loop returned from it
+            self.end_batch() if self.progress.step + 1 == self._plan.num_steps else self._complete()
+        if self._epoch_is_open and self.progress.step == self._plan.num_steps:
+            self.end_epoch(evaluate)
         if not self.exhausted and not self.progress.step:
             raise UsageError(
-                "The loop has returned without a step; it goes over run.batches() to their end, and is a plain "
-                "function, without yield and async."
+                "The loop has returned without a step; it goes over the batches of run.epochs() to their end, and is a "
+                "plain function, without yield and async."
             )
         totals = self.metrics.flush(StepTotals(loops_returned=not self.exhausted))
         _check_together(totals, self._worker.world_size, self.progress.step)
-        self._models.end_part()
-        if self._models.trained and (self._measured_last or self._schedule.due_at_end(self.progress.step)):
+        self._models.join_statistics()
+        if self._models.trained and self._last_save_is_due():
             self._save()
         self._checkpoints.close()
         checkpoint = self._checkpoints.newest
@@ -276,18 +306,32 @@ class Steps:
         reason = self._early_stop.reason or (None if self.exhausted else StopReason("caller", "the loop returned"))
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
+    def _last_save_is_due(self) -> bool:
+        """Whether the checkpoint of the last step lacks something that the loop did after its last batch."""
+        if self._measured_last or self._schedule.due_at_end(self.progress.step):
+            return True
+        if self._saved_digest is None:  # stopped: what a loop does after a stop is done again by a resume
+            return False
+        changed = self._models.digest() != self._saved_digest
+        return self.metrics.joined(StepTotals(checkpoint_requests=changed)).checkpoint_requests > 0
+
     def _complete(self) -> StepTotals:
-        batch = self._local.batch
-        self._models.end_step(batch.step)
-        self._has_gradients = self._stepped = False
+        """Close the batch that the loop is in: read its totals, and record what is known of it."""
+        assert self._local is not None
+        local, self._local = self._local, None
+        batch = local.batch
+        self._models.join_statistics()
         totals = self.metrics.read()
         step = batch.step + 1
+        has_stepped = self.optimizers.has_stepped
+        self._steps_optimizers |= has_stepped
+        self._num_accumulated = 0 if has_stepped else self._num_accumulated + 1
         if self._trace is not None:
-            self._trace.add(step, self._local.samples)
+            self._trace.add(step, local.samples)
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         self._num_here += 1
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
-            self.metrics.close_row(batch, self.learning_rates)
+            self.metrics.close_row(batch, self.optimizers.learning_rates)
         if self._num_here == 1:
             for note in self.notes():
                 self._tell_once(note)
@@ -316,6 +360,7 @@ class Steps:
         not_finite = self._models.not_finite()  # the same on every worker
         if is_measured:
             self._schedule.attempted(step, not_finite)
+        self._saved_digest = self._models.digest() if step == self._plan.num_steps else None
         if self._trace is not None:
             self._trace.write()
             if self._worker.world_size > 1:

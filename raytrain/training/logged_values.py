@@ -1,0 +1,82 @@
+"""What a loop gives to ``run.log``, as a numerator and a denominator for each metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from raytrain.errors import UsageError
+
+_MOST_NUMBERS = 200  # of a vector: each is a metric of its own
+Pair = tuple[Tensor | float, Tensor | float]
+
+
+class LoggedValues:
+    """Names the metrics of a loop. ``classes`` name the numbers of a vector that has one for each of them."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = classes
+        self._states: dict[str, dict[str, Any]] = {}  # of torchmetrics objects, when they were logged last
+
+    def pairs(self, values: Mapping[str, Any], num_used: int) -> dict[str, Pair]:
+        """Return the numerator and the denominator of each metric; ``num_used`` images are this worker's.
+
+        Raises UsageError for a value that is none of those that ``Run.log`` takes.
+        """
+        pairs: dict[str, Pair] = {}
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                pairs[name] = self._quotient(name, value)
+            elif callable(getattr(value, "compute", None)) and hasattr(value, "metric_state"):
+                measured = self._measured(name, value, num_used)
+                pairs.update({each: (number, 1.0) for each, number in self._numbers(name, measured)})
+            else:
+                pairs.update({each: (number * num_used, num_used) for each, number in self._numbers(name, value)})
+        return pairs
+
+    def _quotient(self, name: str, value: tuple[Any, ...]) -> Pair:
+        if len(value) != 2 or not all(map(_is_number, value)):
+            raise UsageError(
+                f"run.log({name}=...) got a tuple of {len(value)}; give (numerator, denominator), two numbers of this "
+                "worker's images, or one number, the mean over them."
+            )
+        return tuple(each.detach() if isinstance(each, Tensor) else float(each) for each in value)  # pyright: ignore
+
+    def _numbers(self, name: str, value: Any) -> list[tuple[str, Tensor | float]]:
+        """Return each number with the name of its metric."""
+        if _is_number(value):
+            return [(name, value.detach() if isinstance(value, Tensor) else float(value))]
+        if isinstance(value, Tensor) and value.ndim == 1 and len(value) <= _MOST_NUMBERS:
+            named = self._classes if len(value) == len(self._classes) else range(len(value))
+            return [(f"{name} {each}", number) for each, number in zip(named, value.detach(), strict=True)]
+        shape = f" of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise UsageError(
+            f"run.log({name}=...) got a {type(value).__name__}{shape}; give one number, the mean over this worker's images "
+            f"of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object of "
+            "torchmetrics."
+        )
+
+    def _measured(self, name: str, metric: Any, num_used: int) -> Any:
+        """Return what an object of ``torchmetrics`` measures, which adds up its state over the workers itself.
+
+        What it has learned from a placeholder is taken back first.
+        """
+        if not num_used:
+            metric.reset()
+            for state, value in self._states.get(name, {}).items():
+                setattr(metric, state, value)
+        state: Mapping[str, Any] = metric.metric_state
+        self._states[name] = {key: [*each] if isinstance(each, list) else each.clone() for key, each in state.items()}
+        return metric.compute()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str)

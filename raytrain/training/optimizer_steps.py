@@ -1,0 +1,123 @@
+"""Follows the steps of a loop's optimizers, by torch's own step hooks: nothing of the optimizers is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from raytrain.config import ResolvedConfig
+from raytrain.errors import UsageError
+from raytrain.training.checkpoint_state import CheckpointState
+from raytrain.training.optimisation import rising_rate
+from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.protocols import Worker
+
+
+class OptimizerSteps:
+    """Knows whether an optimizer has stepped since the loop got its batch, and at which learning rates.
+
+    Args:
+        share: returns m_j / M, as in :mod:`raytrain.training.gradients`.
+        num_steps: of the whole run, over which a search for a learning rate raises it.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        models: PreparedModels,
+        state: CheckpointState,
+        worker: Worker,
+        share: Callable[[], Tensor | float],
+        num_steps: int,
+    ) -> None:
+        self.has_stepped = False  # since the loop got its batch
+        self.learning_rates: list[float] = []  # of the groups of the optimizers that have
+        self._config, self._models, self._state, self._worker = config, models, state, worker
+        self._share, self._num_steps = share, num_steps
+        self._step: int | None = None  # that of the batch, counted from 0
+        self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
+
+    def begin(self, step: int) -> None:
+        """The loop gets the batch of ``step``, counted from 0."""
+        self._step = step
+        self.has_stepped = False
+        self.learning_rates.clear()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """In this context the steps of all optimizers of this process are followed."""
+        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Check what steps and at which rates; torch calls this before each step of each optimizer."""
+        if self._step is None or not self._trains(optimizer):
+            return None
+        if not self._state.holds(optimizer):
+            raise UsageError(
+                f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would lose "
+                "its state; give it to run.prepare before the first batch."
+            )
+        self._models.check_trained_by(optimizer)
+        if self._config.is_range_test:
+            self._raise_rates(optimizer, self._step)
+        self.learning_rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        torch.set_autocast_enabled(self._worker.device.type, False)  # the batch's is for what the networks compute
+        return _with_joined_loss(args, options, self._joined_loss)
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if self._step is not None and self._trains(optimizer):
+            self.has_stepped = True
+            torch.set_autocast_enabled(self._worker.device.type, self._models.uses_autocast)
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Whether a prepared network is trained, or what may become one: not if images are optimized, say."""
+        known = self._models.known
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return self._state.holds(optimizer) or any(id(each) in known for each in parameters)
+
+    def _raise_rates(self, optimizer: Optimizer, step: int) -> None:
+        """Set the rates of this step of a search; those of further groups keep their ratio to the first one's."""
+        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        first = self._first_rates.setdefault(optimizer, rates)
+        rate = rising_rate(self._config, step, self._num_steps)
+        if not first[0]:
+            raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
+        for group, own in zip(optimizer.param_groups, first, strict=True):
+            group["lr"] = rate * own / first[0]
+
+    def _joined_loss(self, closure: Callable[[], Any]) -> Any:
+        """Return the loss of the global batch for an optimizer that decides by it, such as LBFGS with a line search."""
+        torch.set_autocast_enabled(self._worker.device.type, self._models.uses_autocast)
+        try:
+            loss = closure()
+        finally:
+            torch.set_autocast_enabled(self._worker.device.type, False)
+        if not isinstance(loss, Tensor):
+            return loss
+        share = self._share()
+        joined = loss.detach() * share if isinstance(share, Tensor) or share else torch.zeros_like(loss.detach())
+        if self._worker.world_size > 1:
+            dist.all_reduce(joined)
+        return joined
+
+
+def _with_joined_loss(args: tuple[Any, ...], options: dict[str, Any], joined: Callable[..., Any]) -> Any:
+    """Return the arguments of ``optimizer.step``, itself the first, with ``joined`` around its closure if it has one."""
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], partial(joined, args[1]), *args[2:]), options
+    if callable(options.get("closure")):
+        return args, {**options, "closure": partial(joined, options["closure"])}
+    return None
