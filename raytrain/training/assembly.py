@@ -61,7 +61,7 @@ def make_run(
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {})
-    models = PreparedModels(config, worker, state, share=lambda: steps.share())
+    models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     progress = restored.progress if restored else Progress()
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
@@ -94,7 +94,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
 
     def after_first_step() -> Iterator[str]:
         yield from unused_options(run, spec.loop) if spec.loop is not None else ()
-        yield from (*run.watch.notes, *run.loss.notes(), *run.augment.notes(run.device))
+        yield from (*run.loss.notes(), *run.augment.notes(run.device))
         if spec.loop is not None:
             run.check_evaluation()
 

@@ -21,8 +21,8 @@ from raytrain.training.augment import Augment
 class Batch:
     """This worker's slice of a global batch, ready for the network.
 
-    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what it
-    logs count as nothing.
+    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what
+    it logs count as nothing.
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)

@@ -76,7 +76,7 @@ def count_once(model: nn.Module) -> None:
 
 @torch.no_grad()
 def update_running_statistics(layers: Iterable[nn.Module]) -> None:
-    """Update the running statistics of aggregated ``layers`` over all ranks with what they have computed since last time.
+    """Update the running statistics of aggregated ``layers`` over all ranks, with all calls since the last time.
 
     With m_j values per channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and var_c = Σ m_j·[var_j +
     (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training Loop". There it is

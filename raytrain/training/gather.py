@@ -13,9 +13,9 @@ from torch import Tensor
 def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
     """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...); every worker has its own n.
 
-    A loss of all rows is computed by each worker, and counts once: the gradients that it gives to a row are averaged over
-    the workers, worker j's with the weight m_j / M that ``share`` returns, and the row's own worker gets the average
-    divided by its own weight, with which its gradients will be multiplied again when they reach the parameters.
+    A loss of all rows is computed by each worker, and counts once: the gradients that it gives to a row are averaged
+    over the workers, worker j's with the weight m_j / M that ``share`` returns, and the row's own worker gets the
+    average divided by its own weight, with which its gradients will be multiplied when they reach the parameters.
     """
     world_size = dist.get_world_size()
     counts = rows.new_zeros(world_size, dtype=torch.int64)

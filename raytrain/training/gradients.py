@@ -7,12 +7,12 @@ right for each term of a loss on its own: several losses, several backwards befo
 which all workers compute alike and whose factors m_j / M add up to 1. A worker without images contributes zeros,
 whatever its placeholder gave (0 · NaN would be NaN).
 
-Nothing is wrapped. Torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A hook
-before that node takes the gradient out of the graph, and puts it, multiplied, into a bucket. Buckets are summed over the
-workers while the backward is still running, in one fixed order on all workers, as those of DistributedDataParallel are
-(Li et al. 2020). When the backward has ended, a callback of the autograd engine waits for the sums and adds them to
-``parameter.grad``. What was there before is equal on all workers already, and stays out of the sum. ``torch.autograd.grad``
-never reaches these nodes, so it gives what this worker's images give.
+Nothing is wrapped. Torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A
+hook before that node takes the gradient out of the graph, and puts it, multiplied, into a bucket. Buckets are summed
+over the workers while the backward is still running, in one fixed order on all workers, as those of
+DistributedDataParallel are (Li et al. 2020). When the backward has ended, a callback of the autograd engine waits for
+the sums and adds them to ``parameter.grad``. What was there before is equal on all workers already, and stays out of
+the sum. ``torch.autograd.grad`` never reaches these nodes, so it gives what this worker's images give.
 
 If only some workers have a gradient for a parameter, that of the others is zero. If none has, its ``grad`` stays as it
 was. So layers that are left out, frozen or unfrozen train as they would on one worker.
@@ -39,6 +39,11 @@ from raytrain.training.protocols import Worker
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
+HOOK_NOTE = (
+    "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what it "
+    "changes depends on the number of workers; change parameter.grad after backward(), or use "
+    "register_post_accumulate_grad_hook, which gets the gradient of the global batch"
+)
 
 
 class ExactGradients:
@@ -48,13 +53,21 @@ class ExactGradients:
         share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
             device; exactly 0.0 on a worker without images.
         finished: called after each backward, when all gradients are there.
+        report: gets a note for whoever watches the run.
     """
 
-    def __init__(self, worker: Worker, share: Callable[[], Tensor | float], finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        share: Callable[[], Tensor | float],
+        finished: Callable[[], None],
+        report: Callable[[str], None],
+    ) -> None:
         self._world_size = worker.world_size
         # In a backward, collectives of batch norm come in another order on each worker.
         self._group = own_group(worker.device) if worker.world_size > 1 else None
-        self._share, self._finished = share, finished
+        self._share, self._finished, self._report = share, finished, report
+        self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
         self._is_running = False
         self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
@@ -116,6 +129,9 @@ class ExactGradients:
                 self._buckets = [Bucket(each) for each in _divided(parameters[::-1])]  # the last layers' come first
                 self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
             self._hold_hooks()
+            if self._is_first:
+                check_not_wrapped(self._nodes)
+        self._is_first = False
         Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _send_complete(self) -> None:
@@ -152,6 +168,8 @@ class ExactGradients:
     def _hold_hooks(self) -> None:
         """Take away the hooks that run after a gradient has been accumulated: they get that of the global batch."""
         for parameter in self._parameters:
+            if parameter._backward_hooks:
+                self._report(HOOK_NOTE)
             hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
             if hooks:
                 self._held_hooks.append((parameter, hooks, dict(hooks)))
@@ -210,6 +228,7 @@ class Bucket:
             for parameter in self.parameters:
                 if parameter not in self.arrived:
                     self._views[parameter].zero_()
+        assert self._flat is not None
         self.work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def receive(self) -> list[tuple[Tensor, Tensor]]:
@@ -322,9 +341,9 @@ def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
         )
     if torch.is_grad_enabled():
         raise UsageError(
-            "The loop calls loss.backward(create_graph=True), whose gradients are summed over the workers and cannot be "
-            "differentiated again; take torch.autograd.grad(..., create_graph=True) for a penalty on gradients of this "
-            "worker's images, or train on one worker."
+            "The loop calls loss.backward(create_graph=True), whose gradients are summed over the workers and cannot "
+            "be differentiated again; take torch.autograd.grad(..., create_graph=True) for a penalty on gradients, or "
+            "train on one worker."
         )
 
 

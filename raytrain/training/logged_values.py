@@ -53,9 +53,9 @@ class LoggedValues:
             return [(f"{name} {each}", number) for each, number in zip(named, value.detach(), strict=True)]
         shape = f" of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise UsageError(
-            f"run.log({name}=...) got a {type(value).__name__}{shape}; give one number, the mean over this worker's images "
-            f"of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object of "
-            "torchmetrics."
+            f"run.log({name}=...) got a {type(value).__name__}{shape}; give one number, the mean over this worker's "
+            f"images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object "
+            "of torchmetrics."
         )
 
     def _measured(self, name: str, metric: Any, num_used: int) -> Any:
@@ -65,8 +65,8 @@ class LoggedValues:
         """
         if not num_used:
             metric.reset()
-            for state, value in self._states.get(name, {}).items():
-                setattr(metric, state, value)
+            for key, before in self._states.get(name, {}).items():
+                setattr(metric, key, before)
         state: Mapping[str, Any] = metric.metric_state
         self._states[name] = {key: [*each] if isinstance(each, list) else each.clone() for key, each in state.items()}
         return metric.compute()

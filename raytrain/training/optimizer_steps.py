@@ -67,8 +67,8 @@ class OptimizerSteps:
             return None
         if not self._state.holds(optimizer):
             raise UsageError(
-                f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would lose "
-                "its state; give it to run.prepare before the first batch."
+                f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would "
+                "lose its state; give it to run.prepare before the first batch."
             )
         self._models.check_trained_by(optimizer)
         if self._config.is_range_test:
@@ -115,7 +115,7 @@ class OptimizerSteps:
 
 
 def _with_joined_loss(args: tuple[Any, ...], options: dict[str, Any], joined: Callable[..., Any]) -> Any:
-    """Return the arguments of ``optimizer.step``, itself the first, with ``joined`` around its closure if it has one."""
+    """Return the arguments of ``optimizer.step``, itself the first, with ``joined`` around a closure; else None."""
     if len(args) > 1 and callable(args[1]):
         return (args[0], partial(joined, args[1]), *args[2:]), options
     if callable(options.get("closure")):

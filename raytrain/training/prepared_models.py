@@ -40,8 +40,8 @@ _SEQUENCES = (nn.Sequential, nn.ModuleList)
 class WeightAverage:
     """The average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
 
-    ``average = run.prepare(WeightAverage(network, 0.999))`` puts it into the checkpoints, and the run is evaluated with it;
-    ``average.update(batch.step)`` follows each optimizer step.
+    ``average = run.prepare(WeightAverage(network, 0.999))`` puts it into the checkpoints, and the run is evaluated with
+    it; ``average.update(batch.step)`` follows each optimizer step.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -143,11 +143,16 @@ class PreparedModels:
     """The networks that a loop has prepared, ``trained``: on this worker's device, in checkpoints, and joined."""
 
     def __init__(
-        self, config: ResolvedConfig, worker: Worker, state: CheckpointState, share: Callable[[], Tensor | float]
+        self,
+        config: ResolvedConfig,
+        worker: Worker,
+        state: CheckpointState,
+        share: Callable[[], Tensor | float],
+        report: Callable[[str], None],
     ) -> None:
         self.trained: list[nn.Module] = []
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
-        self.gradients = ExactGradients(worker, share, finished=self.join_statistics)
+        self.gradients = ExactGradients(worker, share, self.join_statistics, report)
         self._average: WeightAverage | None = None  # of the first network
         self._called: set[str] = set()  # in the last evaluation
         self._config = config
@@ -180,7 +185,7 @@ class PreparedModels:
             self._average = average
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if ``optimizer`` trains what is in no prepared network, or what was put into one just now."""
+        """Raise UsageError if ``optimizer`` trains what is in no prepared network, or was put into one just now."""
         unknown = self._unknown(optimizer)
         if not unknown:
             return
@@ -203,7 +208,7 @@ class PreparedModels:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The first network, with averaged weights if the loop prepares their average. Raises UsageError without one."""
+        """The first network, or the average of its weights that the loop prepares. Raises UsageError without one."""
         if not self.trained:
             raise UsageError(
                 "The run is evaluated, and the loop has prepared no network; give it to run.prepare first, or measure "

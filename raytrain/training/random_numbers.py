@@ -71,8 +71,8 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
             generator.seed(key % 2**32)
 
 
-def held_generators(function: Callable[..., Any]) -> list[Any]:
-    """The generators that a function or an object uses, in the order in which they are found.
+def held_generators(function: Any) -> list[Any]:
+    """The generators that a function, an object or a list of them uses, in the order in which they are found.
 
     They are looked for in attributes of objects and classes, in lists and dicts, in closures, and in the global
     variables that functions and methods of the user's own files name.

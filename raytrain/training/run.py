@@ -1,7 +1,8 @@
-"""A run as a training loop sees it: epochs of batches, and the few calls with which N workers compute what one would."""
+"""A run as a training loop sees it: epochs of batches, and the few calls that make N workers compute what one would."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class Run:
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
         self._logged = LoggedValues(self.classes)
-        self.watch = LoopWatch(self)
+        self.watch = LoopWatch(self, self.steps.report_once)
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
@@ -124,7 +125,7 @@ class Run:
         return build_optimizer(self.config, model, self.num_classes)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """The learning rates that ``--schedule`` and ``--warmup-epochs`` ask for; call its ``step()`` after each batch."""
+        """The learning rates that ``--schedule`` and ``--warmup-epochs`` ask for; call ``step()`` after each batch."""
         return build_scheduler(self.config, self.plan, optimizer)
 
     def prepare(self, thing: T) -> T:
@@ -185,7 +186,7 @@ class Run:
         """Yield the batches up to ``last_step``, and do what is due between two of them."""
         while not self.steps.exhausted and self.progress.step < last_step:
             batch = self._begin_step(local_batches)
-            with self.models.computing(), self.watch.first_step():
+            with self.models.computing(), self.watch.step(batch, sys._getframe(1)):  # pyright: ignore
                 yield batch
             if self.steps.end_batch():
                 return
@@ -203,7 +204,7 @@ class Run:
     def log(self, **values: Any) -> None:
         """Log means over this worker's images; the metrics history gets the means over all workers' images.
 
-        Each row of the history has the mean over the steps in which a name was logged. Every worker logs the same names.
+        A row of the history has the mean over the steps in which a name was logged. Every worker logs the same names.
 
         Args:
             values: by name, the mean over this worker's images of the batch: a number or a tensor with one; or
@@ -220,9 +221,9 @@ class Run:
         self.steps.metrics.log(self._logged.pairs(values, part.num_used), counts=part.num_used > 0)
 
     def mean(self, numerator: Tensor, denominator: Tensor | float) -> Tensor:
-        """Return a loss that is the sum of all workers' numerators over that of their denominators; all workers call it.
+        """Return a loss: the sum of all workers' numerators over that of their denominators. Every worker calls this.
 
-        This is for means over something else than images, such as the class-weighted ``cross_entropy``, which divides by
+        It is for means over something else than images, such as the class-weighted ``cross_entropy``, which divides by
         the weights, or one that leaves pixels or labels out. On one worker it is ``numerator / denominator``; on
         several, each gets a number whose mean over the images of all workers is that, as for other losses.
 
@@ -233,12 +234,13 @@ class Run:
         """
         part = self._current_part("mean")
         self.steps.check_all("means")
-        total = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach() * (part.num_used > 0)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        total = torch.where(total == 0, 1.0, total).to(numerator.dtype)
-        share = self.steps.share()
-        return numerator / total / (share if isinstance(share, Tensor) or share else 1.0)
+        with self.watch.paused():
+            total = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach() * (part.num_used > 0)
+            if self.world_size > 1:
+                dist.all_reduce(total)
+            total = torch.where(total == 0, 1.0, total).to(numerator.dtype)
+            share = self.steps.share()
+            return numerator / total / (share if isinstance(share, Tensor) or share else 1.0)
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the fraction of right answers in a batch, or a part of one, (); ``logits`` are (m, C).
@@ -294,7 +296,8 @@ class Run:
         given = torch.as_tensor(rows).to(self.device)
         self.steps.check_all("gathers", (tuple(given.shape[1:]), given.dtype))
         own = given[:0] if self._is_placeholder else given
-        return own if self.world_size == 1 else gather_rows(own, self.steps.share)
+        with self.watch.paused():
+            return own if self.world_size == 1 else gather_rows(own, self.steps.share)
 
     @property
     def _is_placeholder(self) -> bool:
@@ -331,7 +334,8 @@ class Run:
         """The part of the batch that the loop computes; UsageError before it has got a batch."""
         if self._part is None:
             raise UsageError(
-                f"The loop calls run.{call} before it has a batch; call it in the loop over the batches of run.epochs()."
+                f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, with the epochs of "
+                "run.epochs()."
             )
         return self._part
 

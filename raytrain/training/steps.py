@@ -193,7 +193,7 @@ class Steps:
         self.metrics.start(own)
 
     def end_batch(self) -> bool:
-        """Close the batch that the loop is in, and do what is due within its epoch. Return whether the epoch is over."""
+        """Close the batch that the loop is in, and do what is due within its epoch. Return whether that is over."""
         self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
         totals = self._complete()
         step = self.progress.step
@@ -222,7 +222,7 @@ class Steps:
         """Continue at the end of the epoch: the loop has left it ``num_left`` batches before."""
         step = self.progress.step
         self.progress = replace(self.progress, step=step + num_left)
-        self._tell_once(
+        self.report_once(
             f"the loop left epoch {epoch_of(step, self._plan.steps_per_epoch)} after step {step:,}, so {num_left:,} "
             "batches of it are not used for training; --max-steps ends a run early"
         )
@@ -274,7 +274,7 @@ class Steps:
         self.progress = self._early_stop.evaluated(progress, measured)
         self._measured_last = self.exhausted
         if measured and progress.network is None:
-            self._tell_once(_NOT_PREPARED)
+            self.report_once(_NOT_PREPARED)
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
         return step
@@ -334,7 +334,7 @@ class Steps:
             self.metrics.close_row(batch, self.optimizers.learning_rates)
         if self._num_here == 1:
             for note in self.notes():
-                self._tell_once(note)
+                self.report_once(note)
         if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
             others = self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
             _check_together(others, self._worker.world_size, step)
@@ -370,7 +370,8 @@ class Steps:
         elif self._worker.rank == 0:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 
-    def _tell_once(self, note: str) -> None:
+    def report_once(self, note: str) -> None:
+        """Report a ``note`` for whoever watches the run, unless this attempt has."""
         if self._worker.rank == 0 and note not in self._told:
             self._told.add(note)
             self._reporter.event(Note(note))

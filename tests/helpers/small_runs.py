@@ -71,15 +71,15 @@ def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) 
 
 
 def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
-    """Train like the built-in loop, and call ``before_step`` before each step."""
+    """Train in plain PyTorch, and call ``before_step`` before each step."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        before_step(run, batch)
-        logits = model(batch.images)
-        run.backward(F.cross_entropy(logits, batch.labels, reduction="sum"))
-        run.step(optimizer)
-        run.log(
-            loss=F.cross_entropy(logits, batch.labels, reduction="sum"),
-            correct=(logits.argmax(dim=1) == batch.labels).sum(),
-        )
+    for epoch in run.epochs():
+        for batch in epoch:
+            before_step(run, batch)
+            logits = model(batch.images)
+            loss = F.cross_entropy(logits, batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss, accuracy=(logits.argmax(dim=1) == batch.labels).float().mean())

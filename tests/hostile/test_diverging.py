@@ -87,8 +87,7 @@ def diverge(folder: str) -> tuple[Outcome, list[Event]]:
     recorder = test_exact.Recorder()
     options = test_exact.config()
     run = test_exact.make_run(options, test_exact.images(70), folder, recorder)
-    loop_with(run, partial(poison, at_step=6))
-    return run.finish(), recorder.events
+    return test_exact.trained(run, partial(loop_with, before_step=partial(poison, at_step=6))), recorder.events
 
 
 def row(step: int, loss: float | None) -> MetricRow:

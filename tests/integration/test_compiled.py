@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from raytrain.training.loop import train
 from raytrain.training.prepared_models import apply_options
-from tests.integration.test_exact import Recorder, config, images, make_run
+from tests.integration.test_exact import Recorder, config, images, make_run, trained
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +28,7 @@ def losses(folder: Path, **chosen: Any) -> list[float | None]:
     recorder = Recorder()
     options = config(model="tests.gpu.same:network", max_steps=3, evaluate_every=0, **chosen)
     run = make_run(options, images(48), str(folder), recorder)
-    train(run)
-    run.finish()
+    trained(run)
     return [row.loss for row in recorder.rows if row.kind == "step"]
 
 

@@ -26,14 +26,13 @@ from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from raytrain.training.loop import train
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import parameter_groups
 from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.gloo_processes import run_in_processes
 from tests.hostile import stored_runs
-from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
+from tests.integration.test_exact import Recorder, _batches, config, images, make_run, trained, weights_of
 
 HEADS = {
     "alexnet": "classifier.6",
@@ -351,8 +350,7 @@ def given_weights() -> dict[str, Tensor]:
 
 def transferred(folder: str) -> dict[str, Tensor]:
     run = make_run(TRANSFER, images(70), folder, Recorder(), given_weights())
-    train(run)
-    run.finish()
+    trained(run)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(run).items()}
 
 

@@ -91,11 +91,11 @@ def test_the_loss_is_what_its_papers_say() -> None:
     p = logits.softmax(1)[torch.arange(6), labels]
     weights = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     cpu = torch.device("cpu")
-    assert Loss(options, 3, None, cpu)(logits, labels).item() == pytest.approx(-p.log().sum().item())
+    assert Loss(options, 3, None, cpu)(logits, labels).item() == pytest.approx(-p.log().mean().item())
     weighted = Loss(options, 3, (0.5, 1.0, 2.0), cpu)(logits, labels).item()
-    assert weighted == pytest.approx(-(weights[labels] * p.log()).sum().item())
+    assert weighted == pytest.approx(-(weights[labels] * p.log()).mean().item())
     focal = Loss(dataclasses.replace(options, focal_gamma=2.0), 3, None, cpu)(logits, labels).item()
-    assert focal == pytest.approx(-((1 - p) ** 2 * p.log()).sum().item())
+    assert focal == pytest.approx(-((1 - p) ** 2 * p.log()).mean().item())
 
 
 def test_rare_classes_count_as_much_as_common_ones() -> None:

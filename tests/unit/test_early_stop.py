@@ -81,9 +81,11 @@ def measured_as(losses: list[float]) -> Callable[[Run], None]:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
         coming = iter(losses)
-        for batch in run.batches(evaluate=lambda: {"accuracy": 0.5, "loss": next(coming)}):
-            run.backward(run.loss(model(batch.images), batch.targets))
-            run.step(optimizer)
+        for epoch in run.epochs(evaluate=lambda: {"accuracy": 0.5, "loss": next(coming)}):
+            for batch in epoch:
+                optimizer.zero_grad()
+                run.loss(model(batch.images), batch.targets).backward()
+                optimizer.step()
 
     return loop
 

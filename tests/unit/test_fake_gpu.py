@@ -166,7 +166,8 @@ def test_what_a_loop_logs_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
         def step() -> Tensor:
             metrics.start(StepTotals(4))
-            metrics.log({"loss": torch.zeros((), device=GPU), "correct": torch.zeros((), device=GPU)}, counts=True)
+            loss = torch.zeros((), device=GPU)
+            metrics.log({"loss": (loss * 4, 4), "recall": (loss, torch.ones((), device=GPU))}, counts=True)
             return metrics.num_used()
 
         assert call(step).device == GPU
@@ -208,15 +209,14 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
         run = run_on_gpu(**OPTIONS[name])
         batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.source.train(0))
         steps = [HostWaits() for _ in range(3)]
-        for number, waits in enumerate(steps):
+        for waits in steps:
             with waits, run.models.computing():
                 batch = run._begin_step(batches)
-                for part in run.parts(batch):
+                for part in batch.microbatches():
                     logits = run.models.trained[0](part.images)
-                    run.log(loss=run.loss(logits, part.targets), correct=run.correct(logits, part), rate=0.1)
+                    run.log(loss=run.loss(logits, part.targets), accuracy=run.accuracy(logits, part), rate=0.1)
                     run.show(part, logits)
-                run.steps.metrics.num_used()
-                run.models.end_step(number)
+                run.steps.share()
             assert logits.device == batch.images.device == GPU
     assert steps[-1].found == []
 

@@ -57,12 +57,14 @@ def test_each_epoch_trains_on_its_size_and_all_evaluations_on_the_full_one(image
 
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
-        for batch in run.batches(evaluate):
-            trained.add((batch.epoch, batch.images.shape[2]))
-            loss = run.loss(model(batch.images), batch.targets)
-            run.backward(loss)
-            run.log(loss=loss)
-            run.step(optimizer)
+        for epoch in run.epochs(evaluate):
+            for batch in epoch:
+                trained.add((epoch.number, batch.images.shape[2]))
+                loss = run.loss(model(batch.images), batch.targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.log(loss=loss)
 
     train_here(folder_run(images, tmp_path, "run", loop=watching, **GROWING))
     assert trained == {(0, 4), (1, 4), (2, 8), (3, 12)} and tested == {(12, 12)}

@@ -45,14 +45,16 @@ def fails_later(run: Run) -> None:
     """The built-in loop, whose memory does not suffice for a whole batch from the seventh step on."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        for part in run.parts(batch):
-            if batch.step >= 6 and len(part.labels) > LARGEST:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            loss = run.loss(model(part.images), part.targets)
-            run.backward(loss)
-            run.log(loss=loss)
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            for part in batch.microbatches():
+                if batch.step >= 6 and len(part.labels) > LARGEST:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                loss = run.loss(model(part.images), part.targets)
+                loss.backward()
+                run.log(loss=loss)
+            optimizer.step()
 
 
 MODEL = "tests.unit.test_memory:limited"
@@ -90,8 +92,9 @@ def test_a_single_image_that_does_not_fit_is_told(
 def test_an_evaluation_that_does_not_fit_is_told_as_one(images: Path, tmp_path: Path) -> None:
     def evaluate(run: Run) -> None:
         run.prepare(run.build_model())
-        for _ in run.batches(evaluate=out_of_memory):
-            run.evaluate()
+        for epoch in run.epochs(evaluate=out_of_memory):
+            for _ in epoch:
+                run.evaluate()
 
     def out_of_memory() -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory.")

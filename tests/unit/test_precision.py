@@ -129,7 +129,8 @@ def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(precision, "_slowdown", lambda precision: 14.2)
     recorder = Recorder()
     run = make_run(config(precision="bfloat16"), images(32), str(tmp_path), recorder)
-    next(run.batches())
+    epochs = run.epochs()
+    next(iter(next(epochs)))
     assert ["emulates bfloat16" in str(event) for event in recorder.events] == [True]
     assert not recorder.started_after
 

@@ -73,11 +73,13 @@ def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_pat
     def by_hand(run: Run) -> None:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
-        for batch in run.batches(evaluate=lambda: evaluate(run, partial(shift_test, partial(flip_test, model)))):
-            loss = run.loss(model(batch.images), batch.targets)
-            run.backward(loss)
-            run.log(loss=loss)
-            run.step(optimizer)
+        for epoch in run.epochs(evaluate=lambda: evaluate(run, partial(shift_test, partial(flip_test, model)))):
+            for batch in epoch:
+                loss = run.loss(model(batch.images), batch.targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.log(loss=loss)
 
     def losses(name: str, **given: Any) -> list[float | None]:
         _, recorder = train_here(folder_run(images, tmp_path, name, **given))
