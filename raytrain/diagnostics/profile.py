@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import profiler as torch_profiler
-from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
@@ -27,7 +28,7 @@ from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch
-from raytrain.training.run import WAIT_FOR_DATA, Run
+from raytrain.training.run import WAIT_FOR_DATA, Epoch, Run
 
 Interval = tuple[float, float]  # start and end, in microseconds
 PHASES = ("waiting for data", "copy and augmentation", "forward", "backward", "all-reduce", "optimizer", "other")
@@ -198,7 +199,10 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
     steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
     write = partial(_write, folder=Path(folder), run=run)
     with torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler:
-        (loop or built_in.train)(cast(Run, _ProfiledRun(run, profiler)))
+        profiled = _ProfiledRun(run, profiler)
+        wait = profiled.wait_for_device
+        with _marked(torch.Tensor, "backward", _BACKWARD, wait), _marked_optimizers(wait):
+            (loop or built_in.train)(cast(Run, profiled))
 
 
 class _ProfiledRun:
@@ -211,28 +215,66 @@ class _ProfiledRun:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
 
-    def batches(self, *arguments: Any, **options: Any) -> Iterator[Batch]:
-        for batch in islice(self._run.batches(*arguments, **options), WARM_UP_STEPS + NUM_STEPS):
-            self._wait_for_device()
+    def epochs(self, *arguments: Any, **options: Any) -> Iterator[Epoch]:
+        num_left = WARM_UP_STEPS + NUM_STEPS
+        for epoch in self._run.epochs(*arguments, **options):
+            yield Epoch(epoch.number, len(epoch), self._batches(islice(epoch, num_left)))
+            num_left -= len(epoch)
+            if num_left <= 0:
+                return
+
+    def _batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.wait_for_device()
             with record_function(_BODY):
                 yield batch
-                self._wait_for_device()
+                self.wait_for_device()
             self._profiler.step()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._wait_for_device()
-        with record_function(_BACKWARD):
-            self._run.backward(loss)
-            self._wait_for_device()
-
-    def step(self, optimizer: Optimizer, **options: Any) -> None:
-        with record_function(_OPTIMIZER):
-            self._run.step(optimizer, **options)
-            self._wait_for_device()
-
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
         if self._run.device.type == "cuda":
             torch.cuda.synchronize(self._run.device)
+
+
+@contextmanager
+def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
+    """In this context the method ``name`` of ``owner`` is a ``phase`` of the trace."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def marked(*arguments: Any, **options: Any) -> Any:
+        wait()
+        with record_function(phase):
+            result = method(*arguments, **options)
+            wait()
+        return result
+
+    setattr(owner, name, marked)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+@contextmanager
+def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
+    """In this context the steps of all optimizers are a phase of the trace."""
+    phases: list[record_function] = []
+
+    def begin(*_: object) -> None:
+        phases.append(record_function(_OPTIMIZER))
+        phases[-1].__enter__()
+
+    def end(*_: object) -> None:
+        wait()
+        phases.pop().__exit__(None, None, None)
+
+    hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _write(profiler: torch_profiler.profile, folder: Path, run: Run) -> None:

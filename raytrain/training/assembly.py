@@ -60,7 +60,7 @@ def make_run(
     _set_up_device(config, worker, reporter)
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(device)
-    state = CheckpointState(restored.state if restored else {})
+    state = CheckpointState(restored.state if restored else {}, worker.rank)
     models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     progress = restored.progress if restored else Progress()
     steps = Steps(

@@ -6,7 +6,8 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from raytrain.errors import UsageError
 
 StateDict = dict[str, Any]
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
+MEASURED = " as measured"  # ends the name of weights that an evaluation had, and the network has no more
 _ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
 
 
@@ -31,9 +33,11 @@ class Stateful(Protocol):
 class CheckpointState:
     """The prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added."""
 
-    def __init__(self, restored: Mapping[str, StateDict]) -> None:
+    def __init__(self, restored: Mapping[str, StateDict], rank: int = 0) -> None:
+        self._rank = rank
+        self._metrics: list[Any] = []  # of torchmetrics
         self._objects: dict[str, Stateful] = {}
-        self._restored = dict(restored)
+        self._restored = {name: state for name, state in restored.items() if not name.endswith(MEASURED)}
         self._resumes = bool(restored)
         self._groups: dict[Optimizer, list[StateDict]] = {}
         self._ratios: dict[Optimizer, list[float]] = {}  # new learning rate to old one, of each group
@@ -60,6 +64,25 @@ class CheckpointState:
                 group.update(options)
             _scale_base_rates(thing, self._ratios.get(optimizer, []))
         return name
+
+    def add_metric(self, metric: Any) -> None:
+        """Keep an object of ``torchmetrics``, whose state is that of all workers in checkpoints.
+
+        After a resume, worker 0 goes on with all of it, and the others start from nothing.
+        """
+        metric.persistent(True)
+        self._metrics += [each for each in metric.modules() if hasattr(each, "sync_context")]
+        self.add("state", metric)
+        if self._rank > 0:
+            metric.reset()
+
+    @contextmanager
+    def joined_metrics(self) -> Iterator[None]:
+        """In this context the state of metrics is that of all workers, each of which enters it."""
+        with ExitStack() as stack:
+            for each in self._metrics:
+                stack.enter_context(each.sync_context())
+            yield
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether checkpoints hold the state of ``optimizer``, or that of something around it."""

@@ -40,8 +40,8 @@ _NOT_A_NUMBER, _INFINITE = 2e299, 1e300
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 HOOK_NOTE = (
-    "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what it "
-    "changes depends on the number of workers; change parameter.grad after backward(), or use "
+    "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what "
+    "it changes depends on the number of workers; change parameter.grad after backward(), or use "
     "register_post_accumulate_grad_hook, which gets the gradient of the global batch"
 )
 

@@ -150,8 +150,8 @@ class LoopWatch:
         differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other in gathered)]
         if differing:
             self._report(
-                f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep it "
-                "in a buffer, computed with run.total or run.gather"
+                f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
+                "it in a buffer, computed with run.total or run.gather"
             )
 
 

@@ -20,7 +20,7 @@ from raytrain.errors import UsageError, some_of
 from raytrain.training import batchnorm, dropout
 from raytrain.training.autocast import AUTOCAST_DTYPES, mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
-from raytrain.training.checkpoint_state import CheckpointState, StateDict
+from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
 from raytrain.training.gradients import ExactGradients, broadcast_weights, differing, digest_of_tensors
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
@@ -154,7 +154,7 @@ class PreparedModels:
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
         self.gradients = ExactGradients(worker, share, self.join_statistics, report)
         self._average: WeightAverage | None = None  # of the first network
-        self._called: set[str] = set()  # in the last evaluation
+        self._called: dict[str, StateDict | None] = {}  # in the last evaluation, with weights that it may have swapped
         self._config = config
         self._worker = worker
         self._state = state
@@ -221,15 +221,19 @@ class PreparedModels:
         return mixed_precision(self._config.precision, self._worker.device)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """In this context all networks are in evaluation mode; then each layer is in its own again."""
+    def evaluating(self, *, keeps_weights: bool = False) -> Iterator[None]:
+        """In this context all networks are in evaluation mode; then each layer is in its own again.
+
+        With ``keeps_weights`` those of the called networks are copied, for :meth:`swapped_weights`.
+        """
         self.join_statistics()  # the loop may have used the networks since its last backward
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
-        self._called = set(list(self.named) if self._config.compile else ())  # a hook would be compiled, too
+        self._called = dict.fromkeys(self.named if self._config.compile else ())  # a hook would be compiled, too
         watched = () if self._config.compile else self.named.items()
-        hooks = [each.register_forward_pre_hook(partial(_note, self._called, name)) for name, each in watched]
+        note = partial(_note, self._called, keeps_weights and self._worker.rank == 0)
+        hooks = [each.register_forward_pre_hook(partial(note, name)) for name, each in watched]
         try:
             with self.computing():
                 yield
@@ -243,6 +247,20 @@ class PreparedModels:
         """The name of what the last evaluation called: an average or the first network, if it called several."""
         in_order = sorted(self.named, key=lambda name: name != "average")
         return next((name for name in in_order if name in self._called), None)
+
+    def swapped_weights(self) -> dict[str, StateDict]:
+        """Return the weights that the last evaluation measured, by a name, if the network has others by now.
+
+        Optimizers without a schedule and averages that are copied in swap the weights for an evaluation, and swap them
+        back. What a run has measured is what is used of it afterwards.
+        """
+        name = self.measured()
+        kept = None if name is None else self._called.get(name)
+        if name is None or kept is None:
+            return {}
+        now = self.named[name].state_dict()
+        same = all(torch.equal(kept[key], each) for key, each in now.items() if isinstance(each, Tensor))
+        return {} if same else {f"{name}{MEASURED}": kept}
 
     def not_finite(self) -> str | None:
         """Name of the first weight or running statistic that is not finite. The host waits for the device once."""
@@ -328,8 +346,11 @@ def _check_not_scripted(model: nn.Module) -> None:
         )
 
 
-def _note(called: set[str], name: str, *_: object) -> None:
-    called.add(name)
+def _note(called: dict[str, StateDict | None], keeps_weights: bool, name: str, model: nn.Module, *_: object) -> None:
+    if name not in called:
+        state: StateDict = model.state_dict() if keeps_weights else {}
+        copied = {key: each.detach().clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+        called[name] = copied if keeps_weights else None
 
 
 def _must_be_finite(name: str, tensor: Tensor) -> bool:

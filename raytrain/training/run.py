@@ -83,6 +83,7 @@ class Run:
     def __post_init__(self) -> None:
         self.thresholds = self.progress.thresholds
         self.evaluating = False
+        self._is_due = False  # the evaluation, which the loop did not call itself
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
         self._logged = LoggedValues(self.classes)
@@ -135,6 +136,9 @@ class Run:
         returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
         A loop prepares the same things in the same order each time, and on every worker.
         """
+        if isinstance(thing, nn.Module) and hasattr(thing, "persistent"):  # an object of torchmetrics
+            self.state.add_metric(thing.to(self.device))
+            return thing
         if isinstance(thing, nn.Module):
             self.steps.check_all("prepares", shapes_of(thing))
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
@@ -312,7 +316,7 @@ class Run:
         self.steps.check_all("evaluations")
         started = time.perf_counter()
         self.evaluating = True
-        with self.models.evaluating():
+        with self.models.evaluating(keeps_weights=not self._is_due or self._evaluate != self._built_in_evaluation):
             measured = self._evaluate()
         self.evaluating = False
         self.gallery.write(self.steps.evaluated(measured, self.thresholds), self.rank, self.world_size)
@@ -334,15 +338,17 @@ class Run:
         """The part of the batch that the loop computes; UsageError before it has got a batch."""
         if self._part is None:
             raise UsageError(
-                f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, with the epochs of "
-                "run.epochs()."
+                f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, inside of `for "
+                "epoch in run.epochs():`."
             )
         return self._part
 
     def _evaluate_when_due(self) -> None:
         if self._evaluate != self._built_in_evaluation:
             self.steps.before_own_evaluation()
+        self._is_due = True
         self.evaluate()
+        self._is_due = False
 
     def _built_in_evaluation(self) -> dict[str, float]:
         return self.evaluation(self, with_views(self.models.evaluated, self.config.test_views))

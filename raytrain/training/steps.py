@@ -365,8 +365,13 @@ class Steps:
             self._trace.write()
             if self._worker.world_size > 1:
                 dist.barrier()  # every worker's trace must be there before the checkpoint
+        if not_finite is None:
+            with self._state.joined_metrics():
+                state = self._state.state_dict() if self._worker.rank == 0 else {}
         if self._worker.rank == 0 and not_finite is None:
-            self._checkpoints.save(self._state.state_dict(), self.progress, before=self._reporter.flush)
+            swapped = self._models.swapped_weights() if self.progress.evaluated_step == step else {}
+            progress = replace(self.progress, network=next(iter(swapped), self.progress.network))
+            self._checkpoints.save({**state, **swapped}, progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 

@@ -26,12 +26,17 @@ def network(num_classes: int) -> nn.Module:
 
 
 def train(run: raytrain.Run) -> None:
-    """Runs on every worker. What goes through ``run`` makes N workers compute what one would."""
+    """Train on each worker as on one GPU: N workers compute what one would."""
     model = run.prepare(network(run.num_classes))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    for batch in run.batches():
-        logits = model(batch.images)
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        run.backward(loss)
-        run.step(optimizer, clip_norm=1.0)
-        run.log(loss=loss, correct=(logits.argmax(dim=1) == batch.labels).sum())
+    scheduler = run.prepare(run.build_scheduler(optimizer))  # the schedule and warm-up of train.py
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            loss = F.cross_entropy(logits, batch.labels)
+            optimizer.zero_grad()
+            loss.backward()  # afterwards each gradient is that of the whole global batch
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss=loss, accuracy=(logits.argmax(dim=1) == batch.labels).float().mean())
