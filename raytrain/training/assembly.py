@@ -104,6 +104,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
             _call_loop(spec, run)
             return run.finish()
         except BaseException:
+            run.leave_batch()
             run.steps.loop_failed()
             raise
 

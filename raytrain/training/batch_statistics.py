@@ -16,14 +16,16 @@ class NormaliseTogether(torch.autograd.Function):
     """Batch norm with given statistics of the global batch, differentiated through them on all ranks.
 
     dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
-    values of a channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are those of this rank:
-    they are joined as all others are.
+    values of a channel on all ranks (Ioffe and Szegedy 2015). That is for a dy of the global batch's loss, and a rank
+    has that of the mean over its own images. So its sums are multiplied by its ``share`` of the images before they are
+    added up, and divided by it afterwards: what is computed from dx will be multiplied by it, as all gradients are.
+    Those of weight and bias are this rank's.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, bias, mean, variance, total, ctx.eps, ctx.placeholder = inputs
-        ctx.save_for_backward(x, weight, mean, variance, total)
+        x, weight, bias, mean, variance, total, share, ctx.eps, ctx.placeholder = inputs
+        ctx.save_for_backward(x, weight, mean, variance, total, share)
         return F.batch_norm(x, mean, variance, weight, bias, eps=ctx.eps)
 
     @staticmethod
@@ -33,7 +35,7 @@ class NormaliseTogether(torch.autograd.Function):
                 "A gradient of gradients cannot pass batch norm that is joined over the workers; use a network without "
                 "batch norm, or --batch-norm aggregate."
             )
-        x, weight, mean, variance, total = ctx.saved_tensors
+        x, weight, mean, variance, total, share = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
         if ctx.placeholder:  # or no image: torch's kernel ends the process. A loss of the loop's own may count it.
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
@@ -42,13 +44,13 @@ class NormaliseTogether(torch.autograd.Function):
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
             )
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([dweight, dbias])  # (2, C)
+            sums = torch.stack([dweight, dbias]) * share  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
             if not ctx.placeholder:  # a placeholder is no part of the statistics
-                sums *= -weight * invstd / total
+                sums *= -weight * invstd / (total * share)
                 dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
-        return dx, dweight, dbias, None, None, None, None, None
+        return dx, dweight, dbias, None, None, None, None, None, None
 
 
 def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ with torch's lazy modules), so that hooks and references to it stay valid. The n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -57,14 +57,25 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def set_num_used(layers: Iterable[nn.Module], num_used: int) -> None:
+def set_num_used(layers: Iterable[nn.Module], num_used: int, share: Callable[[], Tensor | float] | None = None) -> None:
     """Set, before a forward, how many images of this rank's batch count: all of them, or 0 if they are a placeholder.
 
-    A placeholder (any finite images) takes part in the collectives of the step, and changes nothing.
+    A placeholder (any images) takes part in the collectives of the step, and changes nothing.
+
+    Args:
+        share: returns the part of the global batch's images that this rank has, for a loss that is the mean over these;
+            by default the loss is this rank's term of a sum over the global batch. Only synchronised layers ask for it.
     """
-    for layer in layers:
-        if isinstance(layer, ConvertedBatchNorm) and layer.placeholder != (num_used == 0):
+    joined = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
+    for layer in joined:
+        if layer.placeholder != (num_used == 0):
             layer.placeholder = num_used == 0
+    synchronised = [layer for layer in joined if isinstance(layer, SynchronisedBatchNorm)]
+    if share is not None and synchronised and world_size() > 1:
+        own = share()
+        own = own if isinstance(own, Tensor) else torch.tensor(own, dtype=torch.float64)
+        for layer in synchronised:
+            layer.share = own
 
 
 def count_once(model: nn.Module) -> None:
@@ -231,6 +242,11 @@ class FrozenBatchNorm(ConvertedBatchNorm):
 class SynchronisedBatchNorm(ConvertedBatchNorm):
     """Normalises with the statistics of the global batch, and differentiates through them."""
 
+    share: Tensor  # float64 (), see set_num_used
+
+    def prepare(self) -> None:
+        self.share = torch.ones((), dtype=torch.float64)
+
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
         count = 0 if self.placeholder else input.numel() // input.shape[1]
@@ -243,7 +259,8 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
             self.update_running(mean, unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
-        return cast(Tensor, NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
+        statistics = mean, variance, total, self.share
+        return cast(Tensor, NormaliseTogether.apply(input, weight, bias, *statistics, self.eps, count == 0))
 
 
 def _not_converted(model: nn.Module) -> list[_BatchNorm]:

@@ -116,6 +116,7 @@ class LoopWatch:
         weights = [each for model in run.models.trained for each in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, set(map(id, weights)))
         held = held_generators([*_variables(frame, run), *run.models.trained])
+        held = [each for each in held if not isinstance(each, torch.Generator)]  # of those, all calls are seen
         before = [_state_of(each) for each in held]
         with self._calls:
             yield
@@ -185,9 +186,10 @@ class _Calls(TorchFunctionMode):
                     self._report(_NOTES[mark])
         if name == "register_hook":
             self._report(_NOTES["hook"])
-        if kwargs.get("generator") is not None:
-            self._report(_NOTES["generator"])
         result = func(*args, **kwargs)
+        is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
+        if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
+            self._report(_NOTES["generator"])
         sources = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in self._marks]
         if sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
             marks = self._marks_of(func, name, args, kwargs, sources, result)
@@ -280,8 +282,6 @@ def _variables(frame: FrameType | None, run: Run) -> list[Any]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return repr(generator.bit_generator.state)
     return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))

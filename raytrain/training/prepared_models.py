@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.permutation import mix
@@ -158,6 +159,9 @@ class PreparedModels:
         self._config = config
         self._worker = worker
         self._state = state
+        self._share = share
+        self._num_used = 0  # images of this worker in the part that the loop computes
+        self._num_used_of: Any = WeakIdKeyDictionary()  # the same by the images, also of parts before
         self._layers: list[list[nn.Module]] = []  # of each network, as they were when a part began
         self._parameters: list[Tensor] = []  # of them all, each once
         self.known: set[int] = set()  # their IDs
@@ -173,6 +177,8 @@ class PreparedModels:
         if self._worker.world_size > 1:
             broadcast_weights(model)
         apply_options(model, self._config)
+        if self._worker.world_size > 1 and not self._config.compile:  # a hook would be compiled, too
+            model.register_forward_pre_hook(_OfThisNetwork(partial(self._count, len(self.trained))))
         self.trained.append(model)
         self.named[name] = model.module if isinstance(model, AveragedModel) else model
         return model
@@ -291,12 +297,19 @@ class PreparedModels:
         """Forwards and backwards of ``part`` follow, which is all of this worker's images if it ``is_whole``."""
         self.join_statistics()
         self._look()
+        self._num_used_of[part.images] = self._num_used = part.num_used
         for number, layers in enumerate(self._layers):
-            batchnorm.set_num_used(layers, part.num_used)
+            batchnorm.set_num_used(layers, part.num_used, self._share)
             dropout.begin(layers, part.samples, mix(self._config.seed, number), part.step)
         self.gradients.reset()
         if self._worker.world_size > 1 or not is_whole or not part.num_used:
             self.gradients.follow(self._parameters)
+
+    def _count(self, number: int, inputs: tuple[Any, ...]) -> None:
+        """Before a forward: batch norm counts images as their own batch did, which a loop may have kept from before."""
+        images = next((each for each in inputs if isinstance(each, Tensor)), None)
+        num_used = self._num_used if images is None else self._num_used_of.get(images, self._num_used)
+        batchnorm.set_num_used(self._layers[number], num_used)
 
     def join_statistics(self) -> None:
         """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
@@ -334,6 +347,20 @@ class PreparedModels:
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
+
+
+class _OfThisNetwork:
+    """A hook of a network before its forward, which copies and pickles of the network do without."""
+
+    def __init__(self, call: Callable[[tuple[Any, ...]], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._call is not None:
+            self._call(inputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfThisNetwork, ()
 
 
 def _check_not_scripted(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -87,6 +87,7 @@ class Run:
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
         self._logged = LoggedValues(self.classes)
+        self._open_batches: Generator[Batch, None, None] | None = None
         self.watch = LoopWatch(self, self.steps.report_once)
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
@@ -180,13 +181,16 @@ class Run:
             while not self.steps.exhausted:
                 number = self.progress.step // per_epoch
                 last_step = min((number + 1) * per_epoch, num_steps)
-                yield Epoch(number, per_epoch, self._batches(local_batches, last_step))
+                self._open_batches = self._batches(local_batches, last_step)
+                yield Epoch(number, per_epoch, self._open_batches)
                 self._leave(local_batches, last_step)
                 self.steps.end_epoch(self._evaluate_when_due)
         finally:
             local_batches.close()
 
-    def _batches(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int) -> Iterator[Batch]:
+    def _batches(
+        self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int
+    ) -> Generator[Batch, None, None]:
         """Yield the batches up to ``last_step``, and do what is due between two of them."""
         while not self.steps.exhausted and self.progress.step < last_step:
             batch = self._begin_step(local_batches)
@@ -239,12 +243,12 @@ class Run:
         part = self._current_part("mean")
         self.steps.check_all("means")
         with self.watch.paused():
-            total = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach() * (part.num_used > 0)
+            own = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
+            totals = torch.stack([own, torch.ones_like(own)]) * torch.tensor([part.num_used > 0, part.num_used])
             if self.world_size > 1:
-                dist.all_reduce(total)
-            total = torch.where(total == 0, 1.0, total).to(numerator.dtype)
-            share = self.steps.share()
-            return numerator / total / (share if isinstance(share, Tensor) or share else 1.0)
+                dist.all_reduce(totals)
+            total, num_images = totals.clamp(min=torch.finfo(torch.float64).tiny).to(numerator.dtype)
+            return numerator / total * (num_images / max(part.num_used, 1))
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the fraction of right answers in a batch, or a part of one, (); ``logits`` are (m, C).
@@ -323,8 +327,14 @@ class Run:
         self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 
+    def leave_batch(self) -> None:
+        """Leave the context of a batch, which a loop that has raised an exception may still be in."""
+        if self._open_batches is not None:
+            self._open_batches.close()
+
     def finish(self) -> Outcome:
         """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
+        self.leave_batch()
         outcome = self.steps.finish(self._evaluate_when_due)
         self.gallery.close()
         return outcome

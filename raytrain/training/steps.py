@@ -127,7 +127,8 @@ class Steps:
         self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
         self._early_stop = EarlyStop(config)
         self._local: LocalBatch | None = None  # of the batch that the loop is in
-        self._num_images = 0  # of this worker whose loss is differentiated: those of the batch, or of a part of it
+        self._num_local = 0  # images of this worker in the batch
+        self._num_images = 0  # those of them whose loss the loop computes: all, or those of a part
         self._num_here = 0  # steps of this attempt
         self._num_accumulated = 0  # batches since an optimizer has stepped
         self._steps_optimizers = False  # in some batch of this attempt
@@ -152,6 +153,8 @@ class Steps:
         """Return m_j / M, by which the mean over this worker's images is weighted; exactly 0.0 without images."""
         if self._num_images == 0:
             return 0.0
+        if self._worker.world_size == 1:
+            return self._num_images / self._num_local
         total = self.metrics.num_used()
         return self._num_images / (float(total) if total.is_cpu else total)
 
@@ -184,7 +187,8 @@ class Steps:
     def begin(self, local: LocalBatch, wait_s: float) -> None:
         """Open the batch ``local``, for which this worker has waited ``wait_s`` seconds."""
         has_stepped = self.optimizers.has_stepped
-        self._local, self._num_images, self._epoch_is_open = local, len(local.labels), True
+        self._local, self._epoch_is_open = local, True
+        self._num_local = self._num_images = len(local.labels)
         self._machine.step(len(local.labels), wait_s, self.progress.step)
         self.optimizers.begin(local.batch.step)
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
@@ -222,6 +226,7 @@ class Steps:
         """Continue at the end of the epoch: the loop has left it ``num_left`` batches before."""
         step = self.progress.step
         self.progress = replace(self.progress, step=step + num_left)
+        self._save_is_due |= self._schedule.due_at(step + num_left)
         self.report_once(
             f"the loop left epoch {epoch_of(step, self._plan.steps_per_epoch)} after step {step:,}, so {num_left:,} "
             "batches of it are not used for training; --max-steps ends a run early"

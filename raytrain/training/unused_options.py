@@ -41,6 +41,8 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     for call, options in _TAKEN_BY.items():
         unused = [] if call.rpartition(".")[2] in names else _changed(run.config, recipe, options)
         unused = [name for name in unused if name not in names]  # the loop reads run.config.NAME
+        if not run.config.learning_rate:  # of a loop that was given none
+            unused = [name for name in unused if name != "learning_rate"]
         if run.config.is_range_test:
             unused = [name for name in unused if name not in ("schedule", "learning_rate")]
         if unused:

@@ -166,9 +166,11 @@ def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
 
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches(evaluate=evaluate):
-        run.backward(functional.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
-        run.step(optimizer)
+    for epoch in run.epochs(evaluate=evaluate):
+        for batch in epoch:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
 
 
 def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
@@ -184,9 +186,11 @@ def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
 def with_own_evaluation(run: raytrain.Run, *, fails: bool) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches(evaluate=lambda: {"share": 1 / (not fails)}):
-        run.backward(run.loss(model(batch.images), batch.targets))
-        run.step(optimizer)
+    for epoch in run.epochs(evaluate=lambda: {"share": 1 / (not fails)}):
+        for batch in epoch:
+            optimizer.zero_grad()
+            run.loss(model(batch.images), batch.targets).backward()
+            optimizer.step()
 
 
 def test_an_evaluation_of_the_loops_own_that_fails_loses_no_step(

@@ -14,17 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
-from raytrain.training.loop import train
-from raytrain.training.run import Run
+from raytrain.training.run import Epoch, Run
 from tests.gpu.trial import Trial
-from tests.integration.test_exact import Recorder, config, images, make_run
+from tests.integration.test_exact import Recorder, config, images, make_run, trained
 
 _PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 _NETWORK = "tests.gpu.same:network"
@@ -41,8 +40,7 @@ def precisions(trial: Trial) -> None:
         options = _options(trial, precision=precision, model=model, batch_size=32, max_steps=num_steps, **chosen)
         recorder = Recorder()
         run = make_run(options, images(128), f"{trial.folder}/{precision}-{channels_last}", recorder)
-        train(run)
-        run.finish()
+        trained(run)
         losses = [row.loss or math.nan for row in recorder.rows if row.kind == "step"]
         name = f"{precision}{', channels last' if channels_last else ''}"
         trial.check(f"{name}: last losses in terms of the first", np.mean(losses[-4:]) / losses[0], "×", at_most=0.8)
@@ -78,15 +76,22 @@ def _train_over_an_overflow(run: Run, step: int) -> tuple[list[bool], list[float
     """For each step, whether it changed the weights, and the scale of the loss in it."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
+    scaler = run.prepare(torch.amp.GradScaler(run.device.type))  # pyright: ignore[reportPrivateImportUsage]
     moved, scales = [], []
-    for batch in run.batches():
-        before = [each.detach().clone() for each in model.parameters()]
-        loss = run.loss(model(batch.images), batch.targets)
-        scales.append(run._scaler.get_scale())
-        run.backward(loss * (math.inf if batch.step == step else 1.0))
-        run.step(optimizer)
-        run.log(loss=loss)
-        moved.append(any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)))
+    for epoch in run.epochs():
+        for batch in epoch:
+            before = [each.detach().clone() for each in model.parameters()]
+            loss = run.loss(model(batch.images), batch.targets)
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+            scaler.scale(loss * (math.inf if batch.step == step else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            if run.config.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), run.config.clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            run.log(loss=loss)
+            moved.append(any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)))
     return moved, scales
 
 
@@ -124,15 +129,18 @@ _FIRST, _LAST = 4, 12
 
 def _train_watched(run: Run) -> None:
     """torch warns of waits between two steps: the first ones set up what stays, and the last one ends the run."""
-    batches = run.batches
 
-    def watched(evaluate: Callable[[], dict[str, float]] | None = None) -> Iterator[Batch]:
-        for batch in batches(evaluate):
-            torch.cuda.set_sync_debug_mode("warn" if _FIRST <= batch.step < _LAST else "default")
-            yield batch
+    def watched(epochs: Iterator[Epoch]) -> Iterator[Iterator[Batch]]:
+        for epoch in epochs:
+            yield map(between_steps, epoch)
 
-    run.batches = watched
-    train(run)
+    def between_steps(batch: Batch) -> Batch:
+        torch.cuda.set_sync_debug_mode("warn" if _FIRST <= batch.step < _LAST else "default")
+        return batch
+
+    epochs = watched(run.epochs())
+    run.epochs = lambda evaluate=None: epochs  # pyright: ignore[reportAttributeAccessIssue] ; for this run only
+    trained(run)
 
 
 def _places_of_waits(action: Callable[[], object]) -> Counter[str]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from raytrain.training.augment import Augment, build_transforms
-from raytrain.training.loop import train
 from tests.gpu.trial import Trial
 from tests.helpers.reference_loop import train_alone
 from tests.integration.test_exact import (
@@ -29,6 +28,7 @@ from tests.integration.test_exact import (
     make_run,
     on_one_worker,
     together,
+    trained,
 )
 from tests.integration.test_exact_matrix import cases
 
@@ -182,8 +182,7 @@ def _transformed(device: str, chosen: Mapping[str, Any]) -> Tensor:
 def _train(options: Any, folder: Path, stop_after: int | None = None) -> Weights:
     run = make_run(options, images(64), str(folder), Recorder(stop_after))
     torch.backends.cudnn.benchmark = False  # trials would choose between kernels by the time that they take
-    train(run)
-    run.finish()
+    trained(run)
     state = {name: each for kind in ("model", "average") for name, each in _named(run, kind)}
     return {name: value.cpu().clone() for name, value in state.items()}
 

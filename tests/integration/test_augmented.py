@@ -65,12 +65,14 @@ def mixing_loop(run: Run) -> None:
     """The built-in loop, which mixes by hand."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        for part in run.parts(mix_batch(batch, run.num_classes, run.config.seed, mixup=0.4, cutmix=1.0)):
-            loss = F.cross_entropy(model(part.images), part.targets, reduction="sum")
-            run.backward(loss)
+    for epoch in run.epochs():
+        for batch in epoch:
+            mixed = mix_batch(batch, run.num_classes, run.config.seed, mixup=0.4, cutmix=1.0)
+            loss = F.cross_entropy(model(mixed.images), mixed.targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             run.log(loss=loss)
-        run.step(optimizer)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -133,10 +135,11 @@ def test_an_image_is_mixed_with_the_one_before_it_and_its_target_by_the_same_sha
     def loop(run: Run) -> None:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
-        for batch in run.batches():
-            seen.append((batch, mix_batch(batch, run.num_classes, 0, **mixing)))
-            run.backward(model(batch.images).sum())
-            run.step(optimizer)
+        for epoch in run.epochs():
+            for batch in epoch:
+                seen.append((batch, mix_batch(batch, run.num_classes, 0, **mixing)))
+                model(batch.images).mean().backward()
+                optimizer.step()
 
     train_here(folder_run(images, tmp_path, "seen", loop=loop, epochs=1))
     shares = set()

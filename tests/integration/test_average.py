@@ -26,16 +26,17 @@ DECAY = 0.8
 
 
 def averaging_loop(run: Run) -> None:
-    network = run.build_model()
-    model = run.prepare(network)
-    average = run.prepare(WeightAverage(network, DECAY))
+    model = run.prepare(run.build_model())
+    average = run.prepare(WeightAverage(model, DECAY))
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches(evaluate=lambda: evaluate(run, average.model)):
-        loss = F.cross_entropy(model(batch.images), batch.labels, reduction="sum")
-        run.backward(loss)
-        run.log(loss=loss)
-        run.step(optimizer)
-        average.update(batch.step)
+    for epoch in run.epochs():
+        for batch in epoch:
+            loss = F.cross_entropy(model(batch.images), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update(batch.step)
+            run.log(loss=loss)
 
 
 def measured_by(
@@ -49,10 +50,12 @@ def measured_by(
         measured.append(copy.deepcopy(network.state_dict()))
         return evaluate(run, network)
 
-    for batch in run.batches(evaluate=measure):
-        run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
-        run.step(optimizer)
-        update(model, batch.step)
+    for epoch in run.epochs(evaluate=measure):
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+            update(model, batch.step)
     if isinstance(average, AveragedModel):
         update_bn([torch.randn(8, 3, *run.config.full_image_size, dtype=torch.float64)], average)
     run.evaluate()

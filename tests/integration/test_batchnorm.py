@@ -84,15 +84,15 @@ def train_slice(case: Case) -> Outcome:
         images = images.detach().requires_grad_()
         batchnorm.set_num_used(model.modules(), used)
         logits = model(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum") / len(whole)
+        loss = F.cross_entropy(logits, labels)  # the mean of this slice
         model.zero_grad()
         (loss if used else loss * 0).backward()
-        sum_gradients(model)
+        sum_gradients(model, share=used / len(whole))
         batchnorm.update_running_statistics(model.modules())
         descend(model)
         assert images.grad is not None
         outputs.append(logits.detach()[:used])
-        input_gradients.append(images.grad[:used])
+        input_gradients.append(images.grad[:used] * used / len(whole))
         assert used or not images.grad.any()
     return outcome(model, outputs, input_gradients)
 
@@ -104,9 +104,11 @@ def descend(model: nn.Module) -> None:
         parameter -= 0.1 * parameter.grad
 
 
-def sum_gradients(model: nn.Module) -> None:
+def sum_gradients(model: nn.Module, share: float) -> None:
+    """Make the gradients those of the whole batch, of which ``share`` is this rank's."""
     for parameter in model.parameters():
         assert parameter.grad is not None
+        parameter.grad *= share
         if dist.is_initialized():
             dist.all_reduce(parameter.grad)
 

@@ -307,9 +307,12 @@ def assert_same(
         assert difference <= tolerance, f"{name}: {key} differs by {difference}"
     steps = [row for row in result["rows"] if row.kind == "step"]
     if check_rows:
-        losses, accuracies = ([row[key] if row["count"] else None for row in rows] for key in ("loss", "accuracy"))
-        assert [row.loss for row in steps] == pytest.approx(losses, rel=0, abs=10 * tolerance), name
-        assert [row.accuracy for row in steps] == pytest.approx(accuracies), name
+        both = list(zip(steps, rows, strict=True))
+        assert all(step.loss is step.accuracy is None for step, row in both if not row["count"]), name
+        both = [(step, row) for step, row in both if row["count"]]
+        losses, accuracies = ([row[key] for _, row in both] for key in ("loss", "accuracy"))
+        assert [step.loss for step, _ in both] == pytest.approx(losses, rel=0, abs=10 * tolerance), name
+        assert [step.accuracy for step, _ in both] == pytest.approx(accuracies), name
         assert steps[-1].samples_seen == result["outcome"].progress.samples_seen == sum(row["count"] for row in rows), (
             name
         )

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 import raytrain
 from raytrain.demo.demo import render_digits
 from raytrain.display.rate import rate_figure, rate_page
-from raytrain.errors import TrainingFailed, UsageError
+from raytrain.errors import UsageError
 from raytrain.experiments.find_rate import smooth, suggest
 from raytrain.recipes import digits
 from raytrain.runs.records import read_run
@@ -55,11 +55,13 @@ def own_loop(run: raytrain.Run) -> None:
     optimizer = run.prepare(
         torch.optim.SGD([{"params": [model[1].weight]}, {"params": [model[1].bias], "lr": 0.1}], lr=0.05)
     )
-    for batch in run.batches():
-        loss = F.cross_entropy(model(batch.images), batch.labels, reduction="sum")
-        run.backward(loss)
-        run.step(optimizer)
-        run.log(loss=loss)
+    for epoch in run.epochs():
+        for batch in epoch:
+            loss = F.cross_entropy(model(batch.images), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
 
 
 def test_the_groups_of_an_own_loop_rise_in_proportion(data: Path, tmp_path: Path) -> None:
@@ -71,26 +73,39 @@ def test_the_groups_of_an_own_loop_rise_in_proportion(data: Path, tmp_path: Path
 
 
 def loop_with_its_own_rates(run: raytrain.Run) -> None:
-    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, run.num_classes)))
+    """Decides on the rate itself before each step, and by a scheduler after it."""
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(12 * 12 * 3, run.num_classes)))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
-    for batch in run.batches():
-        run.backward(model(batch.images).sum())
-        run.step(optimizer, learning_rate=0.1)
+    scheduler = run.prepare(StepLR(optimizer, 2))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+            scheduler.step()
 
 
-def loop_with_a_scheduler(run: raytrain.Run) -> None:
-    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, run.num_classes)))
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
-    run.prepare(StepLR(optimizer, 10))
+def test_the_rate_rises_whatever_the_loop_decides(images: Path, tmp_path: Path) -> None:
+    rising = {"schedule": "rising:1e-6..10", "max_steps": 8}
+    _, recorder = train_here(folder_run(images, tmp_path, "scheduled", loop=loop_with_its_own_rates, **rising))
+    rates = [row.learning_rate for row in recorder.rows if row.kind == "step"]
+    assert rates == pytest.approx([1e-6 * 1e7 ** (step / 7) for step in range(8)])
 
 
-def test_a_loop_that_decides_on_its_rate_gets_a_sentence(data: Path, images: Path, tmp_path: Path) -> None:
-    sentence = "The loop decides on the learning rate itself"
-    with pytest.raises(TrainingFailed, match=sentence):
-        raytrain.find_rate(options(data, tmp_path, workers=1), loop=loop_with_its_own_rates)
-    scheduled = folder_run(images, tmp_path, "scheduled", loop=loop_with_a_scheduler, schedule="rising:1e-6..10")
-    with pytest.raises(UsageError, match=sentence):
-        train_here(scheduled)
+def loop_without_a_rate(run: raytrain.Run) -> None:
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(12 * 12 * 3, run.num_classes)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    for epoch in run.epochs():
+        for batch in epoch:
+            model(batch.images).mean().backward()
+            optimizer.step()
+
+
+def test_an_optimizer_that_begins_with_a_rate_of_0_is_refused(images: Path, tmp_path: Path) -> None:
+    run = folder_run(images, tmp_path, "scheduled", loop=loop_without_a_rate, schedule="rising:1e-6..10")
+    with pytest.raises(UsageError, match="The first group of the optimizer starts with a learning rate of 0"):
+        train_here(run)
 
 
 def test_losses_that_suggest_nothing_say_why() -> None:

@@ -156,10 +156,12 @@ def train_on(run: Run) -> Iterator[Batch]:
     """The batches of a run, on each of which its network has been trained when the next one is asked for."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        yield batch
-        run.backward(run.loss(model(batch.images), batch.targets))
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            yield batch
+            optimizer.zero_grad()
+            run.loss(model(batch.images), batch.targets).backward()
+            optimizer.step()
 
 
 def test_a_loop_that_fails_twice_in_the_same_way_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
@@ -189,12 +191,14 @@ def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_p
 def gathering(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        logits = model(batch.images)
-        of_each = [torch.zeros_like(logits) for _ in range(run.world_size)]
-        torch.distributed.all_gather(of_each, logits.detach())
-        run.backward(run.loss(logits, batch.targets))
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            of_each = [torch.zeros_like(logits) for _ in range(run.world_size)]
+            torch.distributed.all_gather(of_each, logits.detach())
+            optimizer.zero_grad()
+            run.loss(logits, batch.targets).backward()
+            optimizer.step()
 
 
 def test_a_collective_of_the_loops_own_with_other_shapes_on_a_worker_is_told_with_its_line(

@@ -66,10 +66,13 @@ class Plain:
 
     def __init__(self, epochs: list[PlainEpoch], options: ResolvedConfig) -> None:
         self._epochs, self._options = iter(epochs), options
+        self.device = torch.device(options.device)
 
     def prepare(self, thing: Any) -> Any:
-        dtype = getattr(torch, self._options.precision)
-        return thing.to(self._options.device, dtype) if isinstance(thing, nn.Module) else thing
+        if not isinstance(thing, nn.Module):
+            return thing
+        model = thing.to(self.device)
+        return model.double() if self._options.precision == "float64" else model.float()  # complex ones stay complex
 
     def epochs(self, evaluate: Callable[[], dict[str, float]] = dict) -> Iterator[PlainEpoch]:
         for epoch in self._epochs:
@@ -284,7 +287,7 @@ def scaled(run: Any) -> list[nn.Module]:
     """A scaler around the loss, gradients that are clipped at their own scale, and penalties on the weights."""
     model = run.prepare(small())
     optimizer = sgd(run, model)
-    scaler = run.prepare(torch.amp.GradScaler(OPTIONS.device, init_scale=1024.0, growth_interval=3))  # pyright: ignore
+    scaler = run.prepare(torch.amp.GradScaler(run.device.type, init_scale=1024.0, growth_interval=3))
     for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             penalty = sum(weight.square().sum() for weight in model.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from tests.helpers.own_loops import (
     TwoPaths,
     assert_same_weights,
     cross_entropy,
-    fit,
     linear,
     to_the_end,
     train_all,
@@ -214,7 +212,7 @@ def sharpness_aware(run: Run) -> None:
 
 
 def steps_beside_its_losses(run: Run) -> None:
-    """Steps with the gradients of a loss and those of another backward, with the averaged weights of a copy as anchor."""
+    """Three backwards before a step: of two losses, and of the distance from the first weights, which are prepared."""
     model = run.prepare(run.build_model())
     anchor = copy.deepcopy(model).eval().requires_grad_(False)
     run.prepare(anchor)

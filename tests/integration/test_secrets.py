@@ -35,7 +35,7 @@ PAGES = [
 LOOP = """
 def fail(run):
     keys = dict(run.config.__dict__)
-    for batch in run.batches():
+    for epoch in run.epochs():
         raise RuntimeError("the loop is broken")
 """
 

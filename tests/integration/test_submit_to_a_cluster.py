@@ -28,11 +28,13 @@ def loop(run):
     optimizer = run.prepare(torch.optim.SGD(network.parameters(), lr=0.1))
     if run.rank == 0:
         Path(run.config.storage, "started").write_text(raytrain.__file__)
-    for batch in run.batches():
-        loss = torch.nn.functional.cross_entropy(network(batch.images), batch.labels, reduction="sum")
-        run.backward(loss)
-        run.log(loss=loss)
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            loss = torch.nn.functional.cross_entropy(network(batch.images), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
 """
 
 

@@ -78,10 +78,12 @@ def never_right(run: raytrain.Run) -> None:
 
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches(evaluate=lambda: {"accuracy": run.config.seed / 10}):
-        wait_in_epoch_2(run, batch)
-        run.backward(functional.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
-        run.step(optimizer)
+    for epoch in run.epochs(evaluate=lambda: {"accuracy": run.config.seed / 10}):
+        for batch in epoch:
+            wait_in_epoch_2(run, batch)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
 
 
 def wait_in_epoch_2(run: raytrain.Run, batch: raytrain.Batch) -> None:

@@ -1,4 +1,4 @@
-"""A run tells which of its options a loop leaves unused, and whether the loop draws numbers of each worker's own."""
+"""A run reports which of its options a loop leaves unused, and whether it draws numbers of each worker's own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from raytrain.training.assembly import train_run
 from raytrain.training.evaluation import evaluate as evaluate_network
+from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
@@ -28,11 +31,15 @@ GIVEN: dict[str, Any] = {
     "optimizer": "adamw",
     "accumulate": 2,
     "mixup": 0.2,
+    "schedule": "cosine",
+    "ema_decay": 0.9,
+    "clip_norm": 1.0,
 }
 
 
 def notes_of(folder: Path, loop: Callable[[Run], None] | None, **options: Any) -> list[str]:
-    chosen = dataclasses.replace(config(batch_size=8, epochs=2, log_every=1), **{"weight_decay": 0.0, **options})
+    of_recipe = {"weight_decay": 0.0, "learning_rate": 0.01}
+    chosen = dataclasses.replace(config(batch_size=8, epochs=2, log_every=1), **{**of_recipe, **options})
     spec = dataclasses.replace(make_spec(chosen, images(NUM_IMAGES), str(folder)), loop=loop)
     recorder = Recorder()
     train_run(spec, make_run(chosen, images(NUM_IMAGES), str(folder), recorder))
@@ -42,35 +49,64 @@ def notes_of(folder: Path, loop: Callable[[Run], None] | None, **options: Any) -
 def with_all(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        for part in run.parts(batch):
-            run.backward(run.loss(model(part.images), part.targets))
-        run.step(optimizer)
-
-
-def summed(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    scheduler = run.prepare(run.build_scheduler(optimizer))
+    average = run.prepare(WeightAverage(model, 0.9))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            for part in batch.microbatches():
+                run.loss(model(part.images), part.targets).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            average.update(batch.step)
 
 
 def with_none(run: Run) -> None:
     model = run.prepare(run.build_model())
     run.evaluate()  # before the first step, after which the loop is told
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for batch in run.batches():
-        run.backward(summed(model(batch.images), batch.labels))
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+
+
+class Recipe:
+    """A loop in a class, with a method and a function for parts of it, which reads options itself."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+
+    def __call__(self, run: Run) -> None:
+        with_all(run) if run.config.accumulate == 0 else self.train(run)
+
+    def train(self, run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch.images), batch.labels).backward()
+                optimizer.step()
 
 
 def test_a_loop_that_uses_all_options_is_told_nothing(tmp_path: Path) -> None:
     assert notes_of(tmp_path / "own", with_all, **GIVEN) == []
     assert notes_of(tmp_path / "built-in", None, **GIVEN) == []
+    assert notes_of(tmp_path / "partial", partial(Recipe.train, Recipe(0.9)), learning_rate=0.5) == []
+    assert notes_of(tmp_path / "object", Recipe(0.9), **GIVEN) == []
 
 
 def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_need_it(tmp_path: Path) -> None:
     assert notes_of(tmp_path, with_none, **GIVEN) == [
         "--optimizer, --weight-decay take effect in run.build_optimizer, which the loop does not call",
+        "--schedule takes effect in run.build_scheduler, which the loop does not call",
         "--label-smoothing takes effect in run.loss, which the loop does not call",
-        "--accumulate takes effect in run.parts, which the loop does not call",
+        "--accumulate takes effect in batch.microbatches, which the loop does not call",
+        "--ema-decay takes effect in WeightAverage, which the loop does not call",
+        "--clip-norm takes effect in clip_grad_norm_, which the loop does not call",
         "--mixup: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
         "run.loss, so its own loss has to take them",
     ]
@@ -79,9 +115,11 @@ def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_nee
 def with_labels(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for batch in run.batches():
-        run.backward(run.loss(model(batch.images), batch.labels))
-        run.step(optimizer)
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            run.loss(model(batch.images), batch.labels).backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}])
@@ -95,7 +133,7 @@ def test_a_loss_that_gets_the_labels_of_mixed_images_is_told(options: dict[str, 
     assert notes_of(tmp_path / "targets", with_all, **options) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema_decay": 0.9, "flip": "random"}])
+@pytest.mark.parametrize("options", [{}, {"batch_norm": "aggregate", "flip": "random"}])
 def test_options_that_take_effect_in_every_loop_are_not_told(options: dict[str, Any], tmp_path: Path) -> None:
     assert notes_of(tmp_path, with_none, **options) == []
 
@@ -103,11 +141,13 @@ def test_options_that_take_effect_in_every_loop_are_not_told(options: dict[str, 
 def dropping(run: Run) -> None:
     """Drops what it sees by torch's function, which is no layer, and scales it by a number of NumPy's."""
     model = run.prepare(run.build_model())
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for batch in run.batches():
-        seen = torch.nn.functional.dropout(batch.images, 0.1)
-        run.backward(summed(model(seen * np.random.beta(1, 1)), batch.labels))
-        run.step(optimizer)
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
+    for epoch in run.epochs():
+        for batch in epoch:
+            seen = F.dropout(batch.images, 0.1) * np.random.beta(1, 1)
+            optimizer.zero_grad()
+            F.cross_entropy(model(seen), batch.labels).backward()
+            optimizer.step()
 
 
 def test_a_loop_that_draws_numbers_is_told_that_it_depends_on_the_number_of_workers(tmp_path: Path) -> None:
@@ -117,6 +157,26 @@ def test_a_loop_that_draws_numbers_is_told_that_it_depends_on_the_number_of_work
         "the loop or its network draws random numbers from torch and NumPy: each worker draws its own, so that the run "
         "depends on the number of workers; docs/images.md names the layers with which it does not"
     ]
+
+
+def clamping(run: Run) -> None:
+    """A hook of a weight changes its gradient."""
+    model = run.prepare(run.build_model())
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+
+
+def test_a_hook_that_gets_the_gradient_of_one_worker_is_told(tmp_path: Path) -> None:
+    assert notes_of(tmp_path / "one", clamping) == []
+    notes, others = run_in_processes(2, notes_of, tmp_path / "two", clamping)
+    [note] = notes + others
+    assert note.startswith("a hook of a tensor gets the gradient of the mean over one worker's images")
+    assert "register_post_accumulate_grad_hook" in note
 
 
 def test_layers_that_draw_for_each_sample_are_not_told(tmp_path: Path) -> None:
@@ -141,15 +201,12 @@ def test_a_network_that_ends_with_softmax_is_told(loop: Callable[[Run], None] | 
     ]
 
 
-def test_a_learning_rate_that_no_optimizer_of_the_loop_has_is_told(tmp_path: Path) -> None:
-    told = (
-        "--learning-rate 0.5: the optimizers of the loop begin with 0.1, so it takes effect only if the loop itself "
-        "reads run.config.learning_rate"
-    )
-    assert notes_of(tmp_path / "0.5", with_none, learning_rate=0.5) == [told]
-    assert notes_of(tmp_path / "0.1", with_none, learning_rate=0.1) == []
+def test_a_learning_rate_that_the_loop_does_not_read_is_told(tmp_path: Path) -> None:
+    told = "--learning-rate takes effect in run.build_optimizer, which the loop does not call"
+    assert notes_of(tmp_path / "given", with_none, learning_rate=0.5) == [told]
     assert notes_of(tmp_path / "the recipe's", with_none, learning_rate=0.01) == []
     assert notes_of(tmp_path / "built", with_all, learning_rate=0.5) == []
+    assert notes_of(tmp_path / "searched", with_none, learning_rate=0.5, schedule="rising:1e-4..10") == []
 
 
 class TwoOutputs(torch.nn.Module):
@@ -173,10 +230,12 @@ def training(network: Callable[[Run], torch.nn.Module], *, evaluate: bool = Fals
         model = run.prepare(network(run))
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         measure = partial(evaluate_network, run, lambda images: model(images)[0])
-        for batch in run.batches(measure if evaluate else None):
-            given = (batch.images, batch.labels) if isinstance(model, NeedsLabels) else (batch.images,)
-            run.backward(run.loss(model(*given)[0], batch.targets))
-            run.step(optimizer)
+        for epoch in run.epochs(measure if evaluate else None):
+            for batch in epoch:
+                given = (batch.images, batch.labels) if isinstance(model, NeedsLabels) else (batch.images,)
+                optimizer.zero_grad()
+                run.loss(model(*given)[0], batch.targets).backward()
+                optimizer.step()
 
     return loop
 
@@ -207,9 +266,11 @@ def counted(calls: list[int]) -> Callable[[Run], None]:
         model = run.prepare(run.build_model())
         model.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.batches():
-            run.backward(run.loss(model(batch.images), batch.targets))
-            run.step(optimizer)
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                run.loss(model(batch.images), batch.targets).backward()
+                optimizer.step()
 
     return loop
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain.errors import RaytrainError, UsageError
+from raytrain.errors import LoopFailed, RaytrainError
 from raytrain.training.assembly import train_run
+from raytrain.training.batch import Batch
 from raytrain.training.loop import train
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
-
-OPTIONS = config(batch_size=7, epochs=2, log_every=1, flip="none", translate=0)  # 6 steps per epoch
-NUM_IMAGES = 38
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="sum")
+from tests.integration.test_loops_of_others import (
+    NUM_IMAGES,
+    NUM_IMAGES_WITH_EMPTY_SLICES,
+    OPTIONS,
+    check,
+    linear,
+    seeded,
+)
 
 
 class Fourier(nn.Module):
@@ -64,79 +68,41 @@ class Dictionary(nn.Module):
         return {"logits": self.net(images)}
 
 
-def lbfgs(num_classes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, num_classes)).double()
-    return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+def trained_with(run: Any, network: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> list[nn.Module]:
+    """Train with a closure, and return also the weights after each step, since a line search decides by the loss."""
+    model = run.prepare(network)
+    optimizer = run.prepare(make(model.parameters()))
+    weights: list[Tensor] = []
+    for epoch in run.epochs(evaluate=dict):
+        for batch in epoch:
+
+            def closure(batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(batch.images), batch.labels)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            weights.append(nn.utils.parameters_to_vector(map(_real, model.parameters())).detach())
+    return [model, nn.ParameterList(weights)]
 
 
-def complex_sgd(num_classes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = fourier(num_classes, 3)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _real(weight: Tensor) -> Tensor:
+    return torch.view_as_real(weight) if weight.is_complex() else weight
 
 
-Made = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
+def lbfgs(run: Any) -> list[nn.Module]:
+    return trained_with(run, linear(), partial(torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"))
 
 
-def trained(make: Made, folder: str) -> list[Tensor]:
-    """The weights after each step; the mean loss is part of them, since a line search decides by it."""
-    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
-    model, optimizer = make(run.num_classes)
-    model = run.prepare(model)
-    optimizer = run.prepare(optimizer)
-    seen: list[Tensor] = []
-    for batch in run.batches(evaluate=dict):
-
-        def loss(batch: Any = batch) -> Tensor:
-            value = cross_entropy(model(batch.images), batch.labels)
-            run.backward(value)
-            return value
-
-        if isinstance(optimizer, torch.optim.LBFGS):
-            run.step(optimizer, loss)
-        else:
-            loss()
-            run.step(optimizer)
-        seen.append(weights_of(model))
-    run.finish()
-    return seen
+def complex_sgd(run: Any) -> list[nn.Module]:
+    network = seeded(lambda: fourier(run.num_classes, 3))
+    return trained_with(run, network, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
-def weights_of(model: nn.Module) -> Tensor:
-    """A copy of all weights in a row; of complex ones, both parts."""
-    real = [torch.view_as_real(each) if each.is_complex() else each for each in model.parameters()]
-    return torch.cat([each.detach().flatten() for each in real])  # a copy
-
-
-def trained_by_torch(make: Made, folder: str) -> list[Tensor]:
-    """The same in plain PyTorch, on the images of one worker."""
-    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
-    other = run.prepare(nn.Linear(1, 1))
-    nothing = run.prepare(torch.optim.SGD(other.parameters(), lr=0.0))
-    model, optimizer = make(run.num_classes)
-    seen: list[Tensor] = []
-    for batch in run.batches(evaluate=dict):
-
-        def closure(batch: Any = batch) -> Tensor:
-            optimizer.zero_grad()
-            value = F.cross_entropy(model(batch.images), batch.labels)
-            value.backward()
-            return value
-
-        optimizer.step(closure)  # pyright: ignore
-        seen.append(weights_of(model))
-        run.backward(other(batch.images.new_zeros(1, 1)).sum().to(torch.float64))
-        run.step(nothing)
-    run.finish()
-    return seen
-
-
-@pytest.mark.parametrize("make", [lbfgs, complex_sgd])
-def test_it_trains_as_in_plain_pytorch_on_one_and_on_two_workers(make: Made, tmp_path: Path) -> None:
-    wanted = trained_by_torch(make, str(tmp_path / "torch"))
-    for found in (trained(make, str(tmp_path / "one")), *run_in_processes(2, trained, make, str(tmp_path / "two"))):
-        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+def test_they_train_as_in_plain_pytorch_on_one_and_on_two_workers(tmp_path: Path) -> None:
+    for num_images in (NUM_IMAGES, NUM_IMAGES_WITH_EMPTY_SLICES):
+        check((lbfgs, complex_sgd), tmp_path / str(num_images), num_images)
 
 
 def lazy_weights(folder: str) -> list[Tensor]:
@@ -173,31 +139,41 @@ def test_a_network_that_the_built_in_loop_cannot_train_is_refused_in_the_first_s
 
 
 def without_closure(run: Run) -> None:
-    model, optimizer = lbfgs(run.num_classes)
-    run.prepare(model)
-    run.prepare(optimizer)
-    for batch in run.batches():
-        run.backward(cross_entropy(model(batch.images), batch.labels))
-        run.step(optimizer)
+    model = run.prepare(linear())
+    optimizer = run.prepare(torch.optim.LBFGS(model.parameters()))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()  # pyright: ignore[reportCallIssue]
 
 
 def closure_without_loss(run: Run) -> None:
-    model, optimizer = lbfgs(run.num_classes)
-    run.prepare(model)
-    run.prepare(optimizer)
-    for batch in run.batches():
-        run.step(optimizer, lambda batch=batch: run.backward(cross_entropy(model(batch.images), batch.labels)))  # pyright: ignore
+    model = run.prepare(linear())
+    optimizer = run.prepare(torch.optim.LBFGS(model.parameters()))
+    for epoch in run.epochs():
+        for batch in epoch:
+
+            def closure(batch: Batch = batch) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch.images), batch.labels).backward()
+
+            optimizer.step(closure)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("loop", "sentence"),
     [
-        (without_closure, r"LBFGS computes the loss several times a step; call run\.step\(optimizer, closure\)"),
-        (closure_without_loss, r"The closure of run\.step returns no loss"),
+        (without_closure, r"TypeError: LBFGS\.step\(\) missing 1 required positional argument: 'closure'"),
+        (closure_without_loss, r"TypeError: float\(\) argument must be a string or a real number, not 'NoneType'"),
     ],
 )
-def test_a_closure_that_is_missing_or_wrong_is_refused(
+def test_a_closure_that_is_missing_or_wrong_ends_the_run_with_what_torch_says(
     loop: Callable[[Run], None], sentence: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        loop(make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder()))
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    spec = dataclasses.replace(make_spec(OPTIONS, images(NUM_IMAGES), str(tmp_path)), loop=loop)
+    line = rf"{Path(__file__).name}"
+    with pytest.raises(LoopFailed, match=rf"its loop failed in its first step: {sentence} \(.*{line}") as failed:
+        train_run(spec, run)
+    assert "\n" not in str(failed.value)

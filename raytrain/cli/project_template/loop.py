@@ -1,4 +1,5 @@
 """The network and its training loop: change what you like."""
+# pyright: basic
 
 from __future__ import annotations
 

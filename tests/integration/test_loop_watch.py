@@ -1,0 +1,301 @@
+"""Loops whose result depends on the number of workers: each is reported in its first steps, with what to write.
+
+The right value of most is tested in test_plain_loops.py, written as the note says.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from raytrain.errors import UsageError
+from raytrain.monitor.events import Note
+from tests.helpers.gloo_processes import run_in_processes
+from tests.integration.test_exact import Recorder, config, images, make_run
+from tests.integration.test_plain_loops import Loop, by_steps, entropy, mlp, steps
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0], dtype=torch.float64)
+
+
+def by_features(penalty: Callable[[Tensor, Tensor], Tensor]) -> Loop:
+    """A loop with a term that compares the logits (m, C) of images and of their mirror images."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        logits, mirrored = model(batch.images), model(batch.images.flip(3))
+        return F.cross_entropy(logits, batch.labels) + 0.01 * penalty(logits, mirrored)
+
+    return by_steps(loss_of, mlp)
+
+
+def off_diagonal(products: Tensor) -> Tensor:
+    return (products - torch.eye(len(products), dtype=products.dtype)).square().sum()
+
+
+def left_out(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.images), torch.where(batch.labels == 1, -100, batch.labels))
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="none")[batch.labels != 1].mean()
+
+
+def divided_by_weights(model: nn.Module, batch: Any) -> Tensor:
+    losses = WEIGHTS[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")
+    return losses.sum() / WEIGHTS[batch.labels].sum()
+
+
+def centred(run: Any) -> None:
+    """As DINO: a mean over the images of the steps before, in a variable of the loop."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    centre = torch.zeros(4, dtype=torch.float64)
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            wanted = (logits.detach() - centre).softmax(1)
+            optimizer.zero_grad()
+            (-(wanted * logits.log_softmax(1)).sum(1).mean()).backward()
+            optimizer.step()
+            centre = 0.9 * centre + 0.1 * logits.detach().mean(0)
+
+
+def queued(run: Any) -> None:
+    """As MoCo: features of the steps before, in a variable of the loop."""
+    model = run.prepare(mlp(8))
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    keys = F.normalize(torch.linspace(-1, 1, 192, dtype=torch.float64).view(24, 8))
+    for epoch in run.epochs(evaluate=dict):
+        for batch in epoch:
+            features = F.normalize(model(batch.images))
+            optimizer.zero_grad()
+            F.cross_entropy(features @ keys.T, batch.labels).backward()
+            optimizer.step()
+            keys = torch.cat([features.detach(), keys])[:24]
+
+
+class Scaled(nn.Module):
+    """Keeps the size of the images outside of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.size = mlp(), 1.0
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if self.training:
+            self.size = 0.8 * self.size + 0.2 * float(pixels.detach().flatten(1).norm(dim=1).mean())
+        return self.net(pixels / self.size)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.generator = mlp(), torch.Generator().manual_seed(7)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.net(pixels + torch.randn(pixels.shape, generator=self.generator, dtype=pixels.dtype))
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits = self.net(pixels)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return logits
+
+
+def numpys_generator(run: Any) -> None:
+    generator = np.random.default_rng(3)
+    model = run.prepare(mlp())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        factors = torch.from_numpy(generator.beta(1, 1, len(batch.images)))
+        return F.cross_entropy(model(batch.images * factors[:, None, None, None]), batch.labels)
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
+def late_hook(run: Any) -> None:
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            if batch.step == 5:
+                model[1].weight.register_hook(lambda gradient: gradient.clamp(-0.005, 0.005))
+            optimizer.zero_grad()
+            entropy(model, batch).backward()
+            optimizer.step()
+
+
+NOTES: dict[str, tuple[Loop, str]] = {
+    "a sum": (by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp), "is a sum"),
+    "a sum by hand": (
+        by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),
+        "is a sum",
+    ),
+    "weights of classes": (
+        by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, weight=WEIGHTS), mlp),
+        "run.mean(",
+    ),
+    "weights of a module": (
+        by_steps(lambda m, b: nn.CrossEntropyLoss(weight=WEIGHTS)(m(b.images), b.labels), mlp),
+        "run.mean(",
+    ),
+    "weights by hand": (by_steps(divided_by_weights, mlp), "run.mean("),
+    "ignore_index": (by_steps(left_out, mlp), "run.mean("),
+    "a mask": (by_steps(masked, mlp), "run.mean("),
+    "products": (by_features(lambda z, y: off_diagonal(z.T @ y / len(z))), "run.gather("),
+    "an einsum": (by_features(lambda z, y: off_diagonal(torch.einsum("bi,bj->ij", z, y) / len(z))), "run.gather("),
+    "pairs": (
+        by_features(lambda z, y: F.cosine_similarity(z[:, None], y[None], dim=-1).square().sum() / len(z)),
+        "run.gather(",
+    ),
+    "normalised over images": (
+        by_features(lambda z, y: (F.normalize(z, dim=0) - F.normalize(y, dim=0)).abs().mean()),
+        "run.gather(",
+    ),
+    "a spread by hand": (
+        by_features(lambda z, y: (z - z.sum(0) / len(z)).square().sum() / len(z)),
+        "run.gather(",
+    ),
+    "a centre": (centred, "of a step before"),
+    "a queue": (queued, "of a step before"),
+    "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
+    "a generator of torch": (by_steps(entropy, Noisy), "a generator of its own"),
+    "a generator of NumPy": (numpys_generator, "a generator of its own"),
+    "random numbers": (
+        by_steps(lambda m, b: F.cross_entropy(m(b.images + torch.randn(1)), b.labels), mlp),
+        "random numbers from torch",
+    ),
+    "a hook of a gradient": (by_steps(entropy, Clamped), "register_post_accumulate_grad_hook"),
+    "a late hook of a weight": (late_hook, "register_post_accumulate_grad_hook"),
+}
+
+
+def per_image(z: Tensor, y: Tensor) -> Tensor:
+    """Terms in which each image is alone: nothing is reported."""
+    loss = (z * y).sum(1).mean() + (z.softmax(1) * z.log_softmax(1)).sum() / len(z) + F.mse_loss(z, y)
+    return loss + torch.bmm(z[:, None], y[:, :, None]).mean() + torch.einsum("bi,bi->b", z, y).mean() + z.std(1).mean()
+
+
+def with_metrics(run: Any) -> None:
+    """What is computed for metrics alone is not reported."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    total = torch.zeros((), dtype=torch.float64)
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            loss = F.cross_entropy(logits, batch.labels)
+            total = total + loss.detach()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            chances = logits.softmax(1)
+            run.log(
+                loss=loss,
+                chances=chances.mean(0),
+                spread=chances.std(0).mean(),
+                right=(chances.argmax(1) == batch.labels).double().mean(),
+            )
+
+
+SILENT: dict[str, Loop] = {"per image": by_features(per_image), "metrics": with_metrics}
+
+
+def reported(names: list[str], folder: str) -> dict[str, list[str]]:
+    """Train each loop as one worker of the process group, and return what it reported."""
+    notes: dict[str, list[str]] = {}
+    for name in names:
+        recorder = Recorder()
+        run = make_run(config(batch_size=12, flip="none", translate=0), images(48), f"{folder}/{name}", recorder)
+        with run.steps.optimizers.followed():
+            (NOTES[name][0] if name in NOTES else SILENT[name])(run)
+            run.finish()
+        notes[name] = [event.text for event in recorder.events if isinstance(event, Note)]
+    return notes
+
+
+@pytest.fixture(scope="module")
+def notes() -> dict[str, list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_in_processes(2, reported, [*NOTES, *SILENT], folder)[0]
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_it_is_reported(kind: str, notes: dict[str, list[str]]) -> None:
+    assert any(NOTES[kind][1] in note for note in notes[kind]), notes[kind]
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_what_changes_no_weight_is_not_reported(kind: str, notes: dict[str, list[str]]) -> None:
+    assert notes[kind] == []
+
+
+def test_on_one_worker_all_of_it_is_right(tmp_path: Any) -> None:
+    names = [name for name in NOTES if name != "random numbers"]
+    assert [note for each in reported(names, str(tmp_path)).values() for note in each] == []
+
+
+def wrapped(run: Any) -> None:
+    model = DistributedDataParallel(run.prepare(mlp()))
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), entropy)
+
+
+def not_prepared(run: Any) -> None:
+    model, body = run.prepare(mlp()), nn.BatchNorm2d(3).double()
+    steps(
+        run,
+        model,
+        run.prepare(SGD(model.parameters(), lr=0.1)),
+        lambda m, b: F.cross_entropy(m(body(b.images)), b.labels),
+    )
+
+
+def differentiated_again(run: Any) -> None:
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            entropy(model, batch).backward(create_graph=True)
+            optimizer.step()
+
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "a wrapper": (wrapped, "DistributedDataParallel"),
+    "batch norm that is not prepared": (not_prepared, "not prepared has batch norm in training mode"),
+    "create_graph": (differentiated_again, "create_graph=True"),
+}
+
+
+def refusals(folder: str) -> dict[str, str]:
+    sentences: dict[str, str] = {}
+    for name, (loop, _) in REFUSED.items():
+        run = make_run(config(batch_size=12), images(48), f"{folder}/{name}", Recorder())
+        with run.steps.optimizers.followed():
+            try:
+                loop(run)
+            except UsageError as error:
+                sentences[name] = str(error)
+            run.leave_batch()
+    return sentences
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for sentences in run_in_processes(2, refusals, folder):
+            for name, (_, says) in REFUSED.items():
+                assert says in sentences.get(name, "")

@@ -1,0 +1,320 @@
+"""Mistakes in a loop are refused in their first step, and what makes it depend on the number of workers is reported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.errors import UsageError
+from raytrain.training.batch import Batch
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.own_loops import OPTIONS, Loop, LossOf, cross_entropy, fit, linear, train_loop
+from tests.integration.test_exact import Recorder
+
+Body = Callable[[Run, nn.Module, Any, Batch], None]
+"""What a loop does with each batch."""
+
+
+def loop_of(body: Body) -> Loop:
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for epoch in run.epochs():
+            for batch in epoch:
+                body(run, model, optimizer, batch)
+
+    return loop
+
+
+def prepares_a_script(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    script: Any = torch.jit.trace(copy.deepcopy(model).eval(), batch.images)
+    run.prepare(script)
+
+
+def prepares_a_dictionary(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.prepare({"best": 0.0})  # pyright: ignore
+
+
+def prepares_two_at_once(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.prepare((model, optimizer))  # pyright: ignore
+
+
+def prepares_a_class(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.prepare(nn.Linear)  # pyright: ignore
+
+
+def steps_what_is_not_prepared(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    cross_entropy(model, batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def trains_a_loose_parameter(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    own = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [own]})
+    (cross_entropy(model, batch) + own.sum()).backward()
+    optimizer.step()
+
+
+def scheduler_that_is_not_prepared(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    cross_entropy(model, batch).backward()
+    optimizer.step()
+
+
+def logs_a_matrix(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(logits=model(batch.images))
+
+
+def logs_a_number_for_each_pixel(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(pixels=batch.images.flatten())
+
+
+def logs_a_text(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(phase="warm-up")
+
+
+def logs_three(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(recall=(1.0, 2.0, 3.0))
+
+
+def logs_an_epoch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(loss=1.0, epoch=batch.epoch)
+
+
+def logs_a_second_rate(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(second_learning_rate=0.1)
+
+
+def one_logit(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(accuracy=run.accuracy(model(batch.images)[:, :1], batch))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (prepares_a_script, "got a network of torch.jit"),
+        (prepares_a_dictionary, r"run.prepare got a dict; give it one thing with state_dict and load_state_dict"),
+        (prepares_two_at_once, r"run.prepare got a tuple; give it one thing"),
+        (prepares_a_class, r"run.prepare got the class Linear; give it one thing"),
+        (steps_what_is_not_prepared, r"steps a SGD that no checkpoint would hold.*give it to run.prepare"),
+        (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
+        (scheduler_that_is_not_prepared, "has a scheduler that no checkpoint would hold"),
+        (logs_a_matrix, r"run.log\(logits=...\) got a Tensor of the shape \(7, 4\); give one number, the mean over"),
+        (logs_a_number_for_each_pixel, r"got a Tensor of the shape \(1344,\); .* a vector of at most 200 numbers"),
+        (logs_a_text, r"run.log\(phase=...\) got a str; give one number"),
+        (logs_three, r"run.log\(recall=...\) got a tuple of 3; give \(numerator, denominator\), two numbers"),
+        (logs_an_epoch, r"run.log\(epoch=...\) would replace what the metrics history has as epoch already; give it"),
+        (logs_a_second_rate, r"run.log\(second_learning_rate=...\) would replace what the metrics history has"),
+        (one_logit, r"run.accuracy got logits of the shape \(7, 1\) for 7 images and 4 classes"),
+    ],
+)
+def test_a_mistake_in_a_loop_is_refused_in_the_first_step(body: Body, sentence: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(UsageError, match=sentence):
+        train_loop(loop_of(body), tmp_path, recorder=recorder)
+    assert recorder.rows == [] and not list(tmp_path.rglob("*.pt"))
+
+
+def logs_before_a_batch(run: Run) -> None:
+    run.log(loss=1.0)
+
+
+def takes_a_mean_before_a_batch(run: Run) -> None:
+    run.mean(torch.ones(()), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "call"), [(logs_before_a_batch, "run.log"), (takes_a_mean_before_a_batch, "run.mean")]
+)
+def test_what_needs_a_batch_is_refused_before_the_first_one(loop: Loop, call: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"calls {call} before it has a batch; call it in"):
+        train_loop(loop, tmp_path)
+
+
+def differentiates_twice(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    cross_entropy(model, batch).backward(create_graph=True)
+
+
+def puts_a_layer_in(run: Run, model: Any, optimizer: Any, batch: Batch) -> None:
+    layer = nn.Linear(4, run.num_classes).double()
+    model.append(layer)
+    optimizer.add_param_group({"params": layer.parameters()})
+    cross_entropy(model, batch).backward()
+    optimizer.step()
+
+
+def linear_loop_of(body: Body) -> Loop:
+    def loop(run: Run) -> None:
+        model = run.prepare(linear(run))
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs():
+            for batch in epoch:
+                body(run, model, optimizer, batch)
+
+    return loop
+
+
+def error_of(folder: str, loop: Loop) -> str:
+    try:
+        train_loop(loop, folder)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def errors_of(folder: str) -> list[str]:
+    bodies = (differentiates_twice, puts_a_layer_in)
+    return [error_of(f"{folder}/{body.__name__}", linear_loop_of(body)) for body in bodies]
+
+
+def test_gradients_that_cannot_be_those_of_all_workers_are_refused(tmp_path: Path) -> None:
+    for twice, layer in run_in_processes(2, errors_of, str(tmp_path)):
+        assert twice.startswith("The loop calls loss.backward(create_graph=True), whose gradients are summed over the")
+        assert layer.startswith("The loop put a layer with a parameter of the shape (4, 4) into a network after it got")
+
+
+def wraps_a_prepared_network(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    fit_called(run, model, nn.parallel.DistributedDataParallel(model))
+
+
+def prepares_a_wrapper(run: Run) -> None:
+    model = run.prepare(nn.parallel.DistributedDataParallel(run.build_model()))
+    fit_called(run, model, model)
+
+
+def wraps_a_layer(run: Run) -> None:
+    model: Any = run.prepare(run.build_model())
+    model[0] = nn.parallel.DistributedDataParallel(model[0])
+    fit_called(run, model, model)
+
+
+def wraps_before(run: Run) -> None:
+    model = run.build_model()
+    wrapper = nn.DataParallel(model)
+    fit_called(run, run.prepare(model), wrapper)
+
+
+def fit_called(run: Run, model: nn.Module, called: nn.Module) -> None:
+    optimizer = run.prepare(run.build_optimizer(model))
+    fit(run, called, optimizer)
+
+
+WRAPS = (wraps_a_prepared_network, prepares_a_wrapper, wraps_a_layer, wraps_before)
+
+
+def refusals(folder: str) -> list[str]:
+    return [error_of(f"{folder}/{loop.__name__}", loop) for loop in WRAPS]
+
+
+def test_what_joins_gradients_itself_is_refused_around_a_network_or_in_it(tmp_path: Path) -> None:
+    for told in run_in_processes(2, refusals, str(tmp_path)):
+        wrappers = ("DistributedDataParallel",) * 3 + ("DataParallel",)
+        for text, wrapper in zip(told, wrappers, strict=True):
+            assert text.startswith(f"The loop puts a network of run.prepare, or a layer of one, into a {wrapper},")
+
+
+def weight_of(model: nn.Module) -> Tensor:
+    return next(model.parameters())
+
+
+def penalised(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model, batch) + 0.1 * weight_of(model).square().sum()
+
+
+def anchored(model: nn.Module, batch: Batch) -> Tensor:
+    weight = weight_of(model)
+    return cross_entropy(model, batch) + (weight - torch.ones_like(weight)).square().sum()
+
+
+def mean_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="sum") / len(batch.labels)
+
+
+def image_by_image(model: nn.Module, batch: Batch) -> Tensor:
+    pairs = zip(batch.images, batch.labels, strict=True)
+    return torch.stack([F.cross_entropy(model(image[None]), label[None]) for image, label in pairs]).mean()
+
+
+def summed(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="sum")
+
+
+def summed_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="none").sum()
+
+
+def summed_over_the_global_batch(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="sum") / OPTIONS.batch_size
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, torch.ones(4, dtype=torch.float64))
+
+
+def some_left_out(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), torch.where(batch.labels == 0, -100, batch.labels))
+
+
+def told_apart(model: nn.Module, batch: Batch) -> Tensor:
+    features = model(batch.images)
+    return (features[:, None] - features[None]).square().mean()
+
+
+def contrasted(model: nn.Module, batch: Batch) -> Tensor:
+    features = F.normalize(model(batch.images))
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+SUM, OTHER_MEAN = "the loss is a sum over images", "the loss is a mean over something else than images"
+COMPARES = "the loss compares the images of a worker with each other"
+REPORTED: dict[LossOf, list[str]] = {
+    cross_entropy: [],
+    penalised: [],
+    anchored: [],
+    mean_by_hand: [],
+    image_by_image: [],
+    summed: [SUM],
+    summed_by_hand: [SUM],
+    summed_over_the_global_batch: [SUM],
+    weighted: [OTHER_MEAN],
+    some_left_out: [OTHER_MEAN],
+    told_apart: [COMPARES],
+    contrasted: [COMPARES],
+}
+
+
+def notes_of(folder: str) -> list[list[str]]:
+    """The notes of a run with each loss, without those of options that the loop leaves unused."""
+
+    def notes_with(loss_of: LossOf) -> list[str]:
+        def loop(run: Run) -> None:
+            model = run.prepare(linear(run))
+            fit(run, model, run.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), loss_of)
+
+        notes = train_loop(loop, f"{folder}/{loss_of.__name__}").notes
+        return [note for note in notes if not note.startswith("--")]
+
+    return [notes_with(loss_of) for loss_of in REPORTED]
+
+
+def test_what_depends_on_the_number_of_workers_is_reported_once_by_worker_0(tmp_path: Path) -> None:
+    first, other = run_in_processes(2, notes_of, str(tmp_path / "two"))
+    for (loss_of, beginnings), notes in zip(REPORTED.items(), first, strict=True):
+        cut = [note[: len(beginning)] for note, beginning in zip(notes, beginnings, strict=False)]
+        assert (cut, len(notes)) == (beginnings, len(beginnings)), loss_of.__name__
+    assert list(chain(*other)) == []
+
+
+def test_on_one_worker_no_loss_is_reported(tmp_path: Path) -> None:
+    assert list(chain(*notes_of(str(tmp_path)))) == []
