@@ -76,6 +76,16 @@ class CheckpointState:
         if self._rank > 0:
             metric.reset()
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether an optimizer is prepared."""
+        return bool(self._groups)
+
+    def holds_scheduler(self, optimizer: Optimizer) -> bool:
+        """Return whether checkpoints hold a scheduler of ``optimizer``, or something that has one."""
+        held = [each for thing in self._held for each in (thing, *vars(thing).values())]
+        return any(getattr(each, "optimizer", None) is optimizer for each in held)
+
     @contextmanager
     def joined_metrics(self) -> Iterator[None]:
         """In this context the state of metrics is that of all workers, each of which enters it."""
@@ -93,7 +103,7 @@ class CheckpointState:
         if self._restored:
             raise UsageError(
                 f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
-                "another loop, or prepares that after run.batches(); prepare the same things in the same order before "
+                "another loop, or prepares that after run.epochs(); prepare the same things in the same order before "
                 "it, or start a new run under another --name."
             )
 

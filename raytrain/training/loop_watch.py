@@ -102,7 +102,7 @@ class LoopWatch:
     def __init__(self, run: Run, report: Callable[[str], None]) -> None:
         self._run, self._report = run, report
         self._notes: set[str] = set()  # of this worker
-        self._calls = _Calls(self._notes.add)
+        self._calls = _Calls(self._notes.add, run.config.batch_size)
         self._num_left = _NUM_WATCHED if run.world_size > 1 and not run.config.compile else 0
 
     @contextmanager
@@ -159,8 +159,9 @@ class LoopWatch:
 class _Calls(TorchFunctionMode):
     """Follows what is computed from the batch through the calls of torch that a loop makes."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
         super().__init__()
+        self._batch_size = batch_size  # of the global batch
         self.is_paused = False
         self._report = report
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
@@ -191,6 +192,10 @@ class _Calls(TorchFunctionMode):
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self._report(_NOTES["generator"])
         sources = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in self._marks]
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # a collective of the loop's own
+            for each in sources:
+                del self._marks[each]
+            return result
         if sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
             marks = self._marks_of(func, name, args, kwargs, sources, result)
             for each in tree_leaves(result):
@@ -238,7 +243,8 @@ class _Calls(TorchFunctionMode):
         if name in _DIVISIONS and len(args) > 1:
             if isinstance(args[1], Tensor) and "sum" in self._marks.get(args[1], ()):
                 marks.add("other mean")
-            marks.discard("sum")
+            if isinstance(args[1], Tensor) or (args[1] % num_images == 0 and args[1] != self._batch_size):
+                marks.discard("sum")
         # A product of images with images, or all pairs of them.
         if name in _PRODUCTS and len(sources) > 1 and any(each.ndim < 3 for each in sources):
             marks.add("compares")

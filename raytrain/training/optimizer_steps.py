@@ -70,6 +70,11 @@ class OptimizerSteps:
                 f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would "
                 "lose its state; give it to run.prepare before the first batch."
             )
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._state.holds_scheduler(optimizer):
+            raise UsageError(
+                "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
+                "give it to run.prepare, too."
+            )
         self._models.check_trained_by(optimizer)
         if self._config.is_range_test:
             self._raise_rates(optimizer, self._step)

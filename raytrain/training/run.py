@@ -87,6 +87,7 @@ class Run:
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
         self._logged = LoggedValues(self.classes)
+        self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
         self.watch = LoopWatch(self, self.steps.report_once)
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
@@ -169,6 +170,11 @@ class Run:
                 every worker. It returns numbers by name; ``accuracy`` and ``loss`` are used for the run's summary.
         """
         self._evaluate = evaluate or self._evaluate
+        self.leave_batch()
+        self._open_epochs = self._epochs()
+        return self._open_epochs
+
+    def _epochs(self) -> Generator[Epoch, None, None]:
         self.state.check_complete()
         self.steps.open(self._evaluate_when_due)
         if self.steps.exhausted:
@@ -183,8 +189,12 @@ class Run:
                 last_step = min((number + 1) * per_epoch, num_steps)
                 self._open_batches = self._batches(local_batches, last_step)
                 yield Epoch(number, per_epoch, self._open_batches)
-                self._leave(local_batches, last_step)
+                num_left = last_step - self.progress.step - self.steps.in_batch
+                if self.steps.in_batch:
+                    self.steps.leave_epoch(num_left)
                 self.steps.end_epoch(self._evaluate_when_due)
+                for _ in range(0 if self.steps.exhausted else num_left):
+                    next(local_batches)
         finally:
             local_batches.close()
 
@@ -198,16 +208,6 @@ class Run:
                 yield batch
             if self.steps.end_batch():
                 return
-
-    def _leave(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int) -> None:
-        """Read to the end of an epoch that the loop may have left before."""
-        if self.steps.in_batch:
-            self.steps.end_batch()
-        num_left = last_step - self.progress.step
-        if num_left and not self.steps.exhausted:
-            for _ in range(num_left):
-                next(local_batches)
-            self.steps.leave_epoch(num_left)
 
     def log(self, **values: Any) -> None:
         """Log means over this worker's images; the metrics history gets the means over all workers' images.
@@ -328,9 +328,10 @@ class Run:
         return measured
 
     def leave_batch(self) -> None:
-        """Leave the context of a batch, which a loop that has raised an exception may still be in."""
-        if self._open_batches is not None:
-            self._open_batches.close()
+        """Leave the context of a batch and close the reader, if a loop has left both open."""
+        for generator in (self._open_batches, self._open_epochs):
+            if generator is not None:
+                generator.close()
 
     def finish(self) -> Outcome:
         """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""

@@ -198,20 +198,37 @@ class Steps:
 
     def end_batch(self) -> bool:
         """Close the batch that the loop is in, and do what is due within its epoch. Return whether that is over."""
-        self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
-        totals = self._complete()
-        step = self.progress.step
-        self._stops |= bool(totals.stop_requests) and step < self._plan.num_steps
-        self._save_is_due |= bool(totals.checkpoint_requests) or self._schedule.due_at(step)
-        if self._ends_epoch(step):
+        self._close_batch()
+        if self._ends_epoch(self.progress.step):
             return True
         if self._stops or self._save_is_due:
             self._save_if_complete()
         self.exhausted |= self._early_stop.reason is not None
         return self.exhausted
 
+    def leave_epoch(self, num_left: int) -> None:
+        """Close the batch in which the loop has left its epoch, and skip the ``num_left`` batches after it."""
+        self._close_batch()
+        step = self.progress.step
+        if num_left:
+            epoch = epoch_of(step, self._plan.steps_per_epoch)
+            self.report_once(
+                f"the loop left epoch {epoch} after step {step:,}, so {num_left:,} batches of it are not used for "
+                "training; --max-steps ends a run early"
+            )
+            self.progress = replace(self.progress, step=step + num_left)
+            self._save_is_due |= self._schedule.due_at(step + num_left)
+
     def end_epoch(self, evaluate: Callable[[], object]) -> None:
-        """Do what is due after an epoch, or after the last step of the run, which may be in the middle of one."""
+        """Do what is due after an epoch, or after the last step of the run, which may be in the middle of one.
+
+        Raises UsageError if the loop has not used the epoch.
+        """
+        if not self.exhausted and not self._epoch_is_open:
+            raise UsageError(
+                "The loop asks for the next epoch without a batch of the one before; go over the batches of each, as "
+                "in `for epoch in run.epochs():` and `for batch in epoch:`."
+            )
         self._epoch_is_open = False
         if self.exhausted:  # the run has stopped in the middle of the epoch
             return
@@ -222,19 +239,18 @@ class Steps:
             self._save_if_complete()
         self.exhausted |= ends_run or self._early_stop.reason is not None
 
-    def leave_epoch(self, num_left: int) -> None:
-        """Continue at the end of the epoch: the loop has left it ``num_left`` batches before."""
+    def _close_batch(self) -> None:
+        """Complete a step, and note what is due after it."""
+        self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
+        totals = self._complete()
         step = self.progress.step
-        self.progress = replace(self.progress, step=step + num_left)
-        self._save_is_due |= self._schedule.due_at(step + num_left)
-        self.report_once(
-            f"the loop left epoch {epoch_of(step, self._plan.steps_per_epoch)} after step {step:,}, so {num_left:,} "
-            "batches of it are not used for training; --max-steps ends a run early"
-        )
+        self._stops |= bool(totals.stop_requests) and step < self._plan.num_steps
+        self._save_is_due |= bool(totals.checkpoint_requests) or self._schedule.due_at(step)
 
     def _save_if_complete(self) -> None:
         """Write the checkpoint that is due, and stop if that was requested, unless gradients are being added up."""
-        waits = self._steps_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
+        steps_optimizers = self._state.has_optimizers or self._steps_optimizers
+        waits = steps_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
         if waits and self.progress.step < self._plan.num_steps:
             return
         self._save_is_due = False

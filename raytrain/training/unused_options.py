@@ -32,6 +32,10 @@ _MIXED = (
     "{options}: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
     "run.loss, so its own loss has to take them"
 )
+_NOT_SCALED = (
+    "--precision float16: small gradients become 0 without torch.amp.GradScaler, which the loop does not use; "
+    "docs/your-own-loop.md shows one, and bfloat16 needs none"
+)
 
 
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
@@ -51,6 +55,8 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     mixing = _changed(run.config, recipe, ("mixup", "cutmix"))
     if mixing and not {"loss", "targets"} & names:
         yield _MIXED.format(options=" and ".join(map(flag, mixing)))
+    if run.config.precision == "float16" and "GradScaler" not in names:
+        yield _NOT_SCALED
 
 
 def _changed(config: ResolvedConfig, recipe: Any, names: tuple[str, ...]) -> list[str]:

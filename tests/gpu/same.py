@@ -102,8 +102,9 @@ def as_plain_pytorch(trial: Trial) -> None:
             if case.options.precision == precision:
                 result = on_one_worker({name: case}, str(trial.folder))[name]
                 model, rows = alone(case)
-                losses = [row.loss for row in result["rows"] if row.kind == "step"]
-                apart = max(abs(loss - row["loss"]) for loss, row in zip(losses, rows, strict=True))
+                steps = [row for row in result["rows"] if row.kind == "step"]
+                both = [(step.loss, row["loss"]) for step, row in zip(steps, rows, strict=True) if row["count"]]
+                apart = max(abs(ours - theirs) for ours, theirs in both)
                 differences[name] = max(_difference(result["state"], model.state_dict()), apart)
         _note_worst(trial, f"{precision}, {len(differences)} runs of 7 steps", differences, limit)
 

@@ -82,17 +82,18 @@ def train_slice(case: Case) -> Outcome:
         if used == 0:
             images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
         images = images.detach().requires_grad_()
-        batchnorm.set_num_used(model.modules(), used)
+        share = used / len(whole)
+        batchnorm.set_num_used(model.modules(), used, lambda share=share: share)
         logits = model(images)
         loss = F.cross_entropy(logits, labels)  # the mean of this slice
         model.zero_grad()
         (loss if used else loss * 0).backward()
-        sum_gradients(model, share=used / len(whole))
+        sum_gradients(model, share)
         batchnorm.update_running_statistics(model.modules())
         descend(model)
         assert images.grad is not None
         outputs.append(logits.detach()[:used])
-        input_gradients.append(images.grad[:used] * used / len(whole))
+        input_gradients.append(images.grad[:used] * share)
         assert used or not images.grad.any()
     return outcome(model, outputs, input_gradients)
 

@@ -209,10 +209,10 @@ def note_parts(run: Run) -> list[Seen]:
     """Record the images of which the built-in loop shows its answers, without placeholders for unreadable ones."""
     show, seen = run.show, []
 
-    def noted(part: Batch, logits: torch.Tensor) -> None:
+    def noted(batch: Batch, logits: torch.Tensor) -> None:
         if not run.evaluating:
-            seen.append((part.step, part.samples[: part.num_used], part.images[: part.num_used].clone()))
-        show(part, logits)
+            seen.append((batch.step, batch.samples[: batch.num_used], batch.images[: batch.num_used].clone()))
+        show(batch, logits)
 
     run.show = noted
     return seen

@@ -282,9 +282,16 @@ def lists_its_epochs(run: Run) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [does_nothing, yields, lists_its_epochs])
-def test_a_loop_without_a_step_is_refused(loop: Loop, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"returned without a step; it goes over the batches of run.epochs\(\)"):
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        (does_nothing, r"returned without a step; it goes over the batches of run.epochs\(\)"),
+        (yields, r"returned without a step; it goes over the batches of run.epochs\(\)"),
+        (lists_its_epochs, "the next epoch without a batch of the one before"),
+    ],
+)
+def test_a_loop_without_a_step_is_refused(loop: Loop, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
         train_loop(loop, tmp_path)
 
 

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 import raytrain
-from raytrain import UsageError
 from raytrain.cli.main import main
 from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
