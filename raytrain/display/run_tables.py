@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_code import names_own_function
 from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
@@ -78,7 +79,8 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
         command = resume_command(dataclasses.replace(config, name=result.name))
         lines += [Text("\nResume with"), command_line(command)]
     if best is not None and result.status != "failed":
-        lines += [try_next(result.name, config.storage)]
+        trust = any(map(names_own_function, (config.model, config.loop)))
+        lines += [try_next(result.name, config.storage, trust=trust)]
     return Group(*lines)
 
 
@@ -103,14 +105,18 @@ def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | 
     return {**shown, **{name: rest[name] for name in kept if rest[name]}}
 
 
-def try_next(name: str, storage: str, data: str | None = None) -> RenderableType:
-    """Commands that use a run. ``data`` are images to test it on, by default its own."""
+def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:
+    """Commands that use a run. ``data`` are images to test it on, by default its own.
+
+    With ``trust`` they run code that the run names, which its author, who reads this, has written.
+    """
+    trusted = ["--trust"] if trust else []
     commands = (
         ["show", name],
-        ["evaluate", name, *(["--data", data] if data else [])],
-        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv"],
-        ["export", name, "--output", f"{name}.onnx"],
-        ["serve", name],
+        ["evaluate", name, *(["--data", data] if data else []), *trusted],
+        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted],
+        ["export", name, "--output", f"{name}.onnx", *trusted],
+        ["serve", name, *trusted],
     )
     return Group(Text("\nTry next"), *(command_line(shell_command(*words, storage=storage)) for words in commands))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import itemgetter
-from typing import Any, BinaryIO, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
+from raytrain.config.user_code import load_optional, stored_function_error
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of
 from raytrain.errors import UsageError
+from raytrain.inference.loop_network import loop_network
 from raytrain.inference.trained_run import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
-from raytrain.runs.documents import open_run
+from raytrain.runs.documents import CONFIG, open_run
 from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
@@ -29,6 +31,9 @@ from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import with_views
 from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
+
+if TYPE_CHECKING:
+    from raytrain.training.run import Run
 
 AnImage: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor"
 _CHANNELS = (1, 3, 4)
@@ -54,6 +59,7 @@ class Classifier(nn.Module):
         classes: tuple[str, ...],
         checkpoint: str,
         thresholds: Sequence[float] | None = None,
+        network: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.classes = classes
@@ -62,7 +68,8 @@ class Classifier(nn.Module):
         self.checkpoint = checkpoint
         self.mean, self.std, self.precision = config.mean, config.std, config.precision
         self.test_views: Set[TestView] = frozenset(config.test_views)
-        self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
+        size = config.full_image_size
+        self.network = network or build_model(config.model, len(classes), config.channels, config.seed, size)
         self._augment = Augment(config)
         if config.precision == "float64":
             self.network.double()
@@ -178,28 +185,58 @@ def _as_pillow(image: object) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
 
 
-def load(run: str, *, storage: Location = "./runs", trust: bool = False) -> Classifier:
+def load(
+    run: str, *, storage: Location = "./runs", trust: bool = False, loop: Callable[[Run], None] | None = None
+) -> Classifier:
     """Load the network of ``run`` onto the CPU, with the weights of its best checkpoint.
 
-    If no checkpoint was evaluated, it is the newest one. Raises UsageError if there is no such run, if it has no
-    checkpoint, or if its network is a function of its author's own: that function runs only with ``trust``.
+    If no checkpoint was evaluated, it is the newest one. If the loop of the run has built its network itself, the loop
+    is run as far as its first epoch, for the network.
+
+    Args:
+        storage: the folder or URL of the runs.
+        trust: run code of the run's author that the run names: a function that builds its network, or its loop.
+        loop: the loop of a run that got it as a function, ``raytrain.train(config, loop=...)``.
+
+    Raises UsageError if there is no such run, if it has no checkpoint, or if its network needs code without ``trust``.
+
+    Example::
+
+        model = raytrain.load("first")
+        print(model.classify("photo.jpg"))
     """
-    return load_classifier(open_run(os.fspath(storage), run), run, trust=trust)
+    return load_classifier(open_run(os.fspath(storage), run), run, trust=trust, loop=loop)
 
 
-def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
+def load_classifier(store: Store, run: str, *, trust: bool, loop: Callable[[Run], None] | None = None) -> Classifier:
     """The same as :func:`load`, from the ``store`` of the run."""
     config = read_trusted_config(store, trust=trust)
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
     classes = checkpoint.identity.classes
-    classifier = Classifier(config, classes, path, stored_thresholds(store, path, len(classes)))
+    network = None
+    if checkpoint.progress.is_own_network:
+        named = checkpoint.progress.network
+        network = loop_network(config, classes, loop or _stored_loop(store, config, run, trust=trust), named)
+    classifier = Classifier(config, classes, path, stored_thresholds(store, path, len(classes)), network)
     try:
         classifier.network.load_state_dict(checkpoint.weights or {})
     except RuntimeError as error:
         difference = " ".join(str(error).split())[:120]
+        builder = f"--model {config.model}" if network is None else "the network that its loop prepares now"
         raise UsageError(
-            f"The weights of {run} are not those of --model {config.model}: its loop trained another network "
-            f"({difference}); train with --model file.py:function that builds it, and run.build_model() in the loop."
+            f"The weights of {run} are not those of {builder}: it trained another network ({difference})."
         ) from None
     return classifier.eval()
+
+
+def _stored_loop(store: Store, config: ResolvedConfig, run: str, *, trust: bool) -> Callable[[Run], None]:
+    """Return the loop that the run's options name, to get its network. Raises UsageError unless the user trusts it."""
+    if config.loop is None:
+        raise UsageError(
+            f"The loop of {run} has built its network itself, and was given as a function, which no file names: call "
+            f"raytrain.load({run!r}, loop=the_function), or train with --loop file.py:function."
+        )
+    if not trust:
+        raise stored_function_error("loop", config.loop, f"{store.url}/{CONFIG}", may_be_named=False)
+    return cast("Callable[[Run], None]", load_optional("--loop", config.loop))

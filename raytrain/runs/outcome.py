@@ -82,6 +82,7 @@ class Progress:
     num_worse: int = 0  # evaluations since that one
     thresholds: tuple[float, ...] | None = None  # of the classes, if an image may have several: see label_metrics
     network: str | None = None  # what was measured, by its name in checkpoints
+    is_own_network: bool = False  # built by the loop itself, not as the options name it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,7 @@ class PreparedModels:
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
         self.gradients = ExactGradients(worker, share, self.join_statistics, report)
         self._average: WeightAverage | None = None  # of the first network
+        self.built_by_options: set[str] = set()  # the layers of networks that are as the options name them, as text
         self._called: dict[str, StateDict | None] = {}  # in the last evaluation, with weights that it may have swapped
         self._config = config
         self._worker = worker
@@ -169,6 +170,7 @@ class PreparedModels:
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return it."""
         _check_not_scripted(model)
+        is_built_by_options = str(model) in self.built_by_options
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
         batchnorm.convert(model, self._config.batch_norm)
         dropout.convert(model)
@@ -177,6 +179,8 @@ class PreparedModels:
         if self._worker.world_size > 1:
             broadcast_weights(model)
         apply_options(model, self._config)
+        if is_built_by_options:
+            self.built_by_options.add(str(model))  # layers have other classes by now
         if self._worker.world_size > 1 and not self._config.compile:  # a hook would be compiled, too
             model.register_forward_pre_hook(_OfThisNetwork(partial(self._count, len(self.trained))))
         self.trained.append(model)
@@ -253,6 +257,12 @@ class PreparedModels:
         """The name of what the last evaluation called: an average or the first network, if it called several."""
         in_order = sorted(self.named, key=lambda name: name != "average")
         return next((name for name in in_order if name in self._called), None)
+
+    def is_own(self) -> bool:
+        """Return whether the loop has built or changed the network that was measured, or that would be."""
+        measured = self.measured()
+        network = self.named[measured] if measured else self._average.model if self._average else self.trained[0]
+        return str(network) not in self.built_by_options
 
     def swapped_weights(self) -> dict[str, StateDict]:
         """Return the weights that the last evaluation measured, by a name, if the network has others by now.

@@ -121,6 +121,7 @@ class Run:
         """The network that the options name, with its initial weights and its frozen layers."""
         model = transfer.initial_model(self.config, self.num_classes, self.weights).train()
         transfer.freeze(model, self.config.freeze, self.num_classes)
+        self.models.built_by_options.add(str(model))
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

@@ -391,7 +391,9 @@ class Steps:
                 state = self._state.state_dict() if self._worker.rank == 0 else {}
         if self._worker.rank == 0 and not_finite is None:
             swapped = self._models.swapped_weights() if self.progress.evaluated_step == step else {}
-            progress = replace(self.progress, network=next(iter(swapped), self.progress.network))
+            network = next(iter(swapped), self.progress.network)
+            is_own = bool(self._models.trained) and self._models.is_own()
+            progress = replace(self.progress, network=network, is_own_network=is_own)
             self._checkpoints.save({**state, **swapped}, progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))

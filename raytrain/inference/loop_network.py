@@ -1,0 +1,99 @@
+"""The network that a loop of the user's own prepares: the loop is run as far as its first epoch, and trains nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from raytrain.config import ResolvedConfig
+from raytrain.config.user_code import in_one_sentence
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.errors import UsageError
+from raytrain.runs.outcome import Progress
+from raytrain.training.checkpoint_state import MEASURED
+from raytrain.training.model import build_model, initialise_lazy_layers
+from raytrain.training.optimisation import build_optimizer, build_scheduler
+from raytrain.training.prepared_models import WeightAverage
+from raytrain.training.random_numbers import kept_generators
+
+
+class _EpochsReached(BaseException):
+    """Not an Exception, which a loop might catch."""
+
+
+@dataclasses.dataclass
+class _Preparing:
+    """What a loop sees of a run until it asks for its epochs: one worker on the CPU, whose states nobody restores."""
+
+    config: ResolvedConfig
+    classes: tuple[str, ...]
+    plan: BatchPlan
+
+    device = torch.device("cpu")
+    rank, world_size = 0, 1
+    progress = Progress()
+
+    def __post_init__(self) -> None:
+        self.networks: dict[str, nn.Module] = {}
+        self._num_of_kind: dict[str, int] = {}
+        self._first: nn.Module | None = None
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def build_model(self) -> nn.Module:
+        config = self.config
+        return build_model(config.model, self.num_classes, config.channels, config.seed, config.full_image_size)
+
+    def build_optimizer(self, model: nn.Module) -> Any:
+        return build_optimizer(self.config, model, self.num_classes)
+
+    def build_scheduler(self, optimizer: Any) -> Any:
+        return build_scheduler(self.config, self.plan, optimizer)
+
+    def prepare(self, thing: Any) -> Any:
+        """Note ``thing`` under the name that checkpoints give it."""
+        if isinstance(thing, WeightAverage):
+            self.networks[self._name("average" if thing.source is self._first else "state")] = thing.model
+        elif isinstance(thing, nn.Module) and not hasattr(thing, "persistent"):
+            initialise_lazy_layers(thing, self.config.channels, self.config.full_image_size)
+            self._first = self._first or thing
+            self.networks[self._name("model")] = thing.module if isinstance(thing, AveragedModel) else thing
+        else:
+            self._name("optimizer" if isinstance(thing, torch.optim.Optimizer) else "state")
+        return thing
+
+    def epochs(self, evaluate: object = None) -> Iterator[Any]:
+        raise _EpochsReached
+
+    def _name(self, kind: str) -> str:
+        number = self._num_of_kind[kind] = self._num_of_kind.get(kind, 0) + 1
+        return kind if number == 1 else f"{kind}-{number}"
+
+
+def loop_network(
+    config: ResolvedConfig, classes: tuple[str, ...], loop: Callable[[Any], None], name: str | None
+) -> nn.Module:
+    """Return the network that ``loop`` prepares under ``name``, as in checkpoints, with weights that nobody trained.
+
+    Raises UsageError if the loop fails before it asks for its epochs, or prepares no such network.
+    """
+    plan = BatchPlan(1, config.batch_size, config.epochs, config.seed)
+    run = _Preparing(config, classes, plan)
+    failed = "The loop, run as far as its first epoch for its network, failed"
+    with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
+        loop(run)
+    wanted = (name or ("average" if "average" in run.networks else "model")).removesuffix(MEASURED)
+    if wanted not in run.networks:
+        raise UsageError(
+            f"The run was measured with the network that checkpoints call {wanted}, and its loop prepares "
+            f"{', '.join(run.networks) or 'none'} before its first epoch; it must prepare what it did when it trained."
+        )
+    return run.networks[wanted].float()

@@ -1,0 +1,116 @@
+"""A run whose loop has built its network itself is used as any other: with the loop's code, which has to be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import resnet18
+
+import raytrain
+from raytrain.inference.classifier import load
+from raytrain.runs.documents import run_store
+from raytrain.runs.history import read_metrics
+from raytrain.training.run import Run
+from tests.helpers.small_runs import config as small_config
+
+LOOPS = f"{__name__}:"
+
+
+def trained_by(run: Run, model: nn.Module) -> None:
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+
+
+def small(num_classes: int) -> nn.Module:
+    body = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    return nn.Sequential(*body, nn.LazyLinear(num_classes))
+
+
+def own(run: Run) -> None:
+    trained_by(run, run.prepare(small(run.num_classes)))
+
+
+def averaged(run: Run) -> None:
+    """Is measured with an average of the weights."""
+    model = run.prepare(small(run.num_classes))
+    average = run.prepare(raytrain.WeightAverage(model, 0.5))
+    optimizer = run.prepare(run.build_optimizer(model))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+            average.update(batch.step)
+
+
+def without_pooling(run: Run) -> None:
+    """Has the names and shapes of resnet18, and computes something else."""
+    model = resnet18(num_classes=run.num_classes)
+    model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    trained_by(run, run.prepare(model))
+
+
+def swapped(run: Run) -> None:
+    """Measures other weights than those that it trains, as optimizers without a schedule do."""
+    model = run.prepare(small(run.num_classes))
+
+    def measure() -> dict[str, float]:
+        kept = [weight.detach().clone() for weight in model.parameters()]
+        for weight in model.parameters():
+            weight.mul_(0.5)
+        measured = run.evaluation(run, model)
+        for weight, before in zip(model.parameters(), kept, strict=True):
+            weight.copy_(before)
+        return measured
+
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    for epoch in run.epochs(evaluate=measure):
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+
+
+def as_the_options_say(run: Run) -> None:
+    trained_by(run, run.prepare(run.build_model()))
+
+
+def trained(images: Path, storage: Path, loop: str, function: Callable[[Run], None] | None = None) -> None:
+    named = {} if function else {"loop": LOOPS + loop}
+    options = small_config(
+        images, storage, name=loop, model="resnet18", backend="local", workers=1, epochs=1, image_size=(32, 32), **named
+    )
+    raytrain.train(options, loop=function)
+
+
+@pytest.mark.parametrize("loop", ["own", "averaged", "without_pooling", "swapped"])
+def test_it_gives_the_numbers_that_the_run_has_measured(loop: str, images: Path, tmp_path: Path) -> None:
+    trained(images, tmp_path, loop)
+    measured = [row for row in read_metrics(run_store(str(tmp_path), loop)) if row.kind == "evaluation"][-1]
+    with pytest.raises(raytrain.UsageError, match=r"names --loop .*add --trust"):
+        load(loop, storage=tmp_path)
+    result = raytrain.evaluate(loop, storage=tmp_path, trust=True)
+    assert result.loss == pytest.approx(measured.loss, rel=1e-6)  # pyright: ignore
+
+
+def test_a_function_that_no_file_names_is_given_again(images: Path, tmp_path: Path) -> None:
+    trained(images, tmp_path, "run", own)
+    with pytest.raises(raytrain.UsageError, match=r"raytrain.load\('run', loop=the_function\)"):
+        load("run", storage=tmp_path, trust=True)
+    assert isinstance(load("run", storage=tmp_path, loop=own).network, nn.Sequential)
+    with pytest.raises(raytrain.UsageError, match="not those of the network that its loop prepares now"):
+        load("run", storage=tmp_path, loop=without_pooling)
+
+
+def test_a_network_of_the_options_needs_no_trust(images: Path, tmp_path: Path) -> None:
+    trained(images, tmp_path, "as_the_options_say")
+    assert not load("as_the_options_say", storage=tmp_path).training
