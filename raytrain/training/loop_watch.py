@@ -102,6 +102,7 @@ class LoopWatch:
     def __init__(self, run: Run, report: Callable[[str], None]) -> None:
         self._run, self._report = run, report
         self._notes: set[str] = set()  # of this worker
+        self._is_compared = True  # what this worker has found, with the others
         self._calls = _Calls(self._notes.add, run.config.batch_size)
         self._num_left = _NUM_WATCHED if run.world_size > 1 and not run.config.compile else 0
 
@@ -124,7 +125,7 @@ class LoopWatch:
             self._notes.add(_NOTES["generator"])
         if drawn := used_generators(mix(run.config.seed, batch.step, run.rank), run.device):
             self._notes.add(_DRAWS.format(names=" and ".join(drawn)))
-        self._compare()
+        self._is_compared = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -135,8 +136,14 @@ class LoopWatch:
         finally:
             self._calls.is_paused = before
 
-    def _compare(self) -> None:
-        """Report the notes of all workers, and numbers outside of buffers that differ between their networks."""
+    def compare(self) -> None:
+        """Report the notes of all workers, and numbers outside of buffers that differ between their networks.
+
+        Workers call it where they are known to be together, after a step.
+        """
+        if self._is_compared:
+            return
+        self._is_compared = True
         numbers = {
             f"{type(layer).__name__}.{name}": value
             for model in self._run.models.trained

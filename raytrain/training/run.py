@@ -90,6 +90,7 @@ class Run:
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
         self.watch = LoopWatch(self, self.steps.report_once)
+        self.steps.compare_loops = self.watch.compare
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property

@@ -130,6 +130,7 @@ class Steps:
         self._num_local = 0  # images of this worker in the batch
         self._num_images = 0  # those of them whose loss the loop computes: all, or those of a part
         self._num_here = 0  # steps of this attempt
+        self.compare_loops: Callable[[], None] = lambda: None  # on all workers, after each of the first steps
         self._num_accumulated = 0  # batches since an optimizer has stepped
         self._steps_optimizers = False  # in some batch of this attempt
         self.num_calls = 0  # of this attempt, that all workers make together
@@ -360,6 +361,7 @@ class Steps:
             others = self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
             _check_together(others, self._worker.world_size, step)
             self._models.check_agreement(step)
+            self.compare_loops()
         return totals
 
     def _evaluation_is_due(self) -> bool:
