@@ -44,7 +44,7 @@ class NormaliseTogether(torch.autograd.Function):
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
             )
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([dweight, dbias]) * share  # (2, C)
+            sums = torch.stack([dweight, dbias]).mul_(share)  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
             if not ctx.placeholder:  # a placeholder is no part of the statistics

@@ -162,6 +162,7 @@ class PreparedModels:
         self._state = state
         self._share = share
         self._num_used = 0  # images of this worker in the part that the loop computes
+        self._counts_none: list[bool] = []  # whether the layers of each network take images for a placeholder
         self._num_used_of: Any = WeakIdKeyDictionary()  # the same by the images, also of parts before
         self._layers: list[list[nn.Module]] = []  # of each network, as they were when a part began
         self._parameters: list[Tensor] = []  # of them all, each once
@@ -308,6 +309,7 @@ class PreparedModels:
         self.join_statistics()
         self._look()
         self._num_used_of[part.images] = self._num_used = part.num_used
+        self._counts_none = [part.num_used == 0] * len(self._layers)
         for number, layers in enumerate(self._layers):
             batchnorm.set_num_used(layers, part.num_used, self._share)
             dropout.begin(layers, part.samples, mix(self._config.seed, number), part.step)
@@ -319,7 +321,9 @@ class PreparedModels:
         """Before a forward: batch norm counts images as their own batch did, which a loop may have kept from before."""
         images = next((each for each in inputs if isinstance(each, Tensor)), None)
         num_used = self._num_used if images is None else self._num_used_of.get(images, self._num_used)
-        batchnorm.set_num_used(self._layers[number], num_used)
+        if (num_used == 0) != self._counts_none[number]:
+            batchnorm.set_num_used(self._layers[number], num_used)
+            self._counts_none[number] = num_used == 0
 
     def join_statistics(self) -> None:
         """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
