@@ -19,6 +19,7 @@ from raytrain.runs.outcome import Progress
 from raytrain.training.checkpoint_state import MEASURED
 from raytrain.training.model import build_model, initialise_lazy_layers
 from raytrain.training.optimisation import build_optimizer, build_scheduler
+from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.random_numbers import kept_generators
 
@@ -62,7 +63,7 @@ class _Preparing:
         """Note ``thing`` under the name that checkpoints give it."""
         if isinstance(thing, WeightAverage):
             self.networks[self._name("average" if thing.source is self._first else "state")] = thing.model
-        elif isinstance(thing, nn.Module) and not hasattr(thing, "persistent"):
+        elif isinstance(thing, nn.Module) and not is_metric(thing):
             initialise_lazy_layers(thing, self.config.channels, self.config.full_image_size)
             self._first = self._first or thing
             self.networks[self._name("model")] = thing.module if isinstance(thing, AveragedModel) else thing

@@ -6,8 +6,7 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raytrain.errors import UsageError
+from raytrain.training.prepared_metrics import joined_state, prepare_metric
 
 StateDict = dict[str, Any]
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
@@ -35,7 +35,7 @@ class CheckpointState:
 
     def __init__(self, restored: Mapping[str, StateDict], rank: int = 0) -> None:
         self._rank = rank
-        self._metrics: list[Any] = []  # of torchmetrics
+        self._metrics: dict[str, Any] = {}  # of torchmetrics
         self._objects: dict[str, Stateful] = {}
         self._restored = {name: state for name, state in restored.items() if not name.endswith(MEASURED)}
         self._resumes = bool(restored)
@@ -65,16 +65,19 @@ class CheckpointState:
             _scale_base_rates(thing, self._ratios.get(optimizer, []))
         return name
 
-    def add_metric(self, metric: Any) -> None:
+    def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
         """Keep an object of ``torchmetrics``, whose state is that of all workers in checkpoints.
 
         After a resume, worker 0 goes on with all of it, and the others start from nothing.
         """
-        metric.persistent(True)
-        self._metrics += [each for each in metric.modules() if hasattr(each, "sync_context")]
-        self.add("state", metric)
+        prepare_metric(metric, is_placeholder)
+        self._metrics[self.add("state", metric)] = metric
         if self._rank > 0:
             metric.reset()
+
+    def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
+        """Return the states of all workers' metrics, by name. Every worker calls this."""
+        return {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
 
     @property
     def has_optimizers(self) -> bool:
@@ -85,14 +88,6 @@ class CheckpointState:
         """Return whether checkpoints hold a scheduler of ``optimizer``, or something that has one."""
         held = [each for thing in self._held for each in (thing, *vars(thing).values())]
         return any(getattr(each, "optimizer", None) is optimizer for each in held)
-
-    @contextmanager
-    def joined_metrics(self) -> Iterator[None]:
-        """In this context the state of metrics is that of all workers, each of which enters it."""
-        with ExitStack() as stack:
-            for each in self._metrics:
-                stack.enter_context(each.sync_context())
-            yield
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether checkpoints hold the state of ``optimizer``, or that of something around it."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from raytrain.errors import UsageError
+from raytrain.training.prepared_metrics import is_metric, joined_values
 
 _MOST_NUMBERS = 200  # of a vector: each is a metric of its own
 Pair = tuple[Tensor | float, Tensor | float]
@@ -16,9 +17,8 @@ Pair = tuple[Tensor | float, Tensor | float]
 class LoggedValues:
     """Names the metrics of a loop. ``classes`` name the numbers of a vector that has one for each of them."""
 
-    def __init__(self, classes: Sequence[str]) -> None:
-        self._classes = classes
-        self._states: dict[str, dict[str, Any]] = {}  # of torchmetrics objects, when they were logged last
+    def __init__(self, classes: Sequence[str], world_size: int) -> None:
+        self._classes, self._world_size = classes, world_size
 
     def pairs(self, values: Mapping[str, Any], num_used: int) -> dict[str, Pair]:
         """Return the numerator and the denominator of each metric; ``num_used`` images are this worker's.
@@ -29,9 +29,9 @@ class LoggedValues:
         for name, value in values.items():
             if isinstance(value, tuple):
                 pairs[name] = self._quotient(name, value)
-            elif callable(getattr(value, "compute", None)) and hasattr(value, "metric_state"):
-                measured = self._measured(name, value, num_used)
-                pairs.update({each: (number, 1.0) for each, number in self._numbers(name, measured)})
+            elif is_metric(value):
+                for member, measured in joined_values(value, self._world_size).items():
+                    pairs.update({each: (number, 1.0) for each, number in self._numbers(member or name, measured)})
             else:
                 pairs.update({each: (number * num_used, num_used) for each, number in self._numbers(name, value)})
         return pairs
@@ -57,19 +57,6 @@ class LoggedValues:
             f"images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object "
             "of torchmetrics."
         )
-
-    def _measured(self, name: str, metric: Any, num_used: int) -> Any:
-        """Return what an object of ``torchmetrics`` measures, which adds up its state over the workers itself.
-
-        What it has learned from a placeholder is taken back first.
-        """
-        if not num_used:
-            metric.reset()
-            for key, before in self._states.get(name, {}).items():
-                setattr(metric, key, before)
-        state: Mapping[str, Any] = metric.metric_state
-        self._states[name] = {key: [*each] if isinstance(each, list) else each.clone() for key, each in state.items()}
-        return metric.compute()
 
 
 def _is_number(value: Any) -> bool:

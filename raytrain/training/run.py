@@ -33,6 +33,7 @@ from raytrain.training.gather import gather_rows
 from raytrain.training.logged_values import LoggedValues
 from raytrain.training.loop_watch import LoopWatch
 from raytrain.training.optimisation import Loss, build_optimizer, build_scheduler, check_answers, check_logits
+from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
@@ -86,7 +87,7 @@ class Run:
         self._is_due = False  # the evaluation, which the loop did not call itself
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
-        self._logged = LoggedValues(self.classes)
+        self._logged = LoggedValues(self.classes, self.world_size)
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
         self.watch = LoopWatch(self, self.steps.report_once)
@@ -140,8 +141,8 @@ class Run:
         returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
         A loop prepares the same things in the same order each time, and on every worker.
         """
-        if isinstance(thing, nn.Module) and hasattr(thing, "persistent"):  # an object of torchmetrics
-            self.state.add_metric(thing.to(self.device))
+        if isinstance(thing, nn.Module) and is_metric(thing):
+            self.state.add_metric(thing.to(self.device), lambda: self._is_placeholder)
             return thing
         if isinstance(thing, nn.Module):
             self.steps.check_all("prepares", shapes_of(thing))
@@ -246,10 +247,10 @@ class Run:
         self.steps.check_all("means")
         with self.watch.paused():
             own = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
-            totals = torch.stack([own, torch.ones_like(own)]) * torch.tensor([part.num_used > 0, part.num_used])
+            totals = torch.stack([own * (part.num_used > 0), torch.full_like(own, part.num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)
-            total, num_images = totals.clamp(min=torch.finfo(torch.float64).tiny).to(numerator.dtype)
+            total, num_images = totals.to(numerator.dtype).clamp(min=torch.finfo(numerator.dtype).tiny)
             return numerator / total * (num_images / max(part.num_used, 1))
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -259,7 +260,7 @@ class Run:
         """
         check_answers(logits, batch.labels, self.num_classes)
         if self.label_sets is None:
-            return (logits.argmax(dim=1) == batch.labels).to(torch.float32).mean()
+            return (logits.argmax(dim=1) == batch.labels).to(torch.float64).mean()
         return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean()
 
     def show(self, batch: Batch, logits: Tensor) -> None:

@@ -388,15 +388,14 @@ class Steps:
             self._trace.write()
             if self._worker.world_size > 1:
                 dist.barrier()  # every worker's trace must be there before the checkpoint
-        if not_finite is None:
-            with self._state.joined_metrics():
-                state = self._state.state_dict() if self._worker.rank == 0 else {}
+        metrics = self._state.joined_metrics(self._worker.world_size)
         if self._worker.rank == 0 and not_finite is None:
             swapped = self._models.swapped_weights() if self.progress.evaluated_step == step else {}
             network = next(iter(swapped), self.progress.network)
             is_own = bool(self._models.trained) and self._models.is_own()
             progress = replace(self.progress, network=network, is_own_network=is_own)
-            self._checkpoints.save({**state, **swapped}, progress, before=self._reporter.flush)
+            state = {**self._state.state_dict(), **metrics, **swapped}
+            self._checkpoints.save(state, progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 

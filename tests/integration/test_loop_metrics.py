@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from raytrain.errors import LoopFailed, UsageError
 from raytrain.training.run import Run
@@ -57,29 +57,6 @@ def test_a_metric_is_the_mean_over_the_images_of_the_steps_in_which_it_was_logge
     ]
 
 
-class MeanLabel:
-    """A metric with the attributes that those of torchmetrics have; it adds up its state over the workers itself."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.count = torch.zeros(()), torch.zeros(())
-
-    def update(self, labels: Tensor) -> None:
-        self.total, self.count = self.total + labels.sum(), self.count + len(labels)
-
-    @property
-    def metric_state(self) -> dict[str, Tensor]:
-        return {"total": self.total, "count": self.count}
-
-    def compute(self) -> Tensor:
-        both = torch.stack([self.total, self.count])
-        if dist.is_initialized():
-            dist.all_reduce(both)
-        return both[0] / both[1]
-
-
 def logs_in_all_forms(folder: str) -> tuple[list[dict[str, float | None]], list[dict[str, float]]]:
     """The metrics of each step, and those that all labels of its global batch give."""
     wanted: list[dict[str, float]] = []
@@ -88,7 +65,7 @@ def logs_in_all_forms(folder: str) -> tuple[list[dict[str, float | None]], list[
     def loop(run: Run) -> None:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
-        metric = MeanLabel()
+        metric = run.prepare(MeanMetric())
         for epoch in run.epochs():
             for batch in epoch:
                 optimizer.zero_grad()

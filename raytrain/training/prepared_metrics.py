@@ -1,0 +1,86 @@
+"""Objects of ``torchmetrics`` that a loop has prepared, whose values are those of all workers' images.
+
+Their own way to join the workers would wait for ever for one that has no image yet, so their states are gathered here,
+and merged by each metric's ``merge_state``.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from raytrain.errors import UsageError
+
+_PREPARED = "leaves_out_placeholders"  # marks the method ``update`` of a prepared metric
+
+
+def is_metric(thing: object) -> bool:
+    """Return whether ``thing`` is a metric or a collection of ``torchmetrics``, which need not be installed."""
+    return all(callable(getattr(thing, name, None)) for name in ("persistent", "compute", "reset"))
+
+
+def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
+    """Let checkpoints hold the state of ``metric``, and let it learn nothing from a placeholder."""
+    metric.persistent(True)
+    for each in members(metric).values():
+        each.update = _unless(is_placeholder, each.update)
+
+
+def members(metric: Any) -> dict[str, Any]:
+    """Return the metrics of a collection by name; a single one has the name ""."""
+    return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
+
+
+def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
+    """Return what ``metric`` measures on all workers' images, by the name in a collection. Every worker calls this.
+
+    Raises UsageError if it is not prepared: it would learn from placeholders, and lose its state in a resume.
+    """
+    if not all(hasattr(each.update, _PREPARED) for each in members(metric).values()):
+        raise UsageError(
+            f"run.log got a {type(metric).__name__} that is not prepared, so a resumed run would lose what it has "
+            "counted; give it to run.prepare before the first batch."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a metric has seen no image yet
+        return {name: _joined(each, world_size).compute() for name, each in members(metric).items()}
+
+
+def joined_state(metric: Any, world_size: int) -> dict[str, Any]:
+    """Return the ``state_dict`` of ``metric`` with the states of all workers. Every worker calls this."""
+    states = {name: _joined(each, world_size).state_dict() for name, each in members(metric).items()}
+    return {f"{name}.{key}" if name else key: value for name, state in states.items() for key, value in state.items()}
+
+
+def _joined(metric: Any, world_size: int) -> Any:
+    """Return a copy of ``metric`` with the states of all workers, which joins nothing itself."""
+    gathered: list[Any] = [metric] * world_size
+    if world_size > 1:
+        dist.all_gather_object(gathered, metric)
+    joined = copy.deepcopy(metric)
+    joined.reset()
+    joined.distributed_available_fn = bool  # False
+    try:
+        for each in gathered:
+            joined.merge_state(each.to(joined.device))
+    except RuntimeError as error:
+        raise UsageError(
+            f"The states of {type(metric).__name__} on several workers cannot be merged ({error}); log sums of this "
+            "worker's images as (numerator, denominator), or train on one worker."
+        ) from None
+    return joined
+
+
+def _unless(is_placeholder: Callable[[], bool], update: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(update)
+    def counted(*arguments: Any, **options: Any) -> None:
+        if not is_placeholder():
+            update(*arguments, **options)
+
+    setattr(counted, _PREPARED, True)
+    return counted

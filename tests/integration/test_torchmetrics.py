@@ -1,0 +1,97 @@
+"""Objects of torchmetrics in a loop: what they measure is that of all workers' images, also after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from raytrain.errors import UsageError
+from raytrain.runs.metric_row import MetricRow
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.integration.test_exact import Case, Recorder, config, images, make_run
+from tests.integration.test_plain_loops import entropy, mlp
+
+CASE = Case(config(batch_size=12, flip="none", translate=0), 37, bad=(4,))  # workers without images in the last batch
+STOPPED = dataclasses.replace(CASE, stop_after=2)
+
+
+def loop(run: Run) -> None:
+    """Logs a metric of all images since the start, one of lists of numbers, several at once, and one number a class."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    overall = run.prepare(MulticlassAccuracy(4, average="micro"))
+    area = run.prepare(MulticlassAUROC(4))
+    pair: dict[str, Metric | MetricCollection] = {
+        "macro": MulticlassAccuracy(4),
+        "worst": MulticlassAccuracy(4, top_k=3),
+    }
+    several = run.prepare(MetricCollection(pair, compute_groups=False))  # it would guess that they are one
+    of_class = run.prepare(MulticlassAccuracy(4, average="none"))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            logits = model(batch.images)
+            entropy(model, batch).backward()
+            optimizer.step()
+            for metric in (overall, area, several, of_class):
+                metric.update(logits.detach(), batch.labels)
+            run.log(overall=overall, area=area, of_class=of_class, several=several)
+            of_class.reset()
+
+
+def rows(case: Case, folder: str) -> list[MetricRow]:
+    recorder = Recorder(case.stop_after)
+    run = make_run(case.options, images(case.num_samples, case.bad), folder, recorder)
+    with run.steps.optimizers.followed():
+        loop(run)
+        run.finish()
+    return [row for row in recorder.rows if row.kind == "step"]
+
+
+def values(found: list[MetricRow]) -> list[dict[str, Any]]:
+    return [dict(row.metrics) for row in found]
+
+
+def test_several_workers_measure_what_one_does() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        alone = values(rows(CASE, f"{folder}/1"))
+        for world_size in (2, 3):
+            together = values(run_in_processes(world_size, rows, CASE, f"{folder}/{world_size}")[0])
+            assert len(together) == len(alone) == 8
+            for ours, theirs in zip(together, alone, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-6)
+                assert {"overall", "area", "of_class a", "of_class d", "macro", "worst"} <= ours.keys()
+
+
+def test_what_they_have_counted_is_in_the_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        alone = values(rows(CASE, f"{folder}/1"))
+        run_in_processes(2, rows, STOPPED, f"{folder}/2")
+        resumed = values(run_in_processes(3, rows, CASE, f"{folder}/2")[0])
+        for ours, theirs in zip(resumed, alone[-len(resumed) :], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_one_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
+    def unprepared(run: Run) -> None:
+        model = run.prepare(mlp())
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        metric = MulticlassAccuracy(4)
+        for epoch in run.epochs():
+            for batch in epoch:
+                entropy(model, batch).backward()
+                optimizer.step()
+                run.log(accuracy=metric)
+
+    run = make_run(CASE.options, images(CASE.num_samples), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match=r"a MulticlassAccuracy that is not prepared"):
+        unprepared(run)
+    run.leave_batch()
