@@ -17,9 +17,21 @@ from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
-from raytrain.runs.documents import CONFIG, SWEEP, check_name, is_own, new_name, read_config, run_store
+from raytrain.runs.documents import (
+    CONFIG,
+    SUMMARY,
+    SWEEP,
+    check_name,
+    is_own,
+    known_fields,
+    new_name,
+    read_config,
+    read_json,
+    run_store,
+)
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
+from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
 from raytrain.runs.status import read_status
@@ -165,6 +177,33 @@ def check_places(config: TrainConfig) -> TrainConfig:
         config = _resumed(config, before)
         Identity.of(config).check(Identity.of(before), f"Run {name!r}")  # workers would, after a document is replaced
     return config
+
+
+def already_trained(config: TrainConfig) -> TrainResult | None:
+    """Return how a resumed run ended that has all the epochs that ``config`` asks for; None if it lacks some."""
+    store = run_store(config.storage, config.name or "")
+    if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
+        return None
+    before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
+    if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
+        return None
+    steps_per_epoch = -(-status.num_steps // before.epochs)
+    has_all = status.status == "finished" and config.epochs <= before.epochs
+    has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
+    if not (has_all or has_more):
+        return None
+    stop_reason = stop_reason_of(summary)
+    try:
+        result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
+    except TypeError:  # its summary is not there, or damaged
+        return None
+    _LOG.warning(
+        "Run %r has %g epochs already, and --epochs is %d: there is nothing to do, and nothing was changed.",
+        config.name,
+        result.epochs,
+        config.epochs,
+    )
+    return result
 
 
 def prepare(config: TrainConfig, start: Start | None = None) -> PreparedRun:

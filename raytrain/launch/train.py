@@ -20,7 +20,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
-from raytrain.launch.prepare import Start, check_asked, check_places, prepare, refuse_sweep
+from raytrain.launch.prepare import Start, already_trained, check_asked, check_places, prepare, refuse_sweep
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
@@ -89,6 +89,8 @@ def _train(config: TrainConfig, start: Start) -> TrainResult:
     train_once = _train_locally if config.backend == "local" else _train_on_ray
     while True:
         config = check_places(config)
+        if start.group is None and not start.restarting and (result := already_trained(config)) is not None:
+            return result
         try:
             return train_once(config, start)
         except CoordinatorLost as lost:

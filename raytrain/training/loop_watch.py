@@ -67,21 +67,9 @@ _DRAWS = (
 )
 _STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear ones, if they are over images
 _COMPARISONS = {
-    *(
-        "std",
-        "var",
-        "norm",
-        "vector_norm",
-        "normalize",
-        "softmax",
-        "log_softmax",
-        "logsumexp",
-        "amax",
-        "amin",
-        "max",
-        "min",
-    ),
-    *("median", "quantile", "sort", "argsort", "topk", "cumsum", "prod", "std_mean", "var_mean", "cov", "corrcoef"),
+    *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
+    *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
+    *("sort", "argsort", "topk", "cumsum", "prod"),
 }
 _PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
 _LINEAR = {
@@ -90,7 +78,8 @@ _LINEAR = {
     *("squeeze", "unsqueeze", "reshape", "view", "flatten", "lerp", "item", "__float__", "tolist", "backward", "size"),
 }
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
-_NOT_FOLLOWED = {"grad", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "type_as"}
+_NOT_FOLLOWED = {"grad", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
+_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # which gives its type or shape, no numbers
 
 
 class LoopWatch:
@@ -198,7 +187,8 @@ class _Calls(TorchFunctionMode):
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self._report(_NOTES["generator"])
-        sources = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in self._marks]
+        given = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
+        sources = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each in self._marks]
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # a collective of the loop's own
             for each in sources:
                 del self._marks[each]

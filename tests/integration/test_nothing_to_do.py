@@ -1,0 +1,30 @@
+"""A resume that has nothing to train says so, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import raytrain
+from tests.helpers.small_runs import config
+from tests.integration.test_networks_of_loops import LOOPS
+
+
+def documents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"backend": "local", "workers": 1, "image_size": (32, 32), "loop": LOOPS + "own", "flip": "none"}
+    first = raytrain.train(config(images, tmp_path, epochs=2, **options))
+    before = documents(tmp_path)
+    for epochs in (2, 1):
+        again = raytrain.train(config(images, tmp_path, epochs=epochs, resume=True, **options))
+        assert (again.steps, again.status, again.test_loss) == (first.steps, "finished", first.test_loss)
+        assert f"has 2 epochs already, and --epochs is {epochs}: there is nothing to do" in caplog.text
+    assert documents(tmp_path) == before
+    more = raytrain.train(config(images, tmp_path, epochs=3, resume=True, **options))
+    assert more.epochs == 3
