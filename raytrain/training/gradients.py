@@ -83,10 +83,6 @@ class ExactGradients:
             return
         self._nodes = {each: self._nodes.get(each) or self._hooked(each) for each in parameters if _can_learn(each)}
 
-    def knows(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of ``parameter`` is exact."""
-        return parameter in self._nodes
-
     def reset(self) -> None:
         """Forget a backward that raised an exception, which the loop may have caught."""
         self._is_running = False

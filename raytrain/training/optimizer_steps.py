@@ -43,6 +43,7 @@ class OptimizerSteps:
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
         self._step: int | None = None  # that of the batch, counted from 0
+        self._autocast_before: list[bool] = []  # of the steps that are running: an optimizer may wrap another one
         self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
 
     def begin(self, step: int) -> None:
@@ -79,19 +80,21 @@ class OptimizerSteps:
         if self._config.is_range_test:
             self._raise_rates(optimizer, self._step)
         self.learning_rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        torch.set_autocast_enabled(self._worker.device.type, False)  # the batch's is for what the networks compute
+        kind = self._worker.device.type
+        self._autocast_before.append(torch.is_autocast_enabled(kind))
+        torch.set_autocast_enabled(kind, False)  # it is for what the networks compute
         return _with_joined_loss(args, options, self._joined_loss)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if self._step is not None and self._trains(optimizer):
             self.has_stepped = True
-            torch.set_autocast_enabled(self._worker.device.type, self._models.uses_autocast)
+            torch.set_autocast_enabled(self._worker.device.type, self._autocast_before.pop())
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Whether a prepared network is trained, or what may become one: not if images are optimized, say."""
-        known = self._models.known
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return self._state.holds(optimizer) or any(id(each) in known for each in parameters)
+        if self._state.holds(optimizer):
+            return True
+        return any(id(each) in self._models.known for group in optimizer.param_groups for each in group["params"])
 
     def _raise_rates(self, optimizer: Optimizer, step: int) -> None:
         """Set the rates of this step of a search; those of further groups keep their ratio to the first one's."""
@@ -105,7 +108,7 @@ class OptimizerSteps:
 
     def _joined_loss(self, closure: Callable[[], Any]) -> Any:
         """Return the loss of the global batch for an optimizer that decides by it, such as LBFGS with a line search."""
-        torch.set_autocast_enabled(self._worker.device.type, self._models.uses_autocast)
+        torch.set_autocast_enabled(self._worker.device.type, self._autocast_before[-1])
         try:
             loss = closure()
         finally:

@@ -19,7 +19,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training import batchnorm, dropout
-from raytrain.training.autocast import AUTOCAST_DTYPES, mixed_precision, prepare_for_autocast
+from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
 from raytrain.training.gradients import ExactGradients, broadcast_weights, differing, digest_of_tensors
@@ -329,15 +329,6 @@ class PreparedModels:
         """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
         for layers in self._layers:
             batchnorm.update_running_statistics(layers)
-
-    @property
-    def uses_autocast(self) -> bool:
-        """Whether networks compute in 16 bits."""
-        return self._config.precision in AUTOCAST_DTYPES
-
-    def parameters(self) -> list[Tensor]:
-        """Return all parameters of all networks, each once."""
-        return self._parameters
 
     def _look(self) -> None:
         """Walk through all networks, which takes a part of a step of a small one: so each time for all that need it."""
