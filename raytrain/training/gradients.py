@@ -16,6 +16,9 @@ the sum. ``torch.autograd.grad`` never reaches these nodes, so it gives what thi
 
 If only some workers have a gradient for a parameter, that of the others is zero. If none has, its ``grad`` stays as it
 was. So layers that are left out, frozen or unfrozen train as they would on one worker.
+
+A loop that adds up several backwards before a step may sum once, after the last of them. Until then its gradients stay
+in the buckets, multiplied by the share that each had.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import gc
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,6 +74,8 @@ class ExactGradients:
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
         self._is_running = False
+        self._is_deferred = False  # gradients stay in the buckets after a backward
+        self._has_deferred = False  # some are there
         self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
         self._parameters: list[Tensor] = []  # those in the buckets
         self._buckets: list[Bucket] = []
@@ -83,8 +89,25 @@ class ExactGradients:
             return
         self._nodes = {each: self._nodes.get(each) or self._hooked(each) for each in parameters if _can_learn(each)}
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """In this context gradients stay on this worker, until the next backward after it or ``sum_deferred``."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def sum_deferred(self) -> None:
+        """Sum over the workers what has been deferred. All workers call this, before a step of an optimizer."""
+        if self._has_deferred:
+            self._sum()
+
     def reset(self) -> None:
         """Forget a backward that raised an exception, which the loop may have caught."""
+        if self._is_running:
+            for bucket in self._buckets:
+                bucket.discard()
         self._is_running = False
         self._give_back_hooks()
 
@@ -109,18 +132,22 @@ class ExactGradients:
         if bucket.work is not None:  # a layer that a re-entrant checkpoint and the network around it share
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
-        if len(bucket.arrived) == len(bucket.parameters):
+        if bucket.is_complete and not self._is_deferred:
             self._send_complete()
         return (None,)
 
     def _start(self) -> None:
         """Begin with the first gradient of a backward: put those parameters into buckets that can get one now."""
-        self._is_running = True
         self._factor = self._share()
+        if not isinstance(self._factor, Tensor) and self._factor:
+            self._factor = torch.tensor(self._factor, dtype=torch.float64)  # multiplies twice as fast as a float
         self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.arrived_now.clear()
         if self._world_size > 1:
             parameters = [each for each in self._nodes if each.requires_grad]
             if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+                self.sum_deferred()
                 self._parameters = parameters
                 self._buckets = [Bucket(each) for each in _divided(parameters[::-1])]  # the last layers' come first
                 self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
@@ -128,30 +155,40 @@ class ExactGradients:
             if self._is_first:
                 check_not_wrapped(self._nodes)
         self._is_first = False
+        self._is_running = True
         Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _send_complete(self) -> None:
         """Start to sum, in their order, the buckets that are complete."""
         while self._num_sent < len(self._buckets):
             bucket = self._buckets[self._num_sent]
-            if len(bucket.arrived) < len(bucket.parameters):
+            if not bucket.is_complete:
                 return
             bucket.send(self._group)
             self._num_sent += 1
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Sum the buckets that are left, and give the parameters their gradients; called when a backward has ended."""
+        """Sum the buckets that are left, unless that is deferred; called when a backward has ended."""
+        if self._is_deferred:
+            self._has_deferred = True
+        else:
+            self._sum()
+        self._is_running = False
+        with_gradient = self._give_back_hooks()
+        for parameter, hooks in () if self._is_deferred else with_gradient:
+            for hook in hooks.values():
+                hook(parameter)
+        self._finished()
+
+    def _sum(self) -> None:
+        """Sum what has not been sent yet, and give all parameters their gradients."""
         for bucket in self._buckets:
             if bucket.work is None:
                 bucket.send(self._group)
         for bucket in self._buckets:
             self._receive(bucket)
-        self._is_running = False
-        for parameter, hooks in self._give_back_hooks():
-            for hook in hooks.values():
-                hook(parameter)
-        self._finished()
+        self._has_deferred = False
 
     def _receive(self, bucket: Bucket) -> None:
         for parameter, gradient in bucket.receive():
@@ -184,11 +221,28 @@ class Bucket:
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
-        self.arrived: set[Tensor] = set()  # the parameters that got a gradient in this backward
+        self.arrived: set[Tensor] = set()  # the parameters that got a gradient since the last sum
+        self.arrived_now: set[Tensor] = set()  # and in this backward
         self.work: dist.Work | None = None
         self._flat: Tensor | None = None
         self._sizes = [each.numel() for each in parameters]
         self._views: dict[Tensor, Tensor] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each parameter has got a gradient in this backward."""
+        return len(self.arrived_now) == len(self.parameters)
+
+    def discard(self) -> None:
+        """Forget what has arrived, after waiting for the sum of it if that has begun."""
+        if self.work is not None:
+            self.work.wait()
+        self._empty()
+
+    def _empty(self) -> None:
+        self.work, self._flat, self._views = None, None, {}
+        self.arrived.clear()
+        self.arrived_now.clear()
 
     def _renew(self) -> None:
         """Take new memory: the loop may still hold the gradients of the backward before, which are in the old one."""
@@ -198,9 +252,11 @@ class Bucket:
         *rows, self._flags = self._flat.split([*sizes, len(sizes)])
         self._views = {each: _like(each, row) for each, row in zip(self.parameters, rows, strict=True)}
 
-    @torch.no_grad()
     def add(self, parameter: Tensor, gradient: Tensor, factor: Tensor | float) -> None:
-        """Add ``factor`` times a ``gradient``; if the factor is 0.0, nothing of it."""
+        """Add ``factor`` times a ``gradient``; if the factor is 0.0, nothing of it.
+
+        A backward calls this for each parameter, and disables gradients itself: ``no_grad`` would take time again.
+        """
         if self._flat is None:
             self._renew()
         view = self._views[parameter]
@@ -211,6 +267,7 @@ class Bucket:
         else:
             view.zero_()
         self.arrived.add(parameter)
+        self.arrived_now.add(parameter)
 
     @torch.no_grad()
     def send(self, group: Any) -> None:
@@ -233,8 +290,7 @@ class Bucket:
         self.work.wait()
         has = [True] * len(self.parameters) if len(self.arrived) == len(self.parameters) else self._flags.tolist()
         summed = [(each, self._views[each]) for each, is_there in zip(self.parameters, has, strict=True) if is_there]
-        self.work, self._flat, self._views = None, None, {}
-        self.arrived.clear()
+        self._empty()
         return summed
 
 

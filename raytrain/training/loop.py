@@ -23,7 +23,8 @@ def train(run: Run) -> None:
             for part in batch.microbatches():  # one, unless --accumulate asks for more
                 logits = model(part.images)  # (m, C)
                 loss = run.loss(logits, part.targets)  # the mean; cross entropy if no option says else
-                scaler.scale(loss).backward()  # afterwards, gradients are those of the whole global batch
+                with run.no_sync(not part.is_last):  # the last backward sums the gradients of all parts
+                    scaler.scale(loss).backward()  # afterwards they are those of the whole global batch
                 run.log(loss=loss, accuracy=run.accuracy(logits, part))
                 run.show(part, logits)  # to whoever watches
             scaler.unscale_(optimizer)

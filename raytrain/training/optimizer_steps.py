@@ -39,7 +39,7 @@ class OptimizerSteps:
         num_steps: int,
     ) -> None:
         self.has_stepped = False  # since the loop got its batch
-        self.learning_rates: list[float] = []  # of the groups of the optimizers that have
+        self.learning_rates: list[float | Tensor] = []  # of the groups of the optimizers that have
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
         self._step: int | None = None  # that of the batch, counted from 0
@@ -76,10 +76,13 @@ class OptimizerSteps:
                 "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
                 "give it to run.prepare, too."
             )
+        self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
         if self._config.is_range_test:
             self._raise_rates(optimizer, self._step)
-        self.learning_rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        # A scheduler changes tensors in place. To read one now would wait for the device.
+        self.learning_rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         kind = self._worker.device.type
         self._autocast_before.append(torch.is_autocast_enabled(kind))
         torch.set_autocast_enabled(kind, False)  # it is for what the networks compute

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -211,6 +212,21 @@ class Run:
                 yield batch
             if self.steps.end_batch():
                 return
+
+    def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which backwards leave their gradients on this worker, if it is ``enabled``.
+
+        They are added to those of the next backward after it, which sums them over the workers, or of the next step of
+        an optimizer. A loop that adds up gradients of several backwards is right without it; with it they are sent once
+        instead of each time. Until then ``.grad`` does not have them, so zero it before, and clip after.
+
+        Example::
+
+            for part in batch.microbatches():
+                with run.no_sync(not part.is_last):
+                    cross_entropy(model(part.images), part.labels).backward()
+        """
+        return self.models.gradients.deferred() if enabled else nullcontext()
 
     def log(self, **values: Any) -> None:
         """Log means over this worker's images; the metrics history gets the means over all workers' images.

@@ -156,13 +156,13 @@ class StepMetrics:
         self.start(own)
         return self.read()
 
-    def close_row(self, batch: GlobalBatch, learning_rates: Sequence[float]) -> None:
+    def close_row(self, batch: GlobalBatch, learning_rates: Sequence[float | Tensor]) -> None:
         """End the row with the step of ``batch``. All of the row is known now, except what was logged in that step.
 
         The history keeps the first of ``learning_rates``, and as a metric the first that is another one.
         """
-        learning_rates = [float(rate) for rate in learning_rates]  # an optimizer may have tensors
-        others = [rate for rate in learning_rates if rate != learning_rates[0]]
+        rates = [float(rate) for rate in learning_rates]
+        others = [rate for rate in rates if rate != rates[0]]
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._since = now
@@ -171,7 +171,7 @@ class StepMetrics:
             step=batch.step + 1,
             epoch=batch.epoch + 1,
             samples_seen=self.samples_seen,
-            learning_rate=learning_rates[0] if learning_rates else 0.0,
+            learning_rate=rates[0] if rates else 0.0,
             images_per_s=round(self._row_images / seconds, 1),
             data_wait_fraction=round(min(self._row_wait_s / self._worker.world_size / seconds, 1.0), 4),
             metrics={_SECOND_RATE: others[0]} if others else {},

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from raytrain.training.batch import Batch
@@ -183,7 +184,7 @@ def test_gradients_are_those_of_the_global_batch_for_losses_of_many_forms(num_wo
     run_in_processes(num_workers, check_losses, str(tmp_path))
 
 
-def check_parts(folder: str) -> None:
+def check_parts(folder: str, sums_once: bool) -> None:
     """Gradients of microbatches add up, without a division, to those of the whole batch."""
 
     def loop(run: Run) -> None:
@@ -194,16 +195,46 @@ def check_parts(folder: str) -> None:
                 wanted = gradients_in_plain_torch(run, model, penalised, whole(run, batch))
                 optimizer.zero_grad()
                 for part in batch.microbatches():
-                    penalised(run, model, part)[0].backward()
+                    with run.no_sync(sums_once and not part.is_last):
+                        penalised(run, model, part)[0].backward()
                 torch.testing.assert_close(gradients_of(model), wanted, rtol=1e-10, atol=1e-12)
                 optimizer.step()
 
     train_loop(loop, folder, dataclasses.replace(OPTIONS, accumulate=3))
 
 
+@pytest.mark.parametrize("sums_once", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(num_workers: int, tmp_path: Path) -> None:
-    run_in_processes(num_workers, check_parts, str(tmp_path))
+def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(
+    num_workers: int, sums_once: bool, tmp_path: Path
+) -> None:
+    run_in_processes(num_workers, check_parts, str(tmp_path), sums_once)
+
+
+def count_collectives(folder: str) -> list[int]:
+    """Return how many collectives the gradients of each step took, with three microbatches."""
+    numbers: list[int] = []
+
+    def loop(run: Run) -> None:
+        model: nn.Sequential = run.prepare(network(run))
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                with profile(activities=[ProfilerActivity.CPU]) as recorded:
+                    for part in batch.microbatches():
+                        with run.no_sync(not part.is_last):
+                            cross_entropy(model, part).backward()
+                numbers.append(sum(each.count for each in recorded.key_averages() if each.key == "gloo:all_reduce"))
+                optimizer.step()
+
+    train_loop(loop, folder, dataclasses.replace(OPTIONS, accumulate=3))
+    return numbers
+
+
+def test_gradients_of_microbatches_travel_once_a_step(tmp_path: Path) -> None:
+    for numbers in run_in_processes(2, count_collectives, str(tmp_path)):
+        assert numbers and set(numbers) == {1}
 
 
 def steps_in_each_part(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
@@ -230,8 +261,47 @@ def leaves_a_layer_out_of_a_part(run: Run, model: nn.Module, optimizer: Any, bat
     optimizer.step()
 
 
+def sums_in_the_step(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    """Leave all gradients to the optimizer's step, which sums them first."""
+    optimizer.zero_grad()
+    for part in batch.microbatches():
+        with run.no_sync():
+            cross_entropy(model, part).backward()
+    optimizer.step()
+
+
+def leaves_a_layer_out_of_the_last_part(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    optimizer.zero_grad()
+    for part in batch.microbatches():
+        network: Any = model
+        network.step = 0 if part.is_last else 1
+        with run.no_sync(not part.is_last):
+            F.cross_entropy(network(part.images)["logits"], part.labels).backward()
+    optimizer.step()
+
+
+def steps_every_second_batch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    """Add up the gradients of two batches, which do not travel before the second; freeze a layer in between."""
+    first = next(iter(model.parameters()))
+    for part in batch.microbatches():
+        with run.no_sync(batch.step % 2 == 0 or not part.is_last):
+            first.requires_grad_(batch.step % 2 == 0 or part.is_last)
+            cross_entropy(model, part).backward()
+    first.requires_grad_(True)
+    if batch.step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 StepOf = Callable[[Run, nn.Module, Any, Batch], None]
-PARTS: tuple[StepOf, ...] = (steps_in_each_part, leaves_the_parts, leaves_a_layer_out_of_a_part)
+PARTS: tuple[StepOf, ...] = (
+    steps_in_each_part,
+    leaves_the_parts,
+    leaves_a_layer_out_of_a_part,
+    leaves_a_layer_out_of_the_last_part,
+    sums_in_the_step,
+    steps_every_second_batch,
+)
 
 
 def train_in_parts(folder: str) -> dict[str, list[Tensor]]:
@@ -240,7 +310,7 @@ def train_in_parts(folder: str) -> dict[str, list[Tensor]]:
     for step_of in PARTS:
 
         def loop(run: Run, step_of: StepOf = step_of) -> None:
-            has_paths = step_of is leaves_a_layer_out_of_a_part
+            has_paths = step_of.__name__.startswith("leaves_a_layer")
             model = run.prepare(TwoPaths(run.num_classes) if has_paths else run.build_model())
             optimizer = run.prepare(run.build_optimizer(model))
             for epoch in run.epochs(evaluate=dict if has_paths else None):

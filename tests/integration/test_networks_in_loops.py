@@ -58,6 +58,25 @@ def test_mixed_precision_is_that_of_the_loop_for_methods_copies_and_nested_outpu
     assert outcome.progress.step == 1
 
 
+def test_an_optimizers_step_leaves_autocast_as_it_was(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for epoch in run.epochs():
+            for batch in epoch:
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+                seen.append(torch.is_autocast_enabled("cpu"))
+        seen.append(torch.is_autocast_enabled("cpu"))
+        optimizer.step()
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    train_loop(loop, tmp_path, config(batch_size=64, epochs=1, precision="bfloat16"))
+    assert seen[0] and not any(seen[-2:])
+
+
 def all_draws(folder: str) -> list[list[tuple[float, ...]]]:
     """The numbers that each step of two runs draws from each generator."""
     drawn: list[list[tuple[float, ...]]] = []
