@@ -30,8 +30,8 @@ from .storage.filesystem import filesystem as filesystem
 from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
 from .training.batch import Batch as Batch
-from .training.prepared_models import WeightAverage as WeightAverage
 from .training.run import Epoch as Epoch
 from .training.run import Run as Run
+from .training.weight_average import WeightAverage as WeightAverage
 
 __all__: list[str]

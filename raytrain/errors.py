@@ -19,7 +19,7 @@ class RaytrainError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""  # others are what it is unpickled from
+        return str(self.args[0]) if self.args else ""  # the other arguments are for unpickling
 
 
 class UsageError(RaytrainError, ValueError):
@@ -51,11 +51,14 @@ class OutOfMemory(RaytrainError):
 
 
 class LoopFailed(RaytrainError):
-    """A run's loop raised an exception; ``may_pass``: not in the first step of this start, so that another may help."""
+    """A run's loop raised an exception.
 
-    def __init__(self, sentence: str, may_pass: bool) -> None:
-        super().__init__(sentence, may_pass)
-        self.may_pass = may_pass
+    ``restart_may_help``: the loop had completed at least one step in this attempt, so another attempt may succeed.
+    """
+
+    def __init__(self, sentence: str, restart_may_help: bool) -> None:
+        super().__init__(sentence, restart_may_help)
+        self.restart_may_help = restart_may_help
 
 
 class TrainingFailed(RaytrainError):
@@ -71,27 +74,30 @@ class CoordinatorLost(TrainingFailed):
 
     def __init__(self, sentence: str, name: str, run_dir: str) -> None:
         super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
-        self.args = (sentence, name, run_dir)  # what it is unpickled from
+        self.args = (sentence, name, run_dir)  # with these it is made again when it is unpickled
         self.name = name
 
 
 def option_name(name: str) -> str:
-    """The field ``name`` of TrainConfig as it is typed, without the dashes in front of it: ``batch-size``."""
+    """Return the field ``name`` of TrainConfig as it is typed, without the dashes in front of it: ``batch-size``."""
     return name.replace("_", "-")
 
 
 def flag(name: str) -> str:
-    """The flag of the field ``name`` of TrainConfig: ``--batch-size``."""
+    """Return the flag of the field ``name`` of TrainConfig: ``--batch-size``."""
     return f"--{option_name(name)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is."""
+    """Return `` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is.
+
+    Example: ``did_you_mean("trian", ["train", "stop"]) == " (did you mean train?)"``
+    """
     similar = get_close_matches(name, dict.fromkeys(known), cutoff=0.7)
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first three names, and how many others there are."""
-    others = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + others
+    """Return the first three names, and how many more there are: ``a, b, c and 2 more``."""
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -11,7 +11,7 @@ _WHITENING = (
     ((1, 1, -1, -1), ((0.925, 0.936, 0.862), (9.346, -1.298, -8.614), (6.915, -15.966, 9.909))),
     ((1, -1, -1, 1), ((2.489, 2.516, 2.334), (24.368, 2.591, -28.782), (19.642, -32.171, 13.734))),
 )
-"""What makes normalised patches of 2x2 pixels uncorrelated: for four patterns of signs, three weights of the colours.
+"""Weights that make normalised patches of 2x2 pixels uncorrelated: for 4 patterns of signs, 3 mixes of the colours.
 
 Measured once on the 50,000 training images of CIFAR-10, by each channel's mean and deviation. Mirrored either way, they
 look the same, so that each eigenvector of the patches' covariance is a mean or a difference of the pixels (the signs)
@@ -21,10 +21,10 @@ and after a resume, and because small patches are much alike in all photographs.
 
 
 def digits(num_classes: int, channels: int) -> nn.Module:
-    """Three convolutions and a fully connected layer: (B, channels, 28, 28) -> logits (B, num_classes).
+    """Return three convolutions and a fully connected layer: (B, channels, 28, 28) -> logits (B, num_classes).
 
-    The network of MATLAB's "Train Network in Parallel with Custom Training Loop" for digits. Images of other sizes,
-    from 5x5 pixels on, are accepted, because the first map is pooled to 24x24, its size for 28x28 images.
+    It is the network of MATLAB's "Train Network in Parallel with Custom Training Loop" for digits. Images of other
+    sizes, from 5x5 pixels on, are accepted, because the first map is pooled to 24x24, its size for 28x28 images.
     """
     return nn.Sequential(
         nn.Conv2d(channels, 20, kernel_size=5),
@@ -40,21 +40,20 @@ def digits(num_classes: int, channels: int) -> nn.Module:
 
 
 def digits_lstm(num_classes: int, channels: int) -> nn.Module:
-    """An LSTM that reads an image row by row, and a fully connected layer: (B, channels, H, 28) -> logits (B,
-    num_classes).
+    """Return an LSTM that reads an image row by row: (B, channels, H, 28) -> logits (B, num_classes).
 
-    Each image starts with a state of zeros, so that no state carries over to the next batch. Images of other widths are
-    accepted, because each row is pooled to 28 pixels.
+    A fully connected layer follows its last states. Each image starts with a state of zeros, so that no state carries
+    over to the next batch. Images of other widths are accepted, because each row is pooled to 28 pixels.
     """
     return _RowLstm(num_classes, row_size=channels * 28, width=128)
 
 
 def cifar10(num_classes: int, channels: int) -> nn.Module:
-    """Three blocks of four convolutions, 32, 64 and 128 channels wide: (B, channels, 32, 32) -> logits (B,
-    num_classes).
+    """Return three blocks of four convolutions: (B, channels, 32, 32) -> logits (B, num_classes).
 
-    The plain network of MATLAB's "Train Network in the Cloud Using Automatic Parallel Support". Images of other sizes,
-    from 4x4 pixels on, are accepted, because the last pooling takes the mean over the whole map (8x8 for 32x32 images).
+    They are 32, 64 and 128 channels wide. It is the plain network of MATLAB's "Train Network in the Cloud Using
+    Automatic Parallel Support". Images of other sizes, from 4x4 pixels on, are accepted, because the last pooling takes
+    the mean over the whole map (8x8 for 32x32 images).
     """
     return nn.Sequential(
         *_block(channels, 32),
@@ -69,12 +68,11 @@ def cifar10(num_classes: int, channels: int) -> nn.Module:
 
 
 def cifar10_fast(num_classes: int, channels: int) -> nn.Module:
-    """Whitened patches, then three blocks of two convolutions, 64, 256 and 256 channels wide: (B, channels, 32, 32) ->
-    logits (B, num_classes).
+    """Return whitened patches and three blocks of two convolutions: (B, channels, 32, 32) -> logits (B, num_classes).
 
-    The network of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (airbench94), with its initial
-    weights. Images of other sizes, from 9x9 pixels on, are accepted, because the last pooling takes the maximum over
-    the whole map (3x3 for 32x32 images).
+    The blocks are 64, 256 and 256 channels wide. It is the network of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on
+    a Single GPU" (airbench94), with its initial weights. Images of other sizes, from 9x9 pixels on, are accepted,
+    because the last pooling takes the maximum over the whole map (3x3 for 32x32 images).
     """
     return nn.Sequential(
         _whitening(channels),
@@ -90,7 +88,7 @@ def cifar10_fast(num_classes: int, channels: int) -> nn.Module:
 
 
 class _Scale(nn.Module):
-    """Multiplies by a number."""
+    """Multiply by a number."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -101,7 +99,7 @@ class _Scale(nn.Module):
 
 
 class _FastBias(nn.Module):
-    """Adds a bias to each channel that SGD changes 64 times as much as one that is not multiplied by 8.
+    """Add a bias to each channel that SGD changes 64 times as much as one that is not multiplied by 8.
 
     Its gradient is 8 times as large, and so is the effect of each change of the parameter; weight decay shrinks it as
     it shrinks others. So it needs no learning rate of its own.
@@ -112,12 +110,12 @@ class _FastBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W), in the dtype of the input, which may be that of mixed precision."""
+        """Return (B, C, H, W) in the dtype of the ``input`` (B, C, H, W), which may be that of mixed precision."""
         return input + (8 * self.bias)[:, None, None].to(input.dtype)
 
 
 class _RowLstm(nn.Module):
-    """Reads the rows of an image in both directions; the two last states together give the logits."""
+    """Read the rows of an image in both directions; the two last states together give the logits."""
 
     def __init__(self, num_classes: int, row_size: int, width: int) -> None:
         super().__init__()
@@ -143,8 +141,12 @@ def _normalised(width: int) -> list[nn.Module]:
 
 
 def _whitening(channels: int) -> nn.Conv2d:
-    """A convolution with frozen weights: 12 uncorrelated components of each patch, and their negatives for GELU."""
-    signs, colours = (torch.tensor(each, dtype=torch.float32) for each in zip(*_WHITENING, strict=True))
+    """Return a convolution with frozen weights: 12 uncorrelated components of each patch, and their negatives.
+
+    The negatives are for the GELU that follows, which would lose what is below 0.
+    """
+    signs, colours = (torch.tensor(table, dtype=torch.float32) for table in zip(*_WHITENING, strict=True))
+    # p: patterns of signs (4), k: mixes of the colours (3), c: colours (3), i and j: pixels of a patch (2, 2)
     weights = torch.einsum("pij,pkc->pkcij", signs.view(4, 2, 2) / 2, colours).flatten(0, 1)  # (12, 3, 2, 2)
     if channels == 1:
         weights = weights.sum(dim=1, keepdim=True)  # a grey image is one whose colours are equal
@@ -164,7 +166,7 @@ def _fast_block(in_channels: int, width: int) -> list[nn.Module]:
 
 
 def _dirac_convolution(in_channels: int, width: int) -> nn.Conv2d:
-    """A convolution whose first channels are nearly those of its input at first (Zagoruyko and Komodakis 2017).
+    """Return a convolution whose first channels are nearly those of its input at first (Zagoruyko and Komodakis 2017).
 
     A hundredth of the usual random weights stays in them. Otherwise many pixels of the first step are equal, because
     those of photographs are whole numbers, and rounding errors decide which of them max pooling takes: they differ with

@@ -1,4 +1,4 @@
-"""Parts that commands share: their result, common arguments, and a question before something is lost."""
+"""Parts that commands share: their result, common arguments, and a question before something is deleted."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from raytrain.runs.redact import one_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_START_TIME = 19
-"""Among the fields of ``/proc/PID/stat`` after the name, counted from 0: clock ticks since the machine started."""
-
 
 def process_started_at() -> float:
-    """When this process was started, as ``time.monotonic()`` tells the time; now if the system does not say."""
+    """Return when this process was started, in seconds of ``time.monotonic()``; now if the system does not say."""
     with suppress(OSError):  # there is no /proc on macOS
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+        # The 20th field after the name counts the clock ticks from the machine's start to that of the process.
+        start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
         return time.monotonic() - age_s
     return time.monotonic()
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command prints: ``text`` for a person, or ``document`` as JSON. No text: a table of the document."""
+    """What a command prints: ``text`` for a person, or ``document`` as JSON. Without text, a table of the document."""
 
     text: RenderableType | None
     document: dict[str, Any]
@@ -48,7 +46,7 @@ Trust = Annotated[Flag, arg(help="Run the network also if it is code of whoever 
 
 
 def confirmed(question: str) -> bool:
-    """Ask whoever sits at the terminal. Raises UsageError if nobody does."""
+    """Ask whoever sits at the terminal, and return True if the answer is yes; raise UsageError if nobody sits there."""
     if not sys.stdin.isatty():
         raise UsageError(f"{one_line(question)} Nobody can be asked here; add --yes to answer with yes.")
     return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

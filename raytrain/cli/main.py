@@ -30,12 +30,12 @@ raytrain COMMAND --help explains one. --json prints a command's result as JSON,
 --debug the traceback of an error, and --version the version.
 In bash or zsh, this completes commands and options:
 source <(raytrain --tyro-print-completion bash)"""
-_OBJECTS = 10_000  # made between two collections: with Python's 700, imports of Ray and torch take a tenth longer
+_GARBAGE_THRESHOLD = 10_000  # new objects between two collections; with Python's 700, importing torch is 10 % slower
 
 
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
-    gc.set_threshold(_OBJECTS)
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     try:
         code = main()
         sys.stdout.flush()
@@ -46,11 +46,14 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted."""
+    """Run one command line; return the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted.
+
+    Example: ``main(["show", "first", "--json"])``
+    """
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
     sys.path.append(os.getcwd())
-    # From the words themselves: an error may be that the parser rejects them.
+    # --debug is looked for in the words themselves: the error may be that the parser refuses them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("-h", "--help"):
         _print_map()
         return 0
+
+    # Every end of a command is an exit code: what it returns, Ctrl-C, or an exception as one sentence.
     try:
         with ExitStack() as opened:
             opened.callback(_end_ray)
@@ -69,8 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("raytrain: aborted.", file=sys.stderr)
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_output_closed():
-            raise
+        if isinstance(error, BrokenPipeError):
+            output = select.poll()
+            output.register(1, 0)
+            if output.poll(0):  # it is standard output, which nobody reads any more
+                raise
         if debug and not isinstance(error, TrainingFailed):  # whose reason, in another process, has been logged
             print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
@@ -97,15 +105,8 @@ def _print_map() -> None:
     console.print(_MORE, highlight=False)
 
 
-def _is_output_closed() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
-    output = select.poll()
-    output.register(1, 0)
-    return bool(output.poll(0))
-
-
 def _end_ray() -> None:
-    """End the Ray of this process, if it has started one."""
+    """End the Ray of this process, if the command has started one; other commands do not import Ray for that."""
     if "raytrain.launch.ray.connection" in sys.modules:
         from raytrain.launch.ray.connection import end_own_ray  # imported to its end, also if another thread began it
 
@@ -125,17 +126,18 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
 
 
 def _print_error(error: Exception, as_json: bool) -> int:
-    """Print one sentence to standard error and, if asked for, JSON to standard output; returns the exit code."""
-    sentence = redact(str(error) if isinstance(error, RaytrainError) else _unexpected(error))
+    """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code."""
+    if isinstance(error, RaytrainError):
+        sentence = redact(str(error))
+    else:
+        # It was not foreseen, and the run may have taken hours: the traceback is kept in a file.
+        with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
+            log.write(redact("".join(traceback.format_exception(error))))
+        message = (str(error).strip().splitlines() or ["no message"])[-1]
+        sentence = redact(
+            f"unexpected {type(error).__name__}: {message} (the traceback is in {log.name}; --debug shows it here)"
+        )
     print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps({**getattr(error, "summary", {}), "status": "failed", "error": sentence}), flush=True)
     return getattr(error, "exit_code", 1)
-
-
-def _unexpected(error: Exception) -> str:
-    """One sentence for an unforeseen error; the traceback goes to a file, because the run may have taken hours."""
-    with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
-        log.write(redact("".join(traceback.format_exception(error))))
-    message = (str(error).strip().splitlines() or ["no message"])[-1]
-    return f"unexpected {type(error).__name__}: {message} (the traceback is in {log.name}; --debug shows it here)"

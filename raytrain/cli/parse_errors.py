@@ -34,10 +34,15 @@ def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
 
 
 def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
+    """Return what is wrong with a command line, as one sentence that names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
         return _unknown(event.tokens, flags)
     if isinstance(event, events.MissingArgs):
-        return _unknown(event.unrecognized_tokens, flags) if event.unrecognized_tokens else _missing(event)
+        if event.unrecognized_tokens:  # a misspelt name of the argument that is missing
+            return _unknown(event.unrecognized_tokens, flags)
+        command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
+        names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
+        return f"`{command}` needs {names}; see `{command} --help`."
     if isinstance(event, events.MissingSubcommand):
         return f"Choose one of {', '.join(name for name in event.subcommand_spec.parser_from_name if name != 'None')}."
     if isinstance(event, events.BadValue):
@@ -48,17 +53,16 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
-        return _bad_value(_name(event.argument), _form(event.argument), event.message)
+        # The value is not of its type. The message ends with Python's words for it: invalid literal for …: 'x'.
+        name, form = _name(event.argument), _form(event.argument)
+        reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+        if "input length " in reason:
+            return f"{name} must be {form}."
+        kinds = {"INT": "a whole number", "FLOAT": "a number"}
+        kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
+        typed = " ".join(re.findall(r"'([^']*)'", reason))
+        return f"{name} is {typed!r}; it must be {kind}."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
-
-
-def _bad_value(name: str, form: str, message: str) -> str:
-    """A value that is not of its type; tyro's ``message`` ends with Python's words for it."""
-    reason = message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
-    kinds = {"INT": "a whole number", "FLOAT": "a number"}
-    kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
-    typed = " ".join(re.findall(r"'([^']*)'", reason))
-    return f"{name} must be {form}." if "input length " in reason else f"{name} is {typed!r}; it must be {kind}."
 
 
 def _name(argument: ArgumentDefinition) -> str:
@@ -66,19 +70,13 @@ def _name(argument: ArgumentDefinition) -> str:
 
 
 def _form(argument: ArgumentDefinition) -> str:
-    """What the values of an argument look like, as the help shows it: ``INT INT``."""
+    """Return the form of an argument's values, as the help shows it: ``INT INT``."""
     return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
 def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:
-    """The first word that is unknown; those after it may be its values."""
+    """Return the sentence about the first word that is unknown; those after it may be its values."""
     if not words[0].startswith("-"):
         return f"There is one argument too many: {words[0]!r}."
     name = words[0].partition("=")[0]
     return f"There is no option {name}{did_you_mean(name, flags)}."
-
-
-def _missing(event: events.MissingArgs) -> str:
-    command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
-    names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
-    return f"`{command}` needs {names}; see `{command} --help`."

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from raytrain.config.marks import Mark
 from raytrain.config.values import NonNegativeInt, PositiveInt, seconds
 from raytrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from raytrain.config.options import TrainConfig
 
 TestView = Literal["flip", "shift"]
 
@@ -20,29 +18,29 @@ TestView = Literal["flip", "shift"]
 class EvaluationOptions:
     """Evaluations on the test images."""
 
-    evaluate_every: NonNegativeInt = 1
+    evaluate_every: Annotated[NonNegativeInt, Mark.SET_BY_FIND_RATE] = 1
     """Epochs between evaluations on the test images; 0: only at the end."""
-    until: Annotated[str | None, "METRIC=X"] = None
+    until: Annotated[str | None, "METRIC=X", Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
-    patience: PositiveInt | None = None
+    patience: Annotated[PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
-    best: str | None = None
+    best: Annotated[str | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, Mark.SET_BY_FIND_RATE] = None
     """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
-    test_views: tuple[TestView, ...] = ()
+    test_views: Annotated[tuple[TestView, ...], Mark.SET_BY_FIND_RATE] = ()
     """Average the logits of test images over their mirror images (flip), over copies shifted by a pixel (shift)."""
 
     @property
     def target(self) -> tuple[str, float] | None:
-        """The metric that ``until`` names, and its value."""
+        """The metric that ``until`` names, and its value: ``("accuracy", 0.95)``; None without ``until``."""
         name, _, value = (self.until or "").partition("=")
         return (name, float(value)) if self.until else None
 
 
-def check_evaluation(config: TrainConfig) -> None:
+def check_evaluation(options: EvaluationOptions) -> None:
     """Raise UsageError if evaluations cannot stop the run as they should."""
-    if config.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", config.until):
-        raise UsageError(f"--until is {config.until!r}; give a metric and a number, such as accuracy=0.95.")
-    if (config.until or config.patience) and not config.evaluate_every:
+    if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", options.until):
+        raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
+    if (options.until or options.patience) and not options.evaluate_every:
         raise UsageError("--until and --patience look at evaluations, of which --evaluate-every 0 makes none.")
 
 
@@ -55,7 +53,10 @@ class Intervals(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Intervals:
-        """The intervals of texts such as ``1ep``, ``500st``, ``10m`` and ``none``; raises UsageError."""
+        """Return the intervals that ``texts`` name; raise UsageError for a text that names none.
+
+        Example: ``Intervals.parse(["1ep", "10m"]) == Intervals(epochs=1, seconds=600)``
+        """
         intervals = cls()
         for text in texts:
             if count := re.fullmatch(r"([1-9]\d*)(ep|st)", text):
@@ -74,9 +75,9 @@ class Intervals(NamedTuple):
 class CheckpointOptions:
     """Checkpoints, and recovery from failures."""
 
-    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]"] = ("1ep", "10m")
+    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]", Mark.SET_BY_FIND_RATE] = ("1ep", "10m")
     """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: NonNegativeInt = 3
     """Failures of the workers to recover from, from the last checkpoint; not a loop's that fails twice in one way."""
@@ -85,8 +86,3 @@ class CheckpointOptions:
     def checkpoint_intervals(self) -> Intervals:
         """``checkpoint_every``, parsed."""
         return Intervals.parse(self.checkpoint_every)
-
-
-def check_checkpoints(config: TrainConfig) -> None:
-    """Raise UsageError if the intervals between checkpoints are malformed."""
-    Intervals.parse(config.checkpoint_every)

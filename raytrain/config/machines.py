@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+from raytrain.config.marks import Mark
 from raytrain.config.values import NonNegativeFloat, PositiveInt
 from raytrain.errors import UsageError, flag
-
-if TYPE_CHECKING:
-    from raytrain.config.options import TrainConfig
 
 DeviceType = Literal["auto", "cpu", "cuda"]
 
@@ -21,19 +19,21 @@ _DEVICE = r"auto|cpu|cuda|cuda:(\d+(,\d+)*|[A-Za-z][\w-]*)"
 class MachineOptions:
     """Workers, and the machines that they run on."""
 
-    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX"] = "auto"
+    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.DECIDED_ANEW, Mark.SET_BY_STUDY] = "auto"
     """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
-    device: Annotated[str, "auto|cpu|cuda|cuda:0,2|cuda:A100"] = "auto"
+    device: Annotated[
+        str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
+    ] = "auto"
     """auto: GPUs if there are any; cuda:0,2: GPUs that `raytrain devices` counts so; cuda:A100: GPUs of a type."""
-    backend: Literal["ray", "local"] = "ray"
+    backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW] = "ray"
     """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
-    address: str | None = None
+    address: Annotated[str | None, Mark.DECIDED_ANEW, Mark.OF_COMMAND] = None
     """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
-    worker_load: tuple[NonNegativeFloat, ...] | None = None
+    worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW, Mark.SET_BY_STUDY] = None
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
-    wait_for_machines_s: NonNegativeFloat = 0.0
+    wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW] = 0.0
     """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
     scope_keys: bool = False
     """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
@@ -62,53 +62,38 @@ class MachineOptions:
         return chosen if chosen[:1].isalpha() else None
 
 
-def check_machines(config: TrainConfig) -> None:
-    """Raise UsageError if the workers cannot be placed like this."""
-    _check_workers(config)
-    _check_device(config)
-    if config.worker_load is not None and sum(config.worker_load) <= 0:
-        raise UsageError(f"--worker-load is {config.worker_load}; at least one number must be above 0.")
-    if config.backend == "local":
-        _check_local(config)
+def check_machines(options: MachineOptions) -> None:
+    """Raise UsageError if ``workers`` or ``device`` is malformed, or the options of machines contradict each other."""
+    workers = options.workers
+    if isinstance(workers, str) and workers != "auto" and not re.fullmatch(r"\d+\.\.\d+", workers):
+        raise UsageError(f"--workers is {workers!r}; give a number, auto, or a range such as 1..4.")
+    if options.elastic_workers is not None:
+        fewest, most = options.elastic_workers
+        if not 1 <= fewest <= most:
+            raise UsageError(f"--workers is {workers}; a range starts at 1 or more and must not end below its start.")
+        if options.worker_load is not None:
+            raise UsageError(f"--worker-load needs a fixed number of --workers, which is {workers}; omit one of them.")
 
-
-def _check_workers(config: TrainConfig) -> None:
-    if isinstance(config.workers, str) and config.workers != "auto" and not re.fullmatch(r"\d+\.\.\d+", config.workers):
-        raise UsageError(f"--workers is {config.workers!r}; give a number, auto, or a range such as 1..4.")
-    if config.elastic_workers is None:
-        return
-    fewest, most = config.elastic_workers
-    if not 1 <= fewest <= most:
+    numbers = (options.gpus or "").split(",")
+    if not re.fullmatch(_DEVICE, options.device) or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"--workers is {config.workers}; a range starts at 1 or more and must not end below its start."
-        )
-    if config.worker_load is not None:
-        raise UsageError(
-            f"--worker-load needs a fixed number of --workers, which is {config.workers}; omit one of them."
-        )
-
-
-def _check_device(config: TrainConfig) -> None:
-    numbers = (config.gpus or "").split(",")
-    if not re.fullmatch(_DEVICE, config.device) or len(set(numbers)) < len(numbers):
-        raise UsageError(
-            f"--device is {config.device!r}; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2, or a "
+            f"--device is {options.device!r}; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2, or a "
             "type of GPU, such as cuda:A100."
         )
+    if options.worker_load is not None and sum(options.worker_load) <= 0:
+        raise UsageError(f"--worker-load is {options.worker_load}; at least one number must be above 0.")
 
-
-def _check_local(config: TrainConfig) -> None:
-    """Raise UsageError for an option of a cluster, of which the local backend has none."""
-    of_cluster = {
-        "workers": config.elastic_workers is not None,
-        "address": config.address is not None,
-        "scope_keys": config.scope_keys,
-        "wait_for_machines_s": config.wait_for_machines_s > 0,
-        "device": config.accelerator_type is not None,
+    # The local backend has no cluster, so an option of a cluster is a mistake there.
+    is_for_cluster = {
+        "workers": options.elastic_workers is not None,
+        "address": options.address is not None,
+        "scope_keys": options.scope_keys,
+        "wait_for_machines_s": options.wait_for_machines_s > 0,
+        "device": options.accelerator_type is not None,
     }
-    for name, is_of_cluster in of_cluster.items():
-        if is_of_cluster:
+    for name, is_used in is_for_cluster.items():
+        if is_used and options.backend == "local":
             raise UsageError(
-                f"{flag(name)} is {getattr(config, name)}, which is for a Ray cluster, and --backend is local; change "
+                f"{flag(name)} is {getattr(options, name)}, which is for a Ray cluster, and --backend is local; change "
                 "one of them."
             )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from raytrain.config.marks import Mark, TakenBy
 from raytrain.config.values import PositiveInt
 from raytrain.errors import UsageError, flag
-
-if TYPE_CHECKING:
-    from raytrain.config.options import TrainConfig
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -26,47 +24,47 @@ Resizer = Literal["pillow", "cykooz"]
 
 DEFAULT_SIZE: Size = (224, 224)
 
-_FULL_AFTER = 0.8  # of the epochs; the others fit the network to the size that it is used with
-_MULTIPLE = 4  # of so many pixels, which networks halve without a remainder
+_FULL_AFTER = 0.8  # fraction of the epochs after which images have their full size
+_MULTIPLE = 4  # pixels; networks halve such a side twice without a remainder
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
     """The network and the images that it takes."""
 
-    model: str = "resnet18"
+    model: Annotated[str, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")] = "resnet18"
     """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
-    weights: str | None = None
+    weights: Annotated[str | None, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")] = None
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
-    freeze: tuple[str, ...] = ()
+    freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
-    image_size: Annotated[ImageSize | str | None, "H W|SIDE|MIN..MAX"] = None
+    image_size: Annotated[ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.COMMON, Mark.DECIDED_AT_START] = None
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
-    resize: Resize | None = None
+    resize: Annotated[Resize | None, Mark.DECIDED_AT_START] = None
     """stretch (mostly the default) distorts an image to --image-size; crop shows its centre; pad puts it on black."""
-    crop_fraction: CropFraction | None = None
+    crop_fraction: Annotated[CropFraction | None, Mark.DECIDED_AT_START] = None
     """crop: fraction of the shorter side of an image that is seen; by default as timm's weights want it, or 0.875."""
-    interpolation: Interpolation | None = None
+    interpolation: Annotated[Interpolation | None, Mark.DECIDED_AT_START] = None
     """How pixels are computed if an image is resized; by default as timm's weights want it, or bilinear."""
-    resizer: Literal["auto", Resizer] = "auto"
+    resizer: Annotated[Literal["auto", Resizer], Mark.DECIDED_AT_START] = "auto"
     """Library that resizes JPEGs for training, bilinearly. auto: cykooz-resizer if all nodes have it, else Pillow,
     which is slower; pixels differ by up to 1 of 255. Other images, such as those for testing, are resized by Pillow."""
-    mean: tuple[float, ...] | None = None
+    mean: Annotated[tuple[float, ...] | None, Mark.DECIDED_AT_START] = None
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
-    std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None
+    std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = None
     """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""
-    precision: Literal["auto", Precision] = "auto"
+    precision: Annotated[Literal["auto", Precision], Mark.SWEEPABLE, Mark.DECIDED_AT_START] = "auto"
     """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32.
     tf32: float32, with products that NVIDIA's GPUs since Ampere compute faster, from rounded factors."""
-    batch_norm: Literal["sync", "aggregate"] = "sync"
+    batch_norm: Annotated[Literal["sync", "aggregate"], Mark.SWEEPABLE] = "sync"
     """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics."""
-    channels_last: bool = False
+    channels_last: Annotated[bool, Mark.SWEEPABLE] = False
     """Store images and weights in channels-last memory format, which is faster on most hardware."""
-    compile: bool = False
+    compile: Annotated[bool, Mark.SWEEPABLE] = False
     """Compile the network with torch.compile."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, Mark.SWEEPABLE] = False
     """Compute parts of the network twice, to need less memory."""
 
     @property
@@ -75,26 +73,35 @@ class NetworkOptions:
         return first_and_full_size(self.image_size or DEFAULT_SIZE)[1]
 
 
-def check_network(config: TrainConfig) -> None:
-    """Raise UsageError if images cannot have this size, or these channels."""
-    if isinstance(config.image_size, str):
-        _check_growing(config.image_size, config.epochs)
+def check_network(options: NetworkOptions) -> None:
+    """Raise UsageError if a range of image sizes is malformed, or the numbers of ``mean`` and ``std`` are too few."""
+    if isinstance(options.image_size, str) and not re.fullmatch(r"[1-9]\d*\.\.[1-9]\d*", options.image_size):
+        raise UsageError(
+            f"--image-size is {options.image_size!r}; give a side, such as 224, height and width, or a range for "
+            "images that grow from epoch to epoch, such as 128..224."
+        )
     for name in ("mean", "std"):
-        value = getattr(config, name)
-        if value is not None and len(value) != config.channels:
+        value = getattr(options, name)
+        if value is not None and len(value) != options.channels:
             raise UsageError(
-                f"{flag(name)} has {len(value)} numbers for {config.channels} channels; give one number per channel."
+                f"{flag(name)} has {len(value)} numbers for {options.channels} channels; give one number per channel."
             )
 
 
 def timm_name(model: str | None) -> str | None:
-    """The name within timm that follows ``timm:``, such as ``resnet50.a1_in1k``; None if ``model`` is not timm's."""
+    """Return the name within timm of a model; None if ``model`` is not timm's.
+
+    Example: ``timm_name("timm:resnet50.a1_in1k") == "resnet50.a1_in1k"``
+    """
     library, colon, name = (model or "").partition(":")
     return name if colon and library == "timm" else None
 
 
 def first_and_full_size(image_size: Size | str) -> tuple[Size, Size]:
-    """The size of training images in the first epoch, and in the last ones and for all other images."""
+    """Return the size of training images in the first epoch, and the size in the last epochs and of all other images.
+
+    Example: ``first_and_full_size("128..224") == ((128, 128), (224, 224))``
+    """
     if not isinstance(image_size, str):
         return image_size, image_size
     first, _, full = image_size.partition("..")
@@ -102,10 +109,12 @@ def first_and_full_size(image_size: Size | str) -> tuple[Size, Size]:
 
 
 def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
-    """The size of training images in ``epoch``, counted from 0, of so many ``epochs``.
+    """Return the size of training images in ``epoch``, counted from 0, of so many ``epochs``.
 
-    It grows linearly, in multiples of four pixels, and is the full one in the last fifth of the epochs, at least in the
-    last one.
+    It grows linearly, in multiples of four pixels. It is the full size in the last fifth of the epochs, and at least in
+    the last one, so that the network fits the size that it is used with.
+
+    Example: ``training_size("128..224", epoch=2, epochs=10) == (152, 152)``
     """
     first, full = first_and_full_size(image_size)
     fraction = epoch / max(1, int(_FULL_AFTER * epochs))
@@ -115,17 +124,3 @@ def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
         side + int(fraction * (end - side)) // _MULTIPLE * _MULTIPLE for side, end in zip(first, full, strict=True)
     )
     return height, width
-
-
-def _check_growing(image_size: str, epochs: int) -> None:
-    if not re.fullmatch(r"[1-9]\d*\.\.[1-9]\d*", image_size):
-        raise UsageError(
-            f"--image-size is {image_size!r}; give a side, such as 224, height and width, or a range for images that "
-            "grow from epoch to epoch, such as 128..224."
-        )
-    (first, _), (full, _) = first_and_full_size(image_size)
-    if first >= full or epochs == 1:
-        raise UsageError(
-            f"--image-size is {image_size} and --epochs {epochs}; a range starts with the smaller size, and needs at "
-            "least two epochs to grow in."
-        )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from annotated_types import Interval
 
+from raytrain.config.marks import Mark, Synonym, TakenBy
 from raytrain.config.values import NonNegativeFloat, PositiveFloat, PositiveInt, seconds
 from raytrain.errors import UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from raytrain.config.options import TrainConfig
 
 N = TypeVar("N", int, float)
 Shape = Literal["constant", "cosine", "linear", "piecewise", "rising"]
@@ -32,14 +30,17 @@ class Schedule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule of a text such as ``cosine`` or ``piecewise:0.1/10ep``; raises UsageError."""
+        """Return the schedule that ``text`` names; raise UsageError if it names none.
+
+        Example: ``Schedule.parse("piecewise:0.5/3ep") == Schedule("piecewise", factor=0.5, period=3)``
+        """
         if text in SHAPES:
             return cls(text)
-        if found := re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text):
-            return cls("piecewise", float(found[1]), int(found[2]))
-        found = re.fullmatch(rf"rising:({_NUMBER})\.\.({_NUMBER})", text)
-        if found and 0 < float(found[1]) < float(found[2]):
-            return cls("rising", rates=(float(found[1]), float(found[2])))
+        if parts := re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text):
+            return cls("piecewise", float(parts[1]), int(parts[2]))
+        parts = re.fullmatch(rf"rising:({_NUMBER})\.\.({_NUMBER})", text)
+        if parts and 0 < float(parts[1]) < float(parts[2]):
+            return cls("rising", rates=(float(parts[1]), float(parts[2])))
         raise UsageError(
             f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
             "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10 epochs; find-rate takes "
@@ -51,45 +52,72 @@ class Schedule(NamedTuple):
 class OptimisationOptions:
     """How long and how the network learns."""
 
-    epochs: PositiveInt = 10
+    epochs: Annotated[PositiveInt, Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = 10
     """Passes over the training images."""
-    batch_size: Annotated[PositiveInt | str | None, "N|N/worker"] = None
+    batch_size: Annotated[
+        PositiveInt | str | None, "N|N/worker", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_AT_START, Synonym("--bs")
+    ] = None
     """Images per step: 128 of all workers together, or 32/worker."""
-    learning_rate: Annotated[NonNegativeFloat | str | None, "X|X/worker"] = None
+    learning_rate: Annotated[
+        NonNegativeFloat | str | None,
+        "X|X/worker",
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.DECIDED_AT_START,
+        Mark.SET_BY_FIND_RATE,
+        TakenBy("run.build_optimizer"),
+        Synonym("--lr"),
+    ] = None
     """Peak learning rate: 0.1 for any number of workers, or 0.05/worker, which is multiplied by their number."""
-    schedule: Annotated[str, "constant|cosine|linear|piecewise:X/Nep|rising:X..X"] = "constant"
+    schedule: Annotated[
+        str,
+        "constant|cosine|linear|piecewise:X/Nep|rising:X..X",
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        TakenBy("run.build_scheduler"),
+    ] = "constant"
     """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs, rising: find-rate."""
-    warmup_epochs: NonNegativeFloat = 0.0
+    warmup_epochs: Annotated[
+        NonNegativeFloat, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, TakenBy("run.build_scheduler")
+    ] = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
-    optimizer: Literal["sgd", "adamw", "lamb", "lion"] = "sgd"
+    optimizer: Annotated[
+        Literal["sgd", "adamw", "lamb", "lion"], Mark.COMMON, Mark.SWEEPABLE, TakenBy("run.build_optimizer")
+    ] = "sgd"
     """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
-    momentum: NonNegativeFloat = 0.9
+    momentum: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = 0.9
     """Momentum of SGD."""
-    nesterov: bool = False
+    nesterov: Annotated[bool, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = False
     """SGD looks ahead along its momentum, as Nesterov's does."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.build_optimizer"), Synonym("--wd")] = 0.0
     """L2 penalty for SGD, decoupled weight decay for the others."""
-    decay_norms_and_biases: bool = True
+    decay_norms_and_biases: Annotated[bool, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")] = True
     """Apply --weight-decay to norms and biases, too."""
-    head_learning_rate_factor: NonNegativeFloat = 1.0
+    head_learning_rate_factor: Annotated[
+        NonNegativeFloat, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
+    ] = 1.0
     """Multiplies the learning rate of the head, the layer that outputs one number per class."""
-    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    layer_decay: Annotated[
+        float, Interval(gt=0, le=1), Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
+    ] = 1.0
     """Multiplies the learning rate once more for each layer nearer to the images, such as 0.75; for timm's networks."""
-    clip_norm: PositiveFloat | None = None
+    clip_norm: Annotated[PositiveFloat | None, Mark.SWEEPABLE, TakenBy("clip_grad_norm_")] = None
     """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
-    ema_decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    ema_decay: Annotated[
+        Annotated[float, Interval(ge=0, lt=1)] | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("WeightAverage")
+    ] = None
     """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
-    label_smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    label_smoothing: Annotated[float, Interval(ge=0, lt=1), Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Probability that is spread evenly over all classes."""
-    class_weights: str | None = None
+    class_weights: Annotated[str | None, Mark.SWEEPABLE, TakenBy("run.loss")] = None
     """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
-    focal_gamma: NonNegativeFloat = 0.0
+    focal_gamma: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
-    accumulate: PositiveInt | Literal["auto"] = 1
+    accumulate: Annotated[PositiveInt | Literal["auto"], Mark.SWEEPABLE, TakenBy("batch.microbatches")] = 1
     """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[PositiveInt | None, Mark.SWEEPABLE] = None
     """Finish after this many steps, even in the middle of an epoch."""
-    max_time: Annotated[str | None, "TIME"] = None
+    max_time: Annotated[str | None, "TIME", Mark.SWEEPABLE] = None
     """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
 
     @property
@@ -99,7 +127,7 @@ class OptimisationOptions:
 
     @property
     def is_range_test(self) -> bool:
-        """Whether the learning rate rises to find a good one: then no checkpoint is kept, and the end is not tested."""
+        """True if the learning rate rises to find a good one: then no checkpoint is kept, and the end is not tested."""
         return self.learning_rate_schedule.shape == "rising"
 
     @property
@@ -108,25 +136,25 @@ class OptimisationOptions:
         return seconds(self.max_time) if self.max_time else None
 
 
-def check_optimisation(config: TrainConfig) -> None:
+def check_optimisation(options: OptimisationOptions) -> None:
     """Raise UsageError if there is no batch size, or options of the optimizer do not fit together."""
-    if config.batch_size is None:
+    if options.batch_size is None:
         raise UsageError("--batch-size is not given; give 128 for all workers together, or 32/worker.")
-    if isinstance(config.batch_size, str) and not re.fullmatch(r"[1-9]\d*" + _PER_WORKER, config.batch_size):
-        raise UsageError(f"--batch-size is {config.batch_size!r}; give a number of images, such as 128 or 32/worker.")
-    rate = config.learning_rate
+    if isinstance(options.batch_size, str) and not re.fullmatch(r"[1-9]\d*" + _PER_WORKER, options.batch_size):
+        raise UsageError(f"--batch-size is {options.batch_size!r}; give a number of images, such as 128 or 32/worker.")
+    rate = options.learning_rate
     if isinstance(rate, str) and not re.fullmatch(_NUMBER + _PER_WORKER, rate):
         raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
-    Schedule.parse(config.schedule)
-    if config.max_time is not None and config.max_time_s is None:
-        raise UsageError(f"--max-time is {config.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
-    if config.nesterov and (config.optimizer != "sgd" or config.momentum == 0):
+    Schedule.parse(options.schedule)
+    if options.max_time is not None and options.max_time_s is None:
+        raise UsageError(f"--max-time is {options.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
+    if options.nesterov and (options.optimizer != "sgd" or options.momentum == 0):
         raise UsageError(
-            f"--nesterov is for SGD with momentum, and --optimizer is {config.optimizer} with --momentum "
-            f"{config.momentum:g}; omit it."
+            f"--nesterov is for SGD with momentum, and --optimizer is {options.optimizer} with --momentum "
+            f"{options.momentum:g}; omit it."
         )
 
 
 def total(value: N | str, kind: type[N], num_workers: int) -> N:
-    """A number for all workers together: ``value`` itself, or as many times 32 as there are workers of 32/worker."""
+    """Resolve a per-worker value: ``"32/worker"`` with 4 workers is 128; a plain number is returned unchanged."""
     return kind(value.removesuffix(_PER_WORKER)) * num_workers if isinstance(value, str) else value

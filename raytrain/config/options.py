@@ -1,15 +1,17 @@
-"""All options of a run: its own, those of all other sections, checked in one pass, and as a start decides them."""
+"""All options of a run: its own, those of all sections, the rules between sections, and which have a mark."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import cache
+from typing import Annotated, Any, cast
 
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
-from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, check_checkpoints, check_evaluation
+from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, Intervals, check_evaluation
 from raytrain.config.machines import MachineOptions, check_machines
+from raytrain.config.marks import Mark, TakenBy
 from raytrain.config.network import (
     DEFAULT_SIZE,
     CropFraction,
@@ -20,9 +22,10 @@ from raytrain.config.network import (
     Resize,
     Resizer,
     check_network,
+    first_and_full_size,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
-from raytrain.config.values import PositiveInt, check_limits, read_values
+from raytrain.config.values import PositiveInt, check_limits, hints_of, read_values
 from raytrain.errors import UsageError
 
 
@@ -30,27 +33,27 @@ from raytrain.errors import UsageError
 class RunOptions:
     """The run and its records."""
 
-    name: str | None = None
+    name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN] = None
     """Name of the run; by default the recipe's name and the time."""
-    storage: str = "./runs"
+    storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = "./runs"
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
-    resume: bool = False
+    resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE, Mark.SET_BY_STUDY] = False
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
-    recipe: str = "custom"
+    recipe: Annotated[str, Mark.SUBCOMMAND] = "custom"
     """Name of the recipe that these options started from."""
-    loop: str | None = None
+    loop: Annotated[str | None, Mark.COMMON, Mark.OWN_CODE] = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
-    seed: int = 0
+    seed: Annotated[int, Mark.SWEEPABLE] = 0
     """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 10
     """Steps between rows of the metrics history."""
-    track: tuple[str, ...] = ()
+    track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE] = ()
     """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
-    tag: tuple[str, ...] = ()
+    tag: Annotated[tuple[str, ...], Mark.DESCRIBES_RUN] = ()
     """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
-    note: str | None = None
+    note: Annotated[str | None, Mark.DESCRIBES_RUN] = None
     """What the run is about, for whoever looks at it later."""
-    trace: bool = False
+    trace: Annotated[bool, Mark.SET_BY_FIND_RATE] = False
     """Record which samples each worker used in each step, for `raytrain audit`."""
 
 
@@ -65,18 +68,6 @@ SECTIONS = {
     "checkpoint": CheckpointOptions,
 }
 """In the order of the help: first those that most people use."""
-
-_CHECKS = (
-    check_limits,
-    check_machines,
-    check_optimisation,
-    check_network,
-    check_augmentation,
-    check_evaluation,
-    check_checkpoints,
-    check_data,
-)
-"""In this order; the first that fails speaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +87,16 @@ class TrainConfig(
         if str(self.image_size).isdecimal():  # the side of a square
             object.__setattr__(self, "image_size", (int(cast(str, self.image_size)),) * 2)
         read_values(self)
-        for check in _CHECKS:
-            check(self)
+        # Each section's own rules, then those between sections: the first that fails speaks.
+        check_limits(self)
+        check_machines(self)
+        check_optimisation(self)
+        check_network(self)
+        check_augmentation(self)
+        check_evaluation(self)
+        Intervals.parse(self.checkpoint_every)
+        check_data(self)
+        _check_sections_fit(self)
 
     @property
     def best_metric(self) -> str:
@@ -105,7 +104,10 @@ class TrainConfig(
         return self.best or ("mean_average_precision" if self.multi_label else "accuracy")
 
     def scaled_to(self, num_workers: int) -> TrainConfig:
-        """The same options with global batch size and learning rate: those of all ``num_workers`` together."""
+        """Return the same options with the global batch size and learning rate, of all ``num_workers`` together.
+
+        Example: ``config(batch_size="32/worker").scaled_to(4).batch_size == 128``
+        """
         rate = self.learning_rate
         return dataclasses.replace(
             self,
@@ -124,21 +126,28 @@ class TrainConfig(
         fastest_precision: Precision = "float32",
         fastest_resizer: Resizer = "pillow",
     ) -> ResolvedConfig:
-        """The options of a run that starts, with everything decided. Raises UsageError if loads and workers differ."""
+        """Return the options of a run that starts, with everything decided.
+
+        ``device`` is what the workers train on, ``mean`` and ``std`` are those of the training images.
+        Raises UsageError if there are more or fewer loads than workers.
+        """
         if self.worker_load is not None and len(self.worker_load) != num_workers:
             raise UsageError(
                 f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker."
             )
-        given = vars(self.scaled_to(num_workers))
-        options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+        # What is given stays. What is None takes a default of ResolvedConfig, or what was found out for this run.
+        scaled = vars(self.scaled_to(num_workers))
+        options: dict[str, Any] = {option: value for option, value in scaled.items() if value is not None}
         options |= {"name": name, "mean": self.mean or mean, "std": self.std or std}
         options.setdefault("learning_rate", 0.0)
+        # Where auto stands, the machines decide.
         if self.device_type != device:
             options["device"] = device
         if self.precision == "auto":
             options["precision"] = fastest_precision
         if self.resizer == "auto":
             options["resizer"] = fastest_resizer
+        # An elastic run keeps its range, so that a resumed one may have another number of workers.
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
@@ -148,8 +157,68 @@ class TrainConfig(
             raise UsageError("--learning-rate is not given; give a number, such as 0.1 or 0.05/worker.")
 
     def to_json(self) -> str:
-        """The options as indented JSON text."""
+        """Return the options as indented JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def _check_sections_fit(config: TrainConfig) -> None:
+    """Raise UsageError if options of different sections contradict each other."""
+    # Images that grow need a larger size to grow to, and epochs to grow in.
+    first, full = first_and_full_size(config.image_size or DEFAULT_SIZE)
+    if isinstance(config.image_size, str) and (first[0] >= full[0] or config.epochs == 1):
+        raise UsageError(
+            f"--image-size is {config.image_size} and --epochs {config.epochs}; a range starts with the smaller size, "
+            "and needs at least two epochs to grow in."
+        )
+
+    # Random crops of the originals decode other pixels in each epoch, so there is nothing to keep in memory.
+    if config.cache == "memory" and config.crops_originals:
+        raise UsageError(
+            "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
+            "1.15 to cut the crops from images in memory, or omit --cache memory."
+        )
+
+    # An image that is shifted by its whole side is gone. Without --image-size, the model decides on it later.
+    if config.image_size is not None and config.translate >= min(first):
+        raise UsageError(
+            f"--translate is {config.translate}, and images have {first[0]}x{first[1]} pixels; it must be less than "
+            "each side."
+        )
+
+    # These divide images, or probability, by the one class that an image has.
+    needs_one_class = {
+        "--sampling balanced": config.sampling == "balanced",
+        "--focal-gamma": config.focal_gamma > 0,
+        "--label-smoothing": config.label_smoothing > 0,
+    }
+    for option, is_used in needs_one_class.items():
+        if is_used and config.multi_label:
+            raise UsageError(f"{option} needs images of one class each, and here an image may have several; omit it.")
+
+
+@cache
+def options_with(mark: Mark) -> tuple[str, ...]:
+    """Return the names of the options whose fields carry ``mark``, in the order of the fields.
+
+    Example: ``"epochs" in options_with(Mark.SWEEPABLE)``
+    """
+    return tuple(name for name, hint in hints_of(TrainConfig).items() if mark in marks_of(hint))
+
+
+@cache
+def options_by_call() -> dict[str, list[str]]:
+    """Return the options that take effect only in one call of a loop, such as run.loss, by that call."""
+    options: dict[str, list[str]] = {}
+    for name, annotation in hints_of(TrainConfig).items():
+        for mark in marks_of(annotation):
+            if isinstance(mark, TakenBy):
+                options.setdefault(mark.call, []).append(name)
+    return options
+
+
+def marks_of(annotation: Any) -> tuple[Any, ...]:
+    """Return what the annotation of an option holds beside its type: limits, the form of its values, and marks."""
+    return getattr(annotation, "__metadata__", ())
 
 
 @dataclass(frozen=True, kw_only=True)

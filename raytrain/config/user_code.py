@@ -1,4 +1,4 @@
-"""The user's own code: functions that options name, and an exception in it as one sentence that names the line."""
+"""The user's own code: functions that options name, and an exception in them as one sentence with the line."""
 
 from __future__ import annotations
 
@@ -22,31 +22,66 @@ from raytrain.errors import RaytrainError, UsageError, did_you_mean, flag
 _RAYTRAINS_NETWORKS = "raytrain.models"
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_TEXT_CHARS = 120
-_OF_FILES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_MAX_LINE_CHARS = 120  # of a line of code that an error shows
+_NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
-    """The function ``package.module:function`` or ``file.py:function`` of ``option``; UsageError if there is none."""
+    """Import the function that ``option`` names as ``package.module:function`` or ``file.py:function``.
+
+    Raises UsageError if there is none, with what is missing, or if the user's module cannot be imported.
+
+    Example: ``load_function("--loop", "my_loop.py:train")``
+    """
     place, _, function_name = name.rpartition(":")
     if not place:
         raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
     with in_one_sentence(f"{option} {name} cannot be imported"):
-        module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
+        if place.endswith(".py"):
+            module = _import_file(option, Path(place))
+        else:
+            try:
+                module = importlib.import_module(place)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                    raise  # the module exists, but something that it imports does not
+                raise _no_module(option, name, error.name) from None
+
     function = getattr(module, function_name, None)
-    if function is not None and not callable(function):
-        raise UsageError(
-            f"{option} {name}: {function_name} in {place} is of type {type(function).__name__}, no function."
-        )
     if function is None:
         raise UsageError(
             f"{option} {name}: {place} has no function {function_name!r}{did_you_mean(function_name, dir(module))}."
         )
+    if not callable(function):
+        raise UsageError(
+            f"{option} {name}: {function_name} in {place} is of type {type(function).__name__}, no function."
+        )
     return function
 
 
+def _import_file(option: str, path: Path) -> ModuleType:
+    """Import a file, which may import the files beside it."""
+    if not path.is_file():
+        raise _no_file(option, path)
+    name = f"raytrain_own_{path.stem}"  # must not hide a module of the file's name
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _no_module(option: str, name: str, module: str) -> UsageError:
+    return UsageError(f"{option} {name}: there is no module {module}; is its folder the current one or on PYTHONPATH?")
+
+
+def _no_file(option: str, path: Path) -> UsageError:
+    return UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")
+
+
 def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
-    """The function that ``option`` names, if it names one. Raises what :func:`load_function` does."""
+    """Import the function that ``option`` names; None if it names none. Raises as :func:`load_function` does."""
     return None if name is None else load_function(option, name)
 
 
@@ -63,14 +98,20 @@ def check_module(option: str, name: str) -> None:
 
 
 def names_own_function(name: str | None) -> bool:
-    """Whether an option such as ``--model`` names a function that is neither raytrain's nor that of a library."""
+    """Return True if ``name``, as of ``--model``, is a function that is neither raytrain's nor of a library.
+
+    Example: ``names_own_function("my_loop.py:train") and not names_own_function("resnet18")``
+    """
     if name is None or ":" not in name or timm_name(name) is not None:
         return False
     return name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
 
 
 def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:
-    """The error for ``name``, an own function that only ``document`` names; ``may_be_named``: also in this command."""
+    """Return the error for an own function of the user's that only ``document`` names, so that it must not run.
+
+    ``may_be_named`` says that the command has the option, too, so that naming the function there would do.
+    """
     place, _, function = name.rpartition(":")
     name_it = f"give {flag(option)} {name} in this command, or " if may_be_named else ""
     return UsageError(
@@ -93,34 +134,37 @@ def check_loop(loop: object) -> None:
 
 @contextmanager
 def sending(functions: Mapping[str, object]) -> Generator[None]:
-    """Make a UsageError, with the variable, of what is raised because one of the ``functions`` uses what stays here."""
+    """Make a UsageError of an exception that pickling ``functions`` raises, with the variables that cause it.
+
+    ``functions`` are the user's own, by the names that the sentence gives them; None for one that is not given.
+    """
     try:
         yield
     except Exception as error:
-        given = {name: _not_sent(function) for name, function in functions.items() if function is not None}
-        name, variables = max(given.items(), key=lambda each: len(each[1]))
-        shown = ", ".join(f"`{each}`" for each in variables) or "what is used there"
+        # Pickling says what it could not pickle, but not where it is: each variable is tried by itself.
+        culprits: dict[str, list[str]] = {}
+        for name, function in functions.items():
+            if function is not None:
+                of_module, of_closure = variables_of(function)
+                variables = {**of_module, **of_closure}
+                culprits[name] = [variable for variable in variables if not _can_be_pickled(variables[variable])]
+        name, variables = max(culprits.items(), key=lambda culprit: len(culprit[1]))
+        shown = ", ".join(f"`{variable}`" for variable in variables) or "what is used there"
         raise UsageError(
             f"{name} cannot be sent to the workers, because of {shown}, which is of this process alone "
             f"({describe(error)}); make it inside the function."
         ) from None
 
 
-def _not_sent(function: object) -> list[str]:
-    """The variables outside of ``function`` that cannot be sent, if their names are known."""
-    of_module, of_closure = variables_of(function)
-    return [name for name, value in {**of_module, **of_closure}.items() if not _is_portable(value)]
-
-
 def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The global variables that a function names, and those of its closure; none of what is no plain function."""
+    """Return the global variables that a function names, and those of its closure; none if it is no plain function."""
     with suppress(TypeError, ValueError):  # it is none, or a variable of its closure has no value yet
         used = inspect.getclosurevars(cast(Any, function))
         return dict(used.globals), dict(used.nonlocals)
     return {}, {}
 
 
-def _is_portable(value: object) -> bool:
+def _can_be_pickled(value: object) -> bool:
     try:
         cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
     except Exception:
@@ -128,79 +172,55 @@ def _is_portable(value: object) -> bool:
     return True
 
 
-def _from_package(option: str, name: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
-        raise _no_module(option, name, error.name) from None
-
-
-def _from_file(option: str, path: Path) -> ModuleType:
-    """Import a file, which may import the files beside it."""
-    if not path.is_file():
-        raise _no_file(option, path)
-    name = f"raytrain_own_{path.stem}"  # must not hide a module of the file's name
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def _no_module(option: str, name: str, module: str) -> UsageError:
-    return UsageError(f"{option} {name}: there is no module {module}; is its folder the current one or on PYTHONPATH?")
-
-
-def _no_file(option: str, path: Path) -> UsageError:
-    return UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")
-
-
 def describe(error: BaseException) -> str:
-    """What was raised, and where in the user's files: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``."""
+    """Return what was raised, and where in the user's files.
+
+    Example: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``
+    """
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     line = "" if isinstance(error, SyntaxError) else users_line(traceback.extract_tb(error.__traceback__))  # it has one
     return f"{type(error).__name__}: {first_line.rstrip('.')}{f' ({line})' if line else ''}"
 
 
 def users_line(frames: traceback.StackSummary) -> str:
-    """The innermost line in the user's files, ``my_loop.py, line 12: `loss.backward(1)```; empty if there is none."""
+    """Return the innermost line in the user's files, or empty text: ``my_loop.py, line 12: `loss.backward(1)```."""
     for frame in reversed(frames):
         if not frame.filename.startswith("<") and is_of_user(frame.filename):
-            return f"{Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_TEXT_CHARS]}`"
+            return f"{Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_MAX_LINE_CHARS]}`"
     return ""
 
 
 def is_of_user(file: str) -> bool:
-    """Whether code in ``file`` is neither raytrain's, nor Python's, nor that of an installed package."""
+    """Return True if code in ``file`` is neither raytrain's, nor Python's, nor that of an installed package."""
     return not file.startswith((_PACKAGE, *_LIBRARIES))
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback of what ``error`` was made of, such as an exception in the user's code; otherwise its own."""
+    """Return the traceback of the cause of ``error``, such as an exception in the user's code; without one, its own."""
     return "".join(traceback.format_exception(error.__cause__ or error))
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether another start may do without ``error``: another worker, a connection or a process of Ray was lost."""
+def restart_may_help(error: BaseException) -> bool:
+    """Return True if ``error`` looks transient: a lost worker, connection or process of Ray, or a failing device.
+
+    A mistake in the user's code, or a file that is missing, is there again after a restart.
+    """
     kinds = type(error).__mro__
     is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in kinds)
     is_of_device = any(word in str(error) for word in ("CUDA", "cuDNN", "NCCL"))
-    is_of_system = isinstance(error, (OSError, EOFError)) and not isinstance(error, _OF_FILES)
+    is_of_system = isinstance(error, (OSError, EOFError)) and not isinstance(error, _NOT_TRANSIENT)
     is_of_worker = any(kind.__name__ == "DistError" for kind in kinds) or "gloo" in str(error).lower()
     return is_of_ray or is_of_device or is_of_system or is_of_worker
 
 
 @contextmanager
-def in_one_sentence(what: str) -> Generator[None]:
-    """Make a UsageError of what the user's code raises, unless it may pass: ``what`` happened, and its description."""
+def in_one_sentence(failure: str) -> Generator[None]:
+    """Make a UsageError of what the user's code raises, unless a restart may help: ``failure``, and what was raised."""
     try:
         yield
     except RaytrainError:
         raise
     except (Exception, SystemExit) as error:
-        if may_pass(error):
+        if restart_may_help(error):
             raise
-        raise UsageError(f"{what}: {describe(error)}.") from error
+        raise UsageError(f"{failure}: {describe(error)}.") from error

@@ -34,24 +34,33 @@ _COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "lt": (operator.lt, "below"),
 }
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-_SHOWN = 80  # characters of a value
+_MAX_SHOWN = 80  # characters of a wrong value that an error shows
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def read_values(config: Any) -> None:
-    """Make the values of ``config``, a frozen dataclass, plain ones; UsageError if one is not of its field's type."""
-    for name, hint in _hints(config.__class__).items():
+    """Replace the values of ``config``, a frozen dataclass, by plain ones of JSON and tuples.
+
+    Raises UsageError if a value is not of its field's type.
+    """
+    for name, hint in hints_of(config.__class__).items():
         value = _plain(getattr(config, name))
         if not matches(value, hint) and matches((value,), hint):
             value = (value,)  # one of what there may be several of
+        # NaN is a number that check_limits refuses, with the limits.
         is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
-        if not matches(value, hint) and not is_nan:  # which is outside all limits
+        if not matches(value, hint) and not is_nan:
             raise _wrong_type(name, getattr(config, name), hint)
         object.__setattr__(config, name, value)
 
 
 def matches(value: object, hint: Any) -> bool:
-    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float may be a whole number, but not NaN."""
+    """Return True if ``value``, of JSON and tuples, is of the type ``hint``.
+
+    A float may be a whole number, but not NaN.
+
+    Example: ``matches((1, 2), tuple[int, ...])``
+    """
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return matches(value, parts[0])
@@ -60,12 +69,17 @@ def matches(value: object, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(matches(value, part) for part in parts)
     if origin is list:
-        return isinstance(value, list) and all(matches(each, parts[0]) for each in cast(list[object], value))
+        return isinstance(value, list) and all(matches(item, parts[0]) for item in cast(list[object], value))
     if origin is dict:
         values = cast(dict[str, object], value).values() if isinstance(value, dict) else None
-        return values is not None and all(matches(each, parts[1]) for each in values)
+        return values is not None and all(matches(item, parts[1]) for item in values)
+    # A tuple has a type for each item, or one type and an ellipsis for any number of items.
     if origin is tuple:
-        return isinstance(value, tuple) and _match(cast(tuple[object, ...], value), parts)
+        items = cast(tuple[object, ...], value) if isinstance(value, tuple) else None
+        if items is not None and parts[-1] is Ellipsis:
+            parts = parts[:1] * len(items)
+        return items is not None and len(items) == len(parts) and all(map(matches, items, parts))
+    # type, not isinstance: True is no number here.
     if hint is float:
         return type(value) in (int, float) and value == value
     return hint is Any or type(value) is hint
@@ -79,18 +93,21 @@ def check_limits(config: object) -> None:
         numbers = [part for part in parts if isinstance(part, (int, float))]
         if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
             allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
-            what = "each number" if isinstance(value, tuple) else "it"
-            raise UsageError(f"{flag(name)} is {value}; {what} must be {allowed}.")
+            subject = "each number" if isinstance(value, tuple) else "it"
+            raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
 
 
 def seconds(text: str) -> float | None:
-    """The seconds in a time such as 90s, 10m, 2h or 1d; None if ``text`` is something else."""
-    found = re.fullmatch(r"(\d*\.?\d+)([smhd])", text)
-    return float(found[1]) * _SECONDS[found[2]] if found and math.isfinite(float(found[1])) else None
+    """Return the seconds in a time such as 90s, 10m, 2h or 1d; None if ``text`` is something else.
+
+    Example: ``seconds("1.5m") == 90``
+    """
+    parts = re.fullmatch(r"(\d*\.?\d+)([smhd])", text)
+    return float(parts[1]) * _SECONDS[parts[2]] if parts and math.isfinite(float(parts[1])) else None
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as the command line gives it: a path as text, NumPy's and torch's numbers as Python's, tuples."""
+    """Return ``value`` as the command line gives it: paths as text, numbers of NumPy and torch as Python's, tuples."""
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Set):
@@ -102,30 +119,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:
-    """Whether each value matches its hint; ``hints`` may end in an ellipsis."""
-    if hints[-1] is Ellipsis:
-        hints = hints[:1] * len(values)
-    return len(values) == len(hints) and all(matches(value, hint) for value, hint in zip(values, hints, strict=True))
-
-
 def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
-    """The error for a ``value`` that is not of the type ``hint``."""
+    """Return the error for a ``value`` that is not of the type ``hint``, with the values that are allowed."""
+    # A function can be named, so that the workers import it, but not be a value of the options.
     kinds = list(_alternatives(hint))
     if callable(value) and str in kinds:
         return UsageError(f"{flag(name)} is a function or a class; name it, as in file.py:function.")
+    # What is allowed: the form in the annotation, else the names of the types and the words of Literals.
     words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     forms = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     allowed = " or ".join(forms or [*names, *([", ".join(words)] if words else [])])
     similar = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-    text = " ".join(repr(value).split())[:_SHOWN]
+    text = " ".join(repr(value).split())[:_MAX_SHOWN]
     shown = f"of type {type(value).__name__}" if "://" in text else text  # a URL may contain credentials
     return UsageError(f"{flag(name)} is {shown}{similar}; give {allowed}.")
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The types that an annotation allows, without their limits; of a tuple, those of what is in it."""
+    """Yield the types that an annotation allows, without their limits; of a tuple, the types of its items."""
     if get_origin(hint) in (Annotated, tuple):
         yield from _alternatives(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -136,18 +148,19 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 @cache
-def _hints(options: type) -> dict[str, Any]:
+def hints_of(options: type) -> dict[str, Any]:
+    """Return the annotation of each option, with its limits and marks; evaluating them all takes milliseconds."""
     return get_type_hints(options, include_extras=True)
 
 
 @cache
 def _bounds(options: type) -> dict[str, list[Bound]]:
-    """The bounds of each option; those of a tuple hold for each of its numbers."""
-    return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in _hints(options).items()}
+    """Return the bounds of each option; those of a tuple hold for each of its numbers."""
+    return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in hints_of(options).items()}
 
 
 def _bounds_in(hint: Any) -> Iterator[Bound]:
-    """Every bound that an annotation has, also those deep in it."""
+    """Yield every bound in an annotation, however deep."""
     for interval in getattr(hint, "__metadata__", ()):
         for key, (holds, words) in _COMPARISONS.items():
             if (limit := getattr(interval, key, None)) is not None:

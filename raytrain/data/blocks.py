@@ -1,4 +1,10 @@
-"""Blocks of decoded images, as Arrow tables too; a data set of them; and local batches, assembled from them ahead."""
+"""Blocks of decoded images, as Arrow tables too; a data set of them; and local batches, assembled from them ahead.
+
+Images are decoded in blocks, because a task or a message for each would cost more than its decoding. A worker gets its
+blocks in one of two ways. A stream brings the blocks of its own order: :func:`batches_from_stream` cuts them where a
+local batch ends. A cache holds the blocks of the whole data set, in an order that no epoch shares:
+:func:`batches_from_cache` picks the images of a local batch out of all of them. :class:`Prefetch` does either ahead.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.images.decode import ImageShape, Pixels
-from raytrain.data.plan.batch_plan import GlobalBatch
+from raytrain.data.plan.batch_plan import GlobalBatch, samples_of
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s
 
@@ -27,16 +33,16 @@ class Block:
 
     images: npt.NDArray[np.uint8]  # (n, H, W, C)
     labels: Int64s  # (n,)
-    samples: Int64s  # (n,), see BatchPlan.samples
+    draws: Int64s  # (n,), see BatchPlan.draws
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def split(self, count: int) -> tuple[Block, Block]:
-        """The first ``count`` rows and the others, without a copy."""
+        """Return the first ``count`` rows and the others, without a copy."""
         return (
-            Block(self.images[:count], self.labels[:count], self.samples[:count]),
-            Block(self.images[count:], self.labels[count:], self.samples[count:]),
+            Block(self.images[:count], self.labels[:count], self.draws[:count]),
+            Block(self.images[count:], self.labels[count:], self.draws[count:]),
         )
 
 
@@ -44,20 +50,20 @@ _NO_ROWS = Block(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), np.emp
 
 
 def to_block(table: pa.Table, shape: ImageShape) -> Block:
-    """A block out of a table as :func:`to_table` makes it, without a copy."""
+    """Return the block in a table of :func:`to_table`, without a copy."""
     table = table.combine_chunks()  # without a copy of the only chunk, as a column's own method makes
     column = table.column("image").chunk(0)
     pixels = np.frombuffer(column.buffers()[1], np.uint8)
     start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
     images = pixels[start:stop].reshape(-1, *shape)
-    return Block(images, numbers(table.column("label")), numbers(table.column("sample")))
+    return Block(images, numbers(table.column("label")), numbers(table.column("draw")))
 
 
-def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
-    """Decoded images as a table, without a copy: the columns are image (H*W*C bytes), label and sample."""
+def to_table(pixels: Pixels, labels: Int64s, draws: Int64s) -> pa.Table:
+    """Return decoded images as a table, without a copy: the columns are image (H*W*C bytes), label and draw."""
     kind = pa.binary(pixels[0].size)
     column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
-    return pa.table({"image": column, "label": number_array(labels), "sample": number_array(samples)})
+    return pa.table({"image": column, "label": number_array(labels), "draw": number_array(draws)})
 
 
 class Buffers:
@@ -70,15 +76,15 @@ class Buffers:
         self._free: list[Pixels] = []
 
     def take(self, shape: tuple[int, ...]) -> Pixels:
-        """An array of this shape, uint8, whose content is undefined."""
+        """Return an array of this shape, uint8, whose content is undefined: ``buffers.take((8, 32, 32, 3))``."""
         size = math.prod(shape)
-        with suppress(IndexError):  # none is free; asking first would race with other threads
-            if len(array := self._free.pop()) >= size:
-                return self._lend(array, shape)
-        return self._lend(np.empty(size, np.uint8), shape)
-
-    def _lend(self, array: Pixels, shape: tuple[int, ...]) -> Pixels:
-        return lend(array, partial(self._keep, array))[: math.prod(shape)].reshape(shape)
+        try:
+            array = self._free.pop()
+        except IndexError:  # none is free; asking first would race with other threads
+            array = np.empty(size, np.uint8)
+        if len(array) < size:
+            array = np.empty(size, np.uint8)
+        return lend(array, partial(self._keep, array))[:size].reshape(shape)
 
     def _keep(self, array: Pixels) -> None:
         if len(self._free) < _MAX_FREE:
@@ -86,12 +92,12 @@ class Buffers:
 
 
 def lend(array: Pixels, give_back: Callable[[], None]) -> Pixels:
-    """The same array, uint8 (n,); ``give_back`` is called when nobody has it, or a part of it, any more."""
+    """Return the same array, uint8 (n,); ``give_back`` is called when nobody has it, or a part of it, any more."""
     return np.asarray(_Lent(array, give_back))
 
 
 class _Lent:
-    """Each array that is made of ``array`` refers to this."""
+    """The owner of ``array``: each array that is made of it refers to this."""
 
     def __init__(self, array: Pixels, give_back: Callable[[], None]) -> None:
         self._array, self._give_back = array, give_back
@@ -105,7 +111,7 @@ _MAX_FREE = 2  # more than those that are in use keep memory from others
 
 
 class CachedBlocks:
-    """A whole data set in the given order; ``block(i)`` waits until block ``i`` is there."""
+    """A whole data set in the given order; ``block(number)`` waits until that block is there."""
 
     def __init__(self, block: Callable[[int], Block], order: CacheOrder) -> None:
         self._block = block
@@ -113,29 +119,30 @@ class CachedBlocks:
         self._row_of_sample = order.row_of_sample()
         self._buffers = Buffers()
 
-    def gather(self, samples: Int64s) -> Block:
-        """Copy the images of ``samples`` (see :meth:`BatchPlan.samples`) out of the blocks, in their order."""
-        rows = self._row_of_sample[samples % len(self._row_of_sample)]
+    def gather(self, draws: Int64s) -> Block:
+        """Copy the images of ``draws`` out of the blocks, in their order."""
+        rows = self._row_of_sample[samples_of(draws, len(self._row_of_sample))]
+        # Each block is asked for once: the places in the batch, sorted by row, fall into runs of one block.
         order = np.argsort(rows, kind="stable")
         numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
         images: npt.NDArray[np.uint8] | None = None
-        labels = np.empty(len(samples), np.int64)
+        labels = np.empty(len(draws), np.int64)
         for number, targets in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
             block = self._block(number)
             sources = rows[targets] - number * self._rows_per_block
             if images is None:
-                images = self._buffers.take((len(samples), *block.images.shape[1:]))
+                images = self._buffers.take((len(draws), *block.images.shape[1:]))
             images[targets] = block.images[sources]
             labels[targets] = block.labels[sources]
         assert images is not None
-        return Block(images, labels, samples)
+        return Block(images, labels, draws)
 
 
 # Arrow's own conversions import pandas, which takes a second or two.
 
 
 def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
-    """Text, None for null. Raises UnicodeEncodeError for text that is not valid Unicode."""
+    """Return an array of texts, None for null. Raise UnicodeEncodeError for text that is not valid Unicode."""
     encoded = [b"" if value is None else value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     valid = None
@@ -145,14 +152,14 @@ def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
 
 
 def number_array(values: npt.NDArray[Any]) -> pa.Array:
-    """Numbers (n,), without a copy if they are contiguous."""
+    """Return an array of numbers (n,), without a copy if they are contiguous."""
     contiguous = np.ascontiguousarray(values)
     kind = pa.from_numpy_dtype(contiguous.dtype)
     return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
 
 
 def numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """The numbers (n,) of a column without nulls."""
+    """Return the numbers (n,) of a column without nulls."""
     return np.from_dlpack(column.combine_chunks())
 
 
@@ -167,59 +174,53 @@ class LocalBatch:
     images: npt.NDArray[np.uint8]  # (m, H, W, C)
     labels: Int64s  # (m,)
     samples: Int64s  # (m,), indices into the manifest
-    draws: Int64s  # (m,), what random numbers depend on: see BatchPlan.samples
+    draws: Int64s  # (m,), what random numbers depend on: see BatchPlan.draws
     part_sizes: tuple[int, ...]  # how many of the m are in each part of the global batch
 
 
 def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_step: int) -> Iterator[LocalBatch]:
     """Cut the worker's blocks, which arrive in its order, into local batches from ``first_step`` to the plan's end."""
     source = iter(blocks)
-    remaining: list[Block] = []
+    remaining: Block | None = None  # of the block that the last batch ended in
     buffers = Buffers()
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
-        rows, remaining = _next_rows(sum(partition.part_sizes(batch)), remaining, source)
-        yield _local_batch(partition, batch, _joined(rows, buffers) if rows else _NO_ROWS)
+        parts: list[Block] = []
+        num_missing = sum(partition.part_sizes(batch))
+        while num_missing > 0:
+            block = next(source) if remaining is None else remaining
+            head, tail = block.split(min(num_missing, len(block)))
+            parts.append(head)
+            num_missing -= len(head)
+            remaining = tail if len(tail) else None
+
+        # Rows of one block are used where they are; those of several are copied into one array.
+        rows = parts[0] if parts else _NO_ROWS
+        if len(parts) > 1:
+            images = buffers.take((sum(map(len, parts)), *parts[0].images.shape[1:]))
+            np.concatenate([part.images for part in parts], out=images)
+            labels = np.concatenate([part.labels for part in parts])
+            rows = Block(images, labels, np.concatenate([part.draws for part in parts]))
+        yield _local_batch(partition, batch, rows)
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
     """Gather the worker's local batches from a data set in memory, from ``first_step`` to the plan's end."""
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
-        samples = partition.local_samples(batch)
-        yield _local_batch(partition, batch, blocks.gather(samples) if len(samples) else _NO_ROWS)
-
-
-def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
-    """``count`` rows from the ``remaining`` ones and the blocks that follow, and the rows that then remain."""
-    rows: list[Block] = []
-    while count > 0:
-        block = remaining.pop() if remaining else next(source)
-        head, tail = block.split(min(count, len(block)))
-        rows.append(head)
-        count -= len(head)
-        remaining = [tail] if len(tail) else []
-    return rows, remaining
-
-
-def _joined(blocks: list[Block], buffers: Buffers) -> Block:
-    """The rows of all ``blocks``, copied unless there is only one."""
-    if len(blocks) == 1:
-        return blocks[0]
-    images = buffers.take((sum(map(len, blocks)), *blocks[0].images.shape[1:]))
-    np.concatenate([block.images for block in blocks], out=images)
-    labels = np.concatenate([block.labels for block in blocks])
-    return Block(images, labels, np.concatenate([block.samples for block in blocks]))
+        draws = partition.local_draws(batch)
+        yield _local_batch(partition, batch, blocks.gather(draws) if len(draws) else _NO_ROWS)
 
 
 def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block) -> LocalBatch:
+    """Return the local batch of these rows, without the images that could not be read."""
     part_sizes: Sequence[int] = partition.part_sizes(batch)
-    images, labels, draws = rows.images, rows.labels, rows.samples
+    images, labels, draws = rows.images, rows.labels, rows.draws
     readable = labels >= 0
     if not readable.all():
         images, labels, draws = images[readable], labels[readable], draws[readable]
         part_sizes = [int(part.sum()) for part in np.split(readable, np.cumsum(part_sizes)[:-1])]
-    return LocalBatch(batch, images, labels, draws % partition.plan.num_samples, draws, tuple(part_sizes))
+    return LocalBatch(batch, images, labels, samples_of(draws, partition.plan.num_samples), draws, tuple(part_sizes))
 
 
 class Prefetch(Iterator[T]):
@@ -249,6 +250,7 @@ class Prefetch(Iterator[T]):
         self._thread.join(wait_s)
 
     def _produce(self) -> None:
+        """Put items into the queue until there are no more, or nobody wants them; an exception counts as the end."""
         try:
             for item in self._items:
                 if not self._offer(item):
@@ -259,7 +261,7 @@ class Prefetch(Iterator[T]):
             self._offer(_End(error))
 
     def _offer(self, item: T | _End) -> bool:
-        """Put an item into the queue; False if nobody wants it any more."""
+        """Put an item into the queue; return False if nobody wants it any more."""
         while not self._closed.is_set():
             with suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)

@@ -14,8 +14,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import readable_images
-from raytrain.data.labels.label_columns import LabelColumns
-from raytrain.data.labels.label_file import read_label_file
+from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.labelled_images import training_and_test_images
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
@@ -55,20 +54,20 @@ class Dataset:
         return len(self.train) * self.train_format.shape.num_bytes, len(self.test) * self.test_format.shape.num_bytes
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
-        """The global batches of a run with these options."""
+        """Return the global batches of a run with these options."""
         return training_plan(config, self.train)
 
     def test_plan(self, num_workers: int) -> BatchPlan:
-        """The batches in which ``num_workers`` workers evaluate."""
+        """Return the batches in which ``num_workers`` workers evaluate."""
         batch_size = _TEST_BATCH_PER_WORKER * num_workers
         return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
 
     def read_by(self, config: ResolvedConfig) -> Dataset:
-        """The same images, decoded as a run with these options decided."""
+        """Return the same images, decoded as a run with these options decided."""
         return replace(self, train_format=training_format(config))
 
     def kept_on(self, disk: DiskCache | None) -> Dataset:
-        """The same images, whose files are kept on a disk of each machine that reads them."""
+        """Return the same images, whose files are kept on a disk of each machine that reads them."""
         train_store, test_store = self.train_store.kept_on(disk), self.test_store.kept_on(disk)
         return replace(self, train_store=train_store, test_store=test_store)
 
@@ -79,7 +78,7 @@ class Dataset:
 
 
 def count_left_out(train: Manifest, test: Manifest) -> dict[str, int]:
-    """How many files beside the images are not used, by the reason; each once if both are in one folder."""
+    """Return how many files beside the images are not used, by reason; each once if both are in one folder."""
     apart = test.url != train.url
     return dict(Counter(train.left_out) + (Counter(test.left_out) if apart else Counter()))
 
@@ -104,24 +103,30 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     )
     if table is not None and test_table is not None and not config.test_data:
         table, test_table = table.tested_on(test_table), None
-    stored = _stored_manifests(run_store)
-    digests = [each.digest if each else "" for each in (table, test_table or table)]
-    places = [(train_store.url, digests[0]), (test_store.url, digests[1])]
-    if stored is not None and [(each.url, each.labels_digest) for each in stored] == places:
-        train, test = stored  # a run that resumes need not list them again
+
+    # A run that resumes has manifests. They are used unless other images or labels are asked for now.
+    try:
+        stored = [Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST)]
+    except FileNotFoundError:  # it is new
+        stored = []
+    digests = [labels.digest if labels else "" for labels in (table, test_table or table)]
+    asked_for = list(zip(urls, digests, strict=True))
+    if [(manifest.url, manifest.labels_digest) for manifest in stored] == asked_for:
+        train, test = stored
     else:
         train, test = training_and_test_images(config, table, test_table, train_store, test_store)
+
     test_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
         measured_mean, measured_std = measure_mean_std(train_store, train, test_format, config.seed)
         mean, std = mean or measured_mean, std or measured_std
-    train_format = training_format(config)
-    return Dataset(train_store, test_store, train, test, train_format, test_format, mean, std, stored and stored[0])
+    stored_train = stored[0] if stored else None
+    return Dataset(train_store, test_store, train, test, training_format(config), test_format, mean, std, stored_train)
 
 
 def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:
-    """The global batches of a run with these options and training images."""
+    """Return the global batches of a run with these options and training images."""
     return BatchPlan(
         len(train),
         config.batch_size,
@@ -135,12 +140,12 @@ def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:
 
 
 def label_columns(config: TrainConfig) -> LabelColumns:
-    """The columns of the label file that the options name."""
+    """Return the columns of the label file that the options name."""
     return LabelColumns(config.key_column, config.label_column, config.group_by, config.label_separator)
 
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
-    """How images are decoded on which the network is used."""
+    """Return how images are decoded on which the network is evaluated or used."""
     cropping = Cropping(
         config.resize or ResolvedConfig.resize,
         config.crop_fraction or ResolvedConfig.crop_fraction,
@@ -150,7 +155,7 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
 
 
 def training_format(config: TrainConfig) -> ImageFormat:
-    """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
+    """Return how images are decoded for training: at random parts, or with a margin if random crops are cut later."""
     shape, cropping = evaluation_format(config)
     resizer = "pillow" if config.resizer == "auto" else config.resizer
     cropping = replace(cropping, resizer=resizer)
@@ -167,7 +172,7 @@ def training_format(config: TrainConfig) -> ImageFormat:
 def measure_mean_std(
     store: Store, manifest: Manifest, format: ImageFormat, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
+    """Return mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     images = readable_images(store, chosen, *format)
     sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
@@ -180,22 +185,13 @@ def measure_mean_std(
 
 
 def random_order(manifest: Manifest, seed: int) -> Int64s:
-    """All images in a random order, (N,); packed images in their own, for they were shuffled when they were packed."""
+    """Return all images in a random order, (N,); packed ones in theirs, which is random already."""
     order = np.arange(len(manifest))
     return order if manifest.packing is not None else np.random.default_rng(seed).permutation(order)
 
 
-def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:
-    """The manifests of training and test images that the run was started with; None if it is new."""
-    try:
-        train, test = (Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST))
-    except FileNotFoundError:
-        return None
-    return train, test
-
-
 def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:
-    """The weight of each class that ``--class-weights`` asks for; None if it is not given.
+    """Return the weight of each class that ``--class-weights`` asks for; None if it is not given.
 
     Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
     image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
@@ -203,29 +199,29 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
     """
     if option is None:
         return None
-    if option != BALANCED:
-        return _read_weights(option, train.classes)
-    sizes = train.class_counts().clip(min=1)
-    if train.label_sets is not None:
-        return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
-    return tuple((len(train) / (len(sizes) * sizes)).tolist())
+    if option == BALANCED:
+        sizes = train.class_counts().clip(min=1)
+        if train.label_sets is not None:
+            return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
+        return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
-
-def _read_weights(file: str, classes: tuple[str, ...]) -> tuple[float, ...]:
+    # Anything else is a file of weights.
     try:
-        weights: Any = json.loads(read_input(file))
+        weights: Any = json.loads(read_input(option))
     except (ValueError, RecursionError):
         weights = None
     if not isinstance(weights, dict):
-        raise UsageError(f"--class-weights is {file}, which must be balanced or a JSON file such as {{class: weight}}.")
-    wrong = [name for name in sorted({*classes, *weights}) if name not in classes or not _is_weight(weights.get(name))]
-    if wrong:
         raise UsageError(
-            f"--class-weights: {file} must have a number of at least 0 for each of the {len(classes):,} classes and "
-            f"nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
+            f"--class-weights is {option}, which must be balanced or a JSON file such as {{class: weight}}."
         )
-    return tuple(float(weights[name]) for name in classes)
 
+    def is_weight(value: object) -> bool:
+        return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
 
-def _is_weight(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+    names = sorted({*train.classes, *weights})
+    if wrong := [name for name in names if name not in train.classes or not is_weight(weights.get(name))]:
+        raise UsageError(
+            f"--class-weights: {option} must have a number of at least 0 for each of the {len(train.classes):,} "
+            f"classes and nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
+        )
+    return tuple(float(weights[name]) for name in train.classes)

@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -51,22 +51,51 @@ def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) 
     hashes, as most are in S3. ``deadline_s`` is a time of ``time.monotonic``. Raises StorageError if a store refuses or
     cannot be reached.
     """
-    sources = train, test
-    candidates = _candidates(train.manifest, test.manifest)
+    manifests = train.manifest, test.manifest
     num_train, num_images = len(train.manifest), len(train.manifest) + len(test.manifest)
-    hashes = dict(_hashes(sources, candidates, deadline_s))
+
+    # Only images that have as many bytes as others are compared, those first that share their size with the fewest.
+    # Packed images are taken in their order, for a shard is read as a whole.
+    sizes_bytes = np.concatenate([manifest.sizes_bytes for manifest in manifests])
+    _, size, counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
+    is_packed = any(manifest.packing is not None for manifest in manifests)
+    order = np.arange(num_images) if is_packed else np.lexsort((size, counts[size]))
+    candidates = order[counts[size[order]] > 1]
+
+    # Test images have the numbers after those of the training images. The first of a group is a training image, if
+    # any of them is.
+    hashes = dict(_hashes(train, test, candidates, deadline_s))
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for image in sorted(hashes):
         groups[hashes[image]].append(image)
     pairs = [(image, group[0]) for group in groups.values() for image in group[1:] if group[0] < num_train]
-    duplicates = [_described(sources, *pair) for pair in sorted(pairs)]
+
+    def name_and_label(image: int) -> tuple[str, str]:
+        manifest, index = (manifests[0], image) if image < num_train else (manifests[1], image - num_train)
+        return manifest.keys[index].as_py(), ", ".join(manifest.class_names(manifest.labels[index]))
+
+    duplicates = [Duplicate(*name_and_label(image), *name_and_label(first)) for image, first in sorted(pairs)]
     num_contradicting = sum(image < num_train for image, _ in pairs)
     return Duplicates(
         compared=num_images - len(candidates) + len(hashes),
         images=num_images,
         test=tuple(duplicates[num_contradicting:]),
-        contradicting=tuple(each for each in duplicates[:num_contradicting] if each.label != each.training_label),
+        contradicting=tuple(pair for pair in duplicates[:num_contradicting] if pair.label != pair.training_label),
     )
+
+
+def _hashes(
+    train: StoredImages, test: StoredImages, candidates: Int64s, deadline_s: float
+) -> Iterator[tuple[int, str]]:
+    """Yield number and hash of training images, and of test images, whose numbers follow theirs, until the deadline."""
+    num_train = len(train.manifest)
+    for start in range(0, len(candidates), _BLOCK):
+        if start and time.monotonic() >= deadline_s:
+            return
+        block = candidates[start : start + _BLOCK]
+        yield from train.hashes(block[block < num_train])
+        for index, content_hash in test.hashes(block[block >= num_train] - num_train):
+            yield index + num_train, content_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +106,13 @@ class StoredImages:
     manifest: Manifest
 
     def hashes(self, indices: Int64s) -> Iterator[tuple[int, str]]:
-        """The MD5 of the files at ``indices``, but for those that are gone."""
+        """Yield the MD5 of the files at ``indices``, but for those that are gone."""
         chosen = self.manifest.select(indices)
         etags = [_md5_of(etag) if self._etags_are_hashes else None for etag in chosen.etags.to_pylist()]
         unknown = np.array([etag is None for etag in etags], bool)
         yield from ((index, etag) for index, etag in zip(indices.tolist(), etags, strict=True) if etag)
+
+        # Files of unknown hash are read.
         contents = read_contents(self.store, chosen.select(np.flatnonzero(unknown)))
         for index, content in zip(indices[unknown].tolist(), contents, strict=True):
             try:
@@ -91,7 +122,7 @@ class StoredImages:
 
     @cached_property
     def _etags_are_hashes(self) -> bool:
-        """Whether the entity tags that look like MD5 are those of the files. Not so in S3 with keys of AWS KMS."""
+        """True if the entity tags that look like MD5 are those of the files. Not so in S3 with keys of AWS KMS."""
         alike = (index for index, etag in enumerate(self.manifest.etags) if _md5_of(etag.as_py()))
         chosen = self.manifest.select(np.fromiter(islice(alike, _NUM_VERIFIED), np.int64))
         contents = read_contents(self.store, chosen)
@@ -99,45 +130,11 @@ class StoredImages:
         return bool(hashes) and hashes == [_md5_of(etag) for etag in chosen.etags.to_pylist()]
 
 
-def _hashes(sources: Sequence[StoredImages], candidates: Int64s, deadline_s: float) -> Iterator[tuple[int, str]]:
-    """Number and hash of training images, and of test images, whose numbers follow theirs."""
-    num_train = len(sources[0].manifest)
-    for start in range(0, len(candidates), _BLOCK):
-        if start and time.monotonic() >= deadline_s:
-            return
-        block = candidates[start : start + _BLOCK]
-        yield from sources[0].hashes(block[block < num_train])
-        for index, content_hash in sources[1].hashes(block[block >= num_train] - num_train):
-            yield index + num_train, content_hash
-
-
-def _candidates(train: Manifest, test: Manifest) -> Int64s:
-    """The images that have as many bytes as others, those first that share their size with the fewest.
-
-    Packed images are in their order, for a shard is read as a whole.
-    """
-    sizes_bytes = np.concatenate([train.sizes_bytes, test.sizes_bytes])
-    _, size, counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
-    is_packed = train.packing is not None or test.packing is not None
-    order = np.arange(len(size)) if is_packed else np.lexsort((size, counts[size]))
-    return order[counts[size[order]] > 1]
-
-
-def _described(sources: tuple[StoredImages, StoredImages], image: int, training_image: int) -> Duplicate:
-    train, test = (source.manifest for source in sources)
-    manifest, index = (train, image) if image < len(train) else (test, image - len(train))
-    names = [
-        (images.keys[place].as_py(), ", ".join(images.class_names(images.labels[place])))
-        for images, place in ((manifest, index), (train, training_image))
-    ]
-    return Duplicate(*names[0], *names[1])
-
-
 def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def _md5_of(etag: str) -> str | None:
-    """The MD5 that an entity tag of S3 may be; None if it is none."""
-    found = _MD5.fullmatch(etag.strip('"'))
-    return found and found[0]
+    """Return the MD5 that an entity tag of S3 may be; None if it is none."""
+    match = _MD5.fullmatch(etag.strip('"'))
+    return match and match[0]

@@ -1,4 +1,9 @@
-"""Packed shards: Parquet files of encoded images, written whole, read whole, and cached for the blocks that follow."""
+"""Packed shards, Parquet files of encoded images, written whole, read whole, and cached for the blocks that follow.
+
+A request for each of a million small files costs more than their bytes. ``raytrain pack`` mixes images into shards of
+about 1 MiB, which are fetched as a whole. The order of an epoch keeps to few shards at a time (see
+:class:`raytrain.data.plan.permutation.ShardShuffle`), so that most blocks find theirs in this process's cache.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,12 @@ import pyarrow.parquet as pq
 
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Packing, permute
+from raytrain.storage.retries_and_hedges import fetch_each
 from raytrain.storage.store import Store
 
 SHARD_BYTES = 1 << 20
 """Approximate bytes of images in a shard: large enough for full speed, small enough to keep many in memory."""
 
-_CACHE_BYTES = 128 << 20
 _METADATA = b"raytrain.shard"
 _DAMAGED = "its shard is damaged; pack the images again"
 _PACKING_KEY = 0x7061636B  # an arbitrary constant: the same images are always packed in the same order
@@ -41,18 +46,22 @@ def assign_shards(images: Manifest, url: str) -> tuple[Manifest, dict[str, Manif
     Returns all of them, and each shard's path and its images, in the order of its rows.
     """
     packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
+    # A shard ends with the image in which its bytes do: bounds are the first image of each shard, and the end.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
     bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
-    members = (packed.select(np.arange(*bounds[number : number + 2])) for number in range(len(bounds) - 1))
-    shards = {_shard_path(number, each): each for number, each in enumerate(members)}
+    shards: dict[str, Manifest] = {}
+    for number in range(len(bounds) - 1):
+        members = packed.select(np.arange(*bounds[number : number + 2]))
+        content = hashlib.sha256("\0".join([members.digest, *members.etags.to_pylist()]).encode())
+        shards[f"shards/{number:06d}-{content.hexdigest()[:16]}.parquet"] = members
     row = np.arange(len(images)) - bounds[shard]
     packing = Packing(tuple(shards), shard.astype(np.int32), row.astype(np.int32))
     return replace(packed, url=url, packing=packing), shards
 
 
 def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
-    """A Parquet file with the columns key, label and image (the file's bytes); its schema metadata has the classes."""
+    """Encode a Parquet file with the columns key, label and image (bytes); its schema metadata has the classes."""
     columns = {"key": images.keys, "label": images.labels, "image": pa.array(contents, pa.binary())}
     table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps({"classes": images.classes})})
     sink = pa.BufferOutputStream()
@@ -63,7 +72,7 @@ def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
 
 
 def is_shard_of(images: Manifest, data: bytes) -> bool:
-    """Whether ``data`` is the whole shard of ``images``: checksums, keys, labels and sizes are right."""
+    """Return whether ``data`` is the whole shard of ``images``: checksums, keys, labels and sizes are right."""
     try:
         table = _parse(data, ["key", "label", "image"])
     except DamagedShard:
@@ -74,61 +83,67 @@ def is_shard_of(images: Manifest, data: bytes) -> bool:
 
 
 def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
-    """Index in ``packing`` and content of each image, shard by shard, each fetched once or cached."""
+    """Yield index in ``packing`` and content of each image, shard by shard, each of which is fetched once or cached."""
     numbers, which = np.unique(packing.shard, return_inverse=True)
-    for arrived, column in _cache.get_each(store, [packing.shards[number] for number in numbers]):
+    for arrived, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
         for index in np.flatnonzero(which == arrived).tolist():
-            yield index, _image(column, int(packing.row[index]))
+            row = int(packing.row[index])
+            if isinstance(column, Exception):
+                yield index, column
+            else:
+                yield index, column[row].as_py() if row < len(column) else DamagedShard(_DAMAGED)
 
 
-class _ShardCache:
-    """The shards that this process read last: those that a block needs, and others up to ``_CACHE_BYTES``."""
+class ShardCache:
+    """The shards that this process read last: those that a block needs, and others up to ``max_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 128 << 20) -> None:
+        self._max_bytes = max_bytes
         self._columns: dict[tuple[str, str], pa.Array] = {}  # the least recently used first
         self._lock = threading.Lock()
 
     def get_each(self, store: Store, paths: Sequence[str]) -> Iterator[tuple[int, pa.Array | Exception]]:
-        """The index of each shard in ``paths``, and its images or why it cannot be read."""
+        """Yield the index of each shard in ``paths``, and its images or why it cannot be read."""
         with self._lock:
-            columns = {index: self._columns.get((store.url, path)) for index, path in enumerate(paths)}
-        found = {index: column for index, column in columns.items() if column is not None}
-        yield from found.items()
-        missing = [index for index in columns if index not in found]
-        for arrived, data in store.get_each([paths[index] for index in missing]):
-            column = _image_column(data)
-            if isinstance(column, pa.Array):
-                found[missing[arrived]] = column
-            yield missing[arrived], column
-        self._put({(store.url, paths[index]): column for index, column in found.items()})
+            cached = {index: self._columns.get((store.url, path)) for index, path in enumerate(paths)}
+        used = {index: column for index, column in cached.items() if column is not None}
+        yield from used.items()
 
-    def _put(self, newest: dict[tuple[str, str], pa.Array]) -> None:
-        """Add or renew shards, and drop the least recently used ones of the others if the cache is too large."""
+        # Only whole shards are kept: one that could not be fetched, or is damaged, may be better the next time.
+        missing = [index for index in cached if index not in used]
+        for arrived, data in fetch_each(store.get, [paths[index] for index in missing]):
+            column: pa.Array | Exception = data
+            if isinstance(data, bytes):
+                try:
+                    column = used[missing[arrived]] = _parse(data, ["image"])["image"].chunk(0)
+                except DamagedShard as error:
+                    column = error
+            yield missing[arrived], column
+
+        # What was used now is the newest. The least recently used shards of the others go if the cache is too large.
+        newest = {(store.url, paths[index]): column for index, column in used.items()}
         with self._lock:
             self._columns = {key: column for key, column in self._columns.items() if key not in newest} | newest
-            excess_bytes = sum(column.nbytes for column in self._columns.values()) - _CACHE_BYTES
+            excess_bytes = sum(column.nbytes for column in self._columns.values()) - self._max_bytes
             for key in list(self._columns)[: -len(newest) or None]:
                 if excess_bytes <= 0:
                     break
                 excess_bytes -= self._columns.pop(key).nbytes
 
 
-_cache = _ShardCache()
-
-
-def _image_column(data: bytes | Exception) -> pa.Array | Exception:
-    if isinstance(data, Exception):
-        return data
-    try:
-        return _parse(data, ["image"])["image"].chunk(0)
-    except DamagedShard as error:
-        return error
+shard_cache = ShardCache()
 
 
 def _parse(data: bytes, columns: list[str]) -> pa.Table:
+    """Return these columns of a shard, in one chunk. Raise DamagedShard if it is none that raytrain has written."""
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        _check_uncompressed(file.metadata)
+        # A compressed file might unpack to much more than its size; raytrain writes none.
+        for group in range(file.metadata.num_row_groups):
+            for number in range(file.metadata.num_columns):
+                column = file.metadata.row_group(group).column(number)
+                if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
+                    raise DamagedShard(_DAMAGED)
         table = file.read(columns, use_threads=False).select(columns).combine_chunks()
     except (pa.ArrowInvalid, OSError, KeyError):
         raise DamagedShard(_DAMAGED) from None
@@ -136,23 +151,3 @@ def _parse(data: bytes, columns: list[str]) -> pa.Table:
     if image.type != pa.binary() or table["image"].null_count or not len(table):
         raise DamagedShard(_DAMAGED)
     return table
-
-
-def _check_uncompressed(metadata: pq.FileMetaData) -> None:
-    """Raise ArrowInvalid if the file may unpack to much more than its size, as none that raytrain wrote does."""
-    for group in range(metadata.num_row_groups):
-        for number in range(metadata.num_columns):
-            column = metadata.row_group(group).column(number)
-            if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
-                raise pa.ArrowInvalid(f"{column.path_in_schema} is compressed")
-
-
-def _image(images: pa.Array | Exception, row: int) -> bytes | Exception:
-    if isinstance(images, Exception):
-        return images
-    return images[row].as_py() if row < len(images) else DamagedShard(_DAMAGED)
-
-
-def _shard_path(number: int, images: Manifest) -> str:
-    content = hashlib.sha256("\0".join([images.digest, *images.etags.to_pylist()]).encode())
-    return f"shards/{number:06d}-{content.hexdigest()[:16]}.parquet"

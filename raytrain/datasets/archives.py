@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import read_folders
-from raytrain.data.labels.label_columns import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
+from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.errors import UsageError
 
@@ -52,7 +52,7 @@ class Archive:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def read(self, file: IO[bytes]) -> ArchivedImages:
-        """The images, in the archive's order; those without label or content, and other files, are counted.
+        """Yield the images, in the archive's order; count those without label or content, and other files.
 
         Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
         the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
@@ -61,12 +61,15 @@ class Archive:
         Raises UsageError if it cannot be read, has no images or labels where they are looked for, or repeats a key.
         """
         try:
-            found = self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
-            for image in found:
-                if image.label.strip() in _NO_LABELS:
+            for image in self._parquet(file) if self.name.endswith(".parquet") else self._tar(file):
+                label = image.label.strip()
+                if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
-                else:
-                    yield image._replace(key=_safe(image.key), label=image.label.strip())
+                    continue
+                # A key may not lead out of a folder, nor have hidden names, which are not listed.
+                parts = PurePosixPath(image.key.replace("\0", "_")).parts
+                key = "/".join(part.lstrip(".") or "_" for part in parts if part != "/")
+                yield image._replace(key=key, label=label)
         except (pa.ArrowInvalid, tarfile.TarError, zlib.error, EOFError) as error:
             reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
@@ -74,18 +77,36 @@ class Archive:
     # Parquet.
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
+        """Yield the images of a Parquet file, with the names of the classes that Hugging Face writes into it."""
         parquet = pq.ParquetFile(file)
         schema = parquet.schema_arrow
-        image = self._column(
-            schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image, or give a label file with --labels"
-        )
-        label = self._column(
-            schema, LABEL_COLUMNS, next(iter(self.columns.label), None), "labels", "name it with --label-column"
-        )
-        self._check_columns(schema.field(image), schema.field(label))
-        keys = _keys(parquet, self._key_column(schema, image), image)
-        type = schema.field(label).type
-        classes = _class_names(schema, label) if pa.types.is_integer(type) or pa.types.is_floating(type) else []
+        advice = "rename the right one to image, or give a label file with --labels"
+        image = self._column(schema, _IMAGE_COLUMNS, None, "images", advice)
+        label_name = next(iter(self.columns.label), None)
+        label = self._column(schema, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
+
+        # Images are bytes, or structs with bytes, and an image has at most one label.
+        content_type, label_type = schema.field(image).type, schema.field(label).type
+        if pa.types.is_struct(content_type) and content_type.get_field_index("bytes") >= 0:
+            content_type = content_type.field("bytes").type
+        wrong, expected = None, "the bytes of image files are expected; write those into it, or use files with --labels"
+        if content_type not in (pa.binary(), pa.large_binary(), pa.binary_view()):
+            wrong = schema.field(image)
+        elif pa.types.is_nested(label_type):
+            wrong = schema.field(label)
+            expected = "one class per image is expected; unpack the images, and give --labels"
+        if wrong is not None:
+            problem = f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}"
+            raise UsageError(f"{problem}, and {expected}.")
+
+        # Numbers are numbers of classes, if the metadata has the names of these.
+        classes = list[str]()
+        if pa.types.is_integer(label_type) or pa.types.is_floating(label_type):
+            with suppress(KeyError, TypeError, ValueError):
+                metadata = json.loads((schema.metadata or {})[b"huggingface"])
+                classes = [str(name) for name in metadata["info"]["features"][label]["names"]]
+
+        keys = self._keys(parquet, image)
         split = find_column(schema.names, None, ("split",)) or image
         row = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
@@ -94,67 +115,88 @@ class Archive:
                 content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
                 part = "" if split == image else str(values[split] or "").lower()
                 if content:
-                    name = self._class_name(text or "", classes)
-                    yield ArchivedImage(_with_suffix(keys[row], content), content, name, part)
+                    # A label without a class, such as -1, is left to the caller.
+                    if classes and text and text not in _NO_LABELS:
+                        if not text.isdecimal() or int(text) >= len(classes):
+                            raise UsageError(
+                                f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it."
+                            )
+                        text = classes[int(text)]
+                    # The first bytes say the format of a file whose name does not.
+                    key = keys[row]
+                    if not key.lower().endswith(SUFFIXES):
+                        key += next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
+                    yield ArchivedImage(key, content, text or "", part)
                 else:
                     self.left_out["rows without the bytes of an image"] += 1
                 row += 1
 
-    def _class_name(self, text: str, classes: Sequence[str]) -> str:
-        """The class of a label, the number of one of the ``classes`` if there are some, or -1 and the like for none."""
-        if not classes or text in _NO_LABELS:
-            return text
-        if not text.isdecimal() or int(text) >= len(classes):
-            raise UsageError(f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it.")
-        return classes[int(text)]
-
-    def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, what: str, advice: str) -> str:
-        found = find_column(schema.names, name, usual)
-        if found is None:
+    def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
+        """Return the column called ``name``, or by a usual name. Raise UsageError unless there is one."""
+        column = find_column(schema.names, name, usual)
+        if column is None:
             raise UsageError(
-                f"{self.name} has no column of {what}: none of {name or ', '.join(usual)} is among its columns "
+                f"{self.name} has no column of {content}: none of {name or ', '.join(usual)} is among its columns "
                 f"{', '.join(schema.names[:10])}; {advice}."
             )
-        if schema.names.count(found) > 1:
-            raise UsageError(f"{self.name} has {schema.names.count(found)} columns called {found!r}; rename one.")
-        return found
+        if schema.names.count(column) > 1:
+            raise UsageError(f"{self.name} has {schema.names.count(column)} columns called {column!r}; rename one.")
+        return column
 
-    def _check_columns(self, image: pa.Field, label: pa.Field) -> None:
-        """Raise UsageError unless images are bytes, or structs with bytes, and an image has at most one label."""
-        content = image.type
-        if pa.types.is_struct(content) and content.get_field_index("bytes") >= 0:
-            content = content.field("bytes").type
-        wrong, expected = None, "the bytes of image files are expected; write those into it, or use files with --labels"
-        if content not in (pa.binary(), pa.large_binary(), pa.binary_view()):
-            wrong = image
-        elif pa.types.is_nested(label.type):
-            wrong, expected = label, "one class per image is expected; unpack the images, and give --labels"
-        if wrong is not None:
-            what = f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}"
-            raise UsageError(f"{what}, and {expected}.")
-
-    def _key_column(self, schema: pa.Schema, image: str) -> str | None:
+    def _keys(self, parquet: pq.ParquetFile, image: str) -> list[str]:
+        """Return the key of each row: that of its column, else the path beside the bytes if unique, else its number."""
+        schema = parquet.schema_arrow
         if self.columns.key is not None:
-            return self._column(schema, (), self.columns.key, "keys", "name it with --key-column")
-        return find_column([each for each in schema.names if each != image], None, KEY_COLUMNS)
+            column = self._column(schema, (), self.columns.key, "keys", "name it with --key-column")
+        else:
+            column = find_column([name for name in schema.names if name != image], None, KEY_COLUMNS)
+        numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
+        if column is not None:
+            keys = parquet.read([column])[column].to_pylist()
+            return [number if key is None else str(key) for key, number in zip(keys, numbers, strict=True)]
+        type = schema.field(image).type
+        if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
+            return numbers
+        paths = [(record or {}).get("path") for record in parquet.read([f"{image}.path"])[image].to_pylist()]
+        return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
 
     # Tars.
 
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
+        """Yield the images of a tar, with a label file beside each, or else in class folders."""
         with tarfile.open(fileobj=file, mode="r:*") as tar:
-            found = [(each, _why_left_out(each)) for each in tar if not each.isdir()]
-            _check_end(tar)
-            self.left_out.update(reason for _, reason in found if reason)
-            members = [member for member, reason in found if not reason]
-            images = [each for each in members if _suffix(each.name) in SUFFIXES]
-            samples = {_sample_key(each.name) for each in images}
-            if any(_suffix(each.name) in _LABEL_SUFFIXES and _sample_key(each.name) in samples for each in members):
-                yield from self._by_label(tar, members, len(images))
-            elif images:
-                yield from self._by_folder(tar, images, Counter(_suffix(each.name) for each, _ in found))
+            members: list[tarfile.TarInfo] = []
+            suffixes: Counter[str] = Counter()  # of all files, in the tar's order
+            for member in tar:
+                if member.isdir():
+                    continue
+                name = PurePosixPath(member.name).name
+                suffixes[_suffix(name)] += 1
+                may_be_label = _suffix(name) in _LABEL_SUFFIXES and not is_hidden(name)
+                is_file = member.isfile() or member.islnk()
+                if reason := "links" if not is_file else None if may_be_label else why_left_out(name):
+                    self.left_out[reason] += 1
+                else:
+                    members.append(member)
 
-    def _by_label(self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int) -> ArchivedImages:
-        """Images with a label file beside each, as WebDataset has them."""
+            # tarfile takes a damaged header for the end.
+            raw: Any = tar.fileobj
+            raw.seek(tar.offset)
+            if raw.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise tarfile.TarError(f"it is damaged at byte {tar.offset:,}")
+
+            images = [member for member in members if _suffix(member.name) in SUFFIXES]
+            keys_of_images = {_sample_key(member.name) for member in images}
+            keys_of_labels = {_sample_key(member.name) for member in members if _suffix(member.name) in _LABEL_SUFFIXES}
+            if keys_of_images & keys_of_labels:
+                yield from self._with_label_files(tar, members, len(images))
+            elif images:
+                yield from self._in_class_folders(tar, images, suffixes)
+
+    def _with_label_files(
+        self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
+    ) -> ArchivedImages:
+        """Yield images with a label file beside each, as WebDataset has them."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
             images: dict[str, tuple[str, bytes]] = {}  # names and contents by the names without suffix
@@ -165,7 +207,7 @@ class Archive:
                     images[stem] = member.name, _content(tar, member)
                 elif _suffix(member.name) in _LABEL_SUFFIXES and (label := _tar_label(tar, member)):
                     labels.setdefault(stem, label)
-            for stem in [each for each in images if each in labels]:
+            for stem in [stem for stem in images if stem in labels]:
                 yield ArchivedImage(*images.pop(stem), labels.pop(stem))
             if len(images) == len(labels) == 1:  # such as 17.input.jpg and 17.cls
                 yield ArchivedImage(*images.popitem()[1], labels.popitem()[1])
@@ -177,11 +219,13 @@ class Archive:
             )
         self.left_out["images without a label beside them"] += num_alone
 
-    def _by_folder(self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]) -> ArchivedImages:
-        """Images of a tar without label files: their folders are the labels."""
-        named = [(str(PurePosixPath(each.name)).lstrip("/"), each) for each in images]
+    def _in_class_folders(
+        self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
+    ) -> ArchivedImages:
+        """Yield the images of a tar without label files: their folders are the labels."""
+        named = [(str(PurePosixPath(member.name)).lstrip("/"), member) for member in images]
         shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
-        named = [(name, each) for name, each in named if not is_hidden(name[shared:].lstrip("/"))]
+        named = [(name, member) for name, member in named if not is_hidden(name[shared:].lstrip("/"))]
         folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
             raise UsageError(
@@ -189,10 +233,10 @@ class Archive:
                 "it, and pack each folder."
             )
         if not any(folders.classes):
-            found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.items())
+            files = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.items())
             raise UsageError(
                 f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
-                f"folders, but {found}."
+                f"folders, but {files}."
             )
         for (name, member), label in zip(named, folders.classes, strict=True):
             yield ArchivedImage(name, _content(tar, member), label)
@@ -200,6 +244,12 @@ class Archive:
 
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
+
+
+def _sample_key(name: str) -> str:
+    """Return what WebDataset's files of one image have in common: the path up to the first dot of the name."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -211,29 +261,8 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return opened.read()
 
 
-def _why_left_out(member: tarfile.TarInfo) -> str | None:
-    """Why a member that is no folder is not used; None if it is an image or may be a label."""
-    name = PurePosixPath(member.name).name
-    if not member.isfile() and not member.islnk():
-        return "links"
-    return None if _suffix(name) in _LABEL_SUFFIXES and not is_hidden(name) else why_left_out(name)
-
-
-def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise TarError unless the tar has ended: tarfile takes a damaged header for the end."""
-    file: Any = tar.fileobj
-    file.seek(tar.offset)
-    if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-        raise tarfile.TarError(f"it is damaged at byte {tar.offset:,}")
-
-
-def _sample_key(name: str) -> str:
-    folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
-
-
 def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    """The label in a member, empty if it has none. Raises UsageError for several labels."""
+    """Return the label in a member, empty if it has none. Raise UsageError for several labels."""
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
         return content.decode(errors="replace").strip()
@@ -246,46 +275,7 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
             f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the "
             "images, and give their classes with --labels and --label-separator."
         )
-    return _text(label)
-
-
-def _text(label: Any) -> str:
-    """A label of JSON as text: 3.0 is 3, as in label files, and what is missing is empty."""
-    if isinstance(label, bool):
-        return str(label).lower()
-    return "" if label is None else str(int(label) if isinstance(label, float) and label.is_integer() else label)
-
-
-def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:
-    """The key of each row: its value in ``column``, else the path in the image's struct if unique, else its number."""
-    schema = parquet.schema_arrow
-    numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
-    if column is not None:
-        given = parquet.read([column])[column].to_pylist()
-        return [number if key is None else str(key) for key, number in zip(given, numbers, strict=True)]
-    type = schema.field(image).type
-    if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
-        return numbers
-    paths = [(each or {}).get("path") for each in parquet.read([f"{image}.path"])[image].to_pylist()]
-    return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
-
-
-def _class_names(schema: pa.Schema, label: str) -> list[str]:
-    """The names of the classes that Hugging Face's datasets writes into the metadata; empty if there are none."""
-    with suppress(KeyError, TypeError, ValueError):
-        metadata = json.loads((schema.metadata or {})[b"huggingface"])
-        return [str(each) for each in metadata["info"]["features"][label]["names"]]
-    return []
-
-
-def _with_suffix(key: str, content: bytes) -> str:
-    """``key`` with the suffix of an image: the format is told by the first bytes."""
-    if key.lower().endswith(SUFFIXES):
-        return key
-    return key + next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
-
-
-def _safe(key: str) -> str:
-    """``key`` without what leads out of a folder, and without hidden names, which are not listed."""
-    parts = PurePosixPath(key.replace("\0", "_")).parts
-    return "/".join(part.lstrip(".") or "_" for part in parts if part != "/")
+    # 3.0 is 3, as in label files, and what is missing is empty.
+    if label is None or isinstance(label, bool):
+        return "" if label is None else str(label).lower()
+    return str(int(label) if isinstance(label, float) and label.is_integer() else label)

@@ -20,7 +20,7 @@ _TEMP_FOLDER = ".download"  # hidden, so that listing and uploading images ignor
 
 @dataclass(frozen=True)
 class DownloadResult:
-    """What :func:`download` has done."""
+    """The result of :func:`download`."""
 
     name: str
     destination: str
@@ -41,7 +41,14 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
     if name not in _DOWNLOADERS:
         raise UsageError(f"There is no data set {name!r}; choose {' or '.join(_DOWNLOADERS)}.")
     folder = Path(destination).expanduser()
-    _check_new(destination, folder)
+    if "://" in destination or (folder.exists() and not folder.is_dir()):
+        raise UsageError(
+            f"{destination} is not a folder of this machine; give one, and copy it to S3 with `raytrain upload`."
+        )
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - {_TEMP_FOLDER}:
+        raise UsageError(f"The folder {folder} is not empty; give a new one.")
+
+    # Archives arrive in a hidden folder, and images leave it when all of them are there.
     try:
         images = _DOWNLOADERS[name](folder / _TEMP_FOLDER, console or Console(stderr=True))
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError if the checksum is wrong
@@ -56,17 +63,8 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
     return DownloadResult(name, str(folder), num_images)
 
 
-def _check_new(destination: str, folder: Path) -> None:
-    if "://" in destination or (folder.exists() and not folder.is_dir()):
-        raise UsageError(
-            f"{destination} is not a folder of this machine; give one, and copy it to S3 with `raytrain upload`."
-        )
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - {_TEMP_FOLDER}:
-        raise UsageError(f"The folder {folder} is not empty; give a new one.")
-
-
 def _download_cifar10(temp_folder: Path, console: Console) -> Path:
-    """Download, and write each image as a PNG file, which is lossless; returns the folder of the images."""
+    """Download, and write each image as a PNG file, which is lossless; return the folder of the images."""
     from torchvision.datasets import CIFAR10
 
     images = temp_folder / "images"
@@ -82,6 +80,7 @@ def _download_cifar10(temp_folder: Path, console: Console) -> Path:
 
 
 def _download_flowers(temp_folder: Path, console: Console) -> Path:
+    """Download and unpack the photographs; return the folder of the images."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(FLOWERS_URL, temp_folder, md5=FLOWERS_MD5)

@@ -18,7 +18,8 @@ from rich.progress import track
 
 from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import BadImage, shrink
-from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking, build_manifest
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
 from raytrain.data.shards import assign_shards, encode_shard, is_shard_of
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError, UsageError
@@ -36,7 +37,7 @@ _ReadFiles = Callable[[Manifest], "list[bytes]"]  # of the images of a manifest,
 
 @dataclass(frozen=True)
 class PackResult:
-    """What :func:`pack` has done."""
+    """The result of :func:`pack`."""
 
     source: str
     destination: str
@@ -74,6 +75,8 @@ def pack(
         UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it, or no
             image can be shrunk like this.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
+
+    Example: ``pack("s3://photos/flowers", "s3://photos/flowers-packed", shrinking=Shrinking(256, 90))``.
     """
     if shrinking is not None and not (shrinking.shorter_side > 0 < shrinking.quality <= 100):
         raise UsageError(
@@ -89,13 +92,21 @@ def pack(
             raise UsageError(f"{source} cannot be packed into itself; give another folder for the shards.")
         refuse_links_out(images_store, images.keys.to_pylist())
         packed_store.check_writable()
-        read = partial(_contents, images_store)
+
+        # Shrunk images are files on this machine; others are fetched when their shard is written.
+        read = partial(_fetch_unchanged, images_store)
         if shrinking is not None:
             read, images = _shrunk(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
         packed, shards = assign_shards(images, packed_store.url)
         num_written = _write_missing(read, packed_store, shards, console)
+
+    # The index comes last, and must be found with all of its shards.
     packed_store.put(PACKED_INDEX, packed.to_parquet())
-    _check_complete(packed_store, packed, shards)
+    missing = set(shards) - {stored.path for stored in packed_store.list("shards")}
+    if missing or build_manifest(packed_store).digest != packed.digest:
+        raise StorageError(
+            f"{packed.url} lacks {len(missing):,} of {len(shards):,} shards, or its index; run the command again."
+        )
     return PackResult(
         source=source,
         destination=packed.url,
@@ -111,7 +122,7 @@ def pack(
 def _shrunk(
     read: _ReadFiles, images: Manifest, shrinking: Shrinking, folder: Path, console: Console
 ) -> tuple[_ReadFiles, Manifest]:
-    """The images with smaller files, which are kept in ``folder``, and how to read these."""
+    """Write smaller files of the images into ``folder``; return how to read these, and the images with their sizes."""
 
     def file(key: str) -> Path:
         return folder / hashlib.sha256(key.encode()).hexdigest()  # a key may lead out of the folder
@@ -119,10 +130,12 @@ def _shrunk(
     def write(start: int) -> list[int]:
         part = images.select(np.arange(start, min(start + _NUM_SHRUNK_AT_ONCE, len(images))))
         return [
-            file(key).write_bytes(_smaller(data, shrinking))
+            file(key).write_bytes(_shrink_file(data, shrinking))
             for key, data in zip(part.keys.to_pylist(), read(part), strict=True)
         ]
 
+    # Shards are cut by the sizes of the files, so that all of these are made first. The options are in the tags, so
+    # that other options make other shards.
     starts = range(0, len(images), _NUM_SHRUNK_AT_ONCE)
     sizes = [size for part in _in_threads(write, starts, "Shrinking images", console) for size in part]
     etags = string_array([f"{etag}-{shrinking.shorter_side}-{shrinking.quality}" for etag in images.etags.to_pylist()])
@@ -130,8 +143,8 @@ def _shrunk(
     return lambda part: [file(key).read_bytes() for key in part.keys.to_pylist()], shrunk
 
 
-def _smaller(data: bytes, shrinking: Shrinking) -> bytes:
-    """The file of a smaller image; ``data`` if that would not take fewer bytes, or cannot be read."""
+def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
+    """Return the file of a smaller image; ``data`` if that would not take fewer bytes, or cannot be read."""
     from PIL import Image
 
     try:
@@ -148,7 +161,7 @@ def _smaller(data: bytes, shrinking: Shrinking) -> bytes:
 
 
 def _write_missing(read: _ReadFiles, packed_store: Store, shards: dict[str, Manifest], console: Console) -> int:
-    """Write the shards that are missing or damaged; returns their number."""
+    """Write the shards that are missing or damaged; return their number."""
     existing = {stored.path for stored in packed_store.list("shards")}
 
     def write(path: str) -> bool:
@@ -164,6 +177,7 @@ def _write_missing(read: _ReadFiles, packed_store: Store, shards: dict[str, Mani
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str, console: Console) -> list[R]:
+    """Call ``function`` with each item, a few at a time, beside a progress bar; return the results in order."""
     pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack")
     try:
         return list(track(pool.map(function, items), description, total=len(items), console=console))
@@ -171,7 +185,8 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C ends it at once
 
 
-def _contents(store: Store, images: Manifest) -> list[bytes]:
+def _fetch_unchanged(store: Store, images: Manifest) -> list[bytes]:
+    """Return the files of ``images``, in their order. Raise StorageError if one is not what was listed."""
     keys: list[str] = images.keys.to_pylist()
     contents: list[bytes] = []
     for key, size_bytes, data in zip(keys, images.sizes_bytes, store.get_many(keys), strict=True):
@@ -183,12 +198,3 @@ def _contents(store: Store, images: Manifest) -> list[bytes]:
             )
         contents.append(data)
     return contents
-
-
-def _check_complete(store: Store, packed: Manifest, shards: dict[str, Manifest]) -> None:
-    """Raise StorageError unless the store now has the index of the packed images and lists all of its shards."""
-    missing = set(shards) - {stored.path for stored in store.list("shards")}
-    if missing or build_manifest(store).digest != packed.digest:
-        raise StorageError(
-            f"{packed.url} lacks {len(missing):,} of {len(shards):,} shards, or its index; run the command again."
-        )

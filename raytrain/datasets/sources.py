@@ -1,4 +1,4 @@
-"""What `raytrain pack` reads: labelled images in folders, in archives, or beside a label file."""
+"""Sources of `raytrain pack`, labelled images in folders, in archives, or beside a label file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import is_test, is_training
-from raytrain.data.labels.label_columns import JOINED, LabelColumns
-from raytrain.data.labels.label_file import METADATA, LabelTable, own_label_table, read_label_file
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.label_file import JOINED, METADATA, LabelColumns, LabelTable, own_label_table, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
-from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
+from raytrain.data.labels.part_names import is_test, is_training
 from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
 from raytrain.errors import UsageError
 from raytrain.storage.folder import explain_os_error
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _log = logging.getLogger("raytrain")
+_DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Labelling:
 
 @contextmanager
 def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
-    """The store of labelled images, and their manifest; archives are unpacked into a temporary folder meanwhile.
+    """Yield the store of labelled images, and their manifest; archives are unpacked into a temporary folder meanwhile.
 
     ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
     ``*``.
     """
     source = source if "://" in source else os.path.expanduser(source)
+
+    # Archives are unpacked: their images are then in folders, beside a table of their labels.
     archives = _archives(source, os.path.basename(labels.file or ""))
     if archives:
         if labels.file is not None or labels.columns.separator or len(labels.columns.label) > 1:
@@ -67,6 +70,8 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
             images = replace(list_images(store), url=source)  # as messages should name it
             yield store, _by_table(images, table, labels)
         return
+
+    # Images in folders, with a label file or by the names of these.
     store = open_store(source)
     if labels.file is None:
         table = own_label_table(store, labels.columns)
@@ -84,7 +89,7 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
 
 
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
-    """The images with the table's labels, which are their own from now on."""
+    """Return the images with the table's labels, which are their own from now on."""
     if table.classes is not None:
         texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
         table = replace(table, labels=np.array(texts, object), classes=None)
@@ -107,51 +112,51 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
 
 
 def _archives(source: str, label_file: str) -> Sequence[str]:
-    """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test.
+    """Return the Parquet files and tars that ``source`` names or holds, sorted; UsageError for training and test ones.
 
-    A file called ``label_file`` beside others is none of them.
+    They are directly in a folder, or, as in repositories of Hugging Face's hub, in ``data`` below it. A file called
+    ``label_file`` beside others is none of them.
     """
-    files = _files(source)
+    files = _filesystem(source)
     if "*" in source:
-        found = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
-        if not found:
+        archives = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
+        if not archives:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
-        _refuse_splits(source, found)
-        return found
+        _refuse_splits(source, archives)
+        return archives
     if not os.path.isdir(source):
         if source.endswith(ARCHIVE_SUFFIXES):
             return [source]
         refuse_file(source)
     open_store(source).check_readable()
-    return _archives_in(files, source, {*METADATA, label_file})
 
-
-def _archives_in(files: AbstractFileSystem, folder: str, tables: Set[str]) -> Sequence[str]:
-    """The archives directly in ``folder``, or, as in repositories of Hugging Face's hub, in ``data`` below it."""
+    # A folder of packed shards holds Parquet files, too, which are no archives.
+    folder = source
     entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in files.ls(folder, detail=True)}
     if PACKED_INDEX in entries:
         return []
-    found = _archives_among(entry for name, entry in entries.items() if name not in tables)
-    others = [name for name in entries if not name.endswith(ARCHIVE_SUFFIXES) and not _is_plain(name)]
-    is_repository = "data" in others and (len(others) == 1 or len(others) < len(entries))
-    if not found and is_repository and entries["data"]["type"] == "directory":
-        found = _archives_among(files.ls(entries["data"]["name"], detail=True))
+    archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
+
+    # A repository has descriptions and hidden files beside its data.
+    beside = [
+        name
+        for name in entries
+        if not name.endswith((*ARCHIVE_SUFFIXES, *_DESCRIPTION_SUFFIXES)) and not is_hidden(name)
+    ]
+    is_repository = "data" in beside and (len(beside) == 1 or len(beside) < len(entries))
+    if not archives and is_repository and entries["data"]["type"] == "directory":
+        archives = _archives_among(files.ls(entries["data"]["name"], detail=True))
         folder = f"{folder.rstrip('/')}/data"
-    elif found and others:
-        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
-    _refuse_splits(folder, found)
-    return found
+    elif archives and beside:
+        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(beside):,}", min(beside))
+    _refuse_splits(folder, archives)
+    return archives
 
 
 def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
-    """The paths of those entries of a folder that are archives, sorted."""
+    """Return the paths of those entries of a folder that are archives, sorted."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
     return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES))
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a file of a repository is beside the data: a description, or hidden."""
-    return is_hidden(name) or name.endswith((".md", ".json", ".txt", ".py", ".yaml"))
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:
@@ -166,11 +171,18 @@ def _refuse_splits(source: str, archives: Sequence[str]) -> None:
 
 def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder: Path) -> LabelTable:
     """Write the images of the archives below ``folder``, and return their labels."""
+    # Each archive gets a folder: its name, with as many of its folders as make it unique.
+    names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
+    prefixes = [name.rpartition("/")[2] for name in names]
+    if len(set(prefixes)) < len(prefixes):
+        shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))
+        prefixes = [name[shared:].strip("/") for name in names]
+
     label_of: dict[str, tuple[str, str]] = {}  # and the split
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
-    files = _files(source)
-    for name, prefix in zip(archives, _prefixes(archives), strict=True):
+    files = _filesystem(source)
+    for name, prefix in zip(archives, prefixes, strict=True):
         archive = Archive(name, columns)
         with files.open(name, "rb") as file:
             for image in archive.read(cast(IO[bytes], file)):
@@ -186,11 +198,12 @@ def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder:
                 f"{len(repeated):,} images of {name} have names that others have, too: {', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
+
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
     if not label_of:
-        others = f" and the {len(archives) - 1:,} files after it" if len(archives) > 1 else ""
-        raise UsageError(f"There are no labelled images in {archives[0]}{others}.")
+        after_it = f" and the {len(archives) - 1:,} files after it" if len(archives) > 1 else ""
+        raise UsageError(f"There are no labelled images in {archives[0]}{after_it}.")
     keys = sorted(label_of)
     labels, splits = (np.array(texts, object) for texts in zip(*(label_of[key] for key in keys), strict=True))
     return LabelTable(source, np.array(keys, object), labels, splits, np.full(len(keys), "", object))
@@ -211,17 +224,7 @@ def _write(file: Path, image: ArchivedImage, archive: str) -> None:
     os.utime(file, (0, 0))  # the same images make the same shards again
 
 
-def _prefixes(archives: Sequence[str]) -> list[str]:
-    """A folder name for each archive: its name, with as many of its folders as make it unique."""
-    names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
-    short = [name.rpartition("/")[2] for name in names]
-    if len(set(short)) == len(short):
-        return short
-    shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))
-    return [name[shared:].strip("/") for name in names]
-
-
-def _files(source: str) -> AbstractFileSystem:
+def _filesystem(source: str) -> AbstractFileSystem:
     if "://" in source:
         from raytrain.storage.filesystem import filesystem  # s3fs takes a second to import
 

@@ -14,8 +14,8 @@ from rich.progress import track
 from raytrain.data.labels.listing import is_hidden
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
-from raytrain.storage.hedged_requests import threads
 from raytrain.storage.open import URL_FORMS, open_store
+from raytrain.storage.retries_and_hedges import request_threads
 from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _MAX_QUEUED = 4096  # files that wait for a thread: there may be millions
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What :func:`upload` has done."""
+    """The result of :func:`upload`."""
 
     folder: str
     url: str
@@ -47,61 +47,55 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     if "://" not in url:
         raise UsageError(f"{url!r} is not the URL of a bucket; write {URL_FORMS}.")
     source, target = open_store(folder), open_store(url)
-    sizes_bytes = _file_sizes(source)
-    target.check_writable()
-    listed = {stored.path: stored for stored in target.list()}
+
+    # What is copied: all files but hidden ones. A link may not lead out of the folder: its target may be a secret.
+    source.check_readable()
+    sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if not is_hidden(stored.path)}
     paths = sorted(sizes_bytes)
-    sending = _map_concurrently(lambda path: _send(source, target, path, listed), paths)
-    progress = track(sending, f"Uploading to {url}", total=len(paths), console=console or Console(stderr=True))
-    num_sent = sum(progress)
-    _check_arrived(source, target, paths)
+    if not paths:
+        raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
+    if unusable := [path for path in paths if _CONTROL.search(path)]:
+        raise UsageError(
+            f"{len(unusable):,} of {len(paths):,} files in {source.url} have names that a bucket cannot have, "
+            f"such as {unusable[0]!r}; rename them."
+        )
+    refuse_links_out(source, paths)
+    target.check_writable()
+
+    # Objects with the same content are left as they are.
+    listed = {stored.path: stored for stored in target.list()}
+
+    def send(path: str) -> bool:
+        data = source.get(path)
+        if _has_content(target, path, data, listed):
+            return False
+        target.put(path, data)
+        return True
+
+    console = console or Console(stderr=True)
+    num_sent = sum(track(_map_in_threads(send, paths), f"Uploading to {url}", total=len(paths), console=console))
+
+    # Everything is compared once more, with what the bucket lists now.
+    arrived = {stored.path: stored for stored in target.list()}
+    has_arrived = _map_in_threads(lambda path: _has_content(target, path, source.get(path), arrived), paths)
+    missing = [path for path, is_there in zip(paths, has_arrived, strict=True) if not is_there]
+    if missing:
+        raise StorageError(
+            f"{len(missing):,} of {len(paths):,} files in {target.url} differ from those in {source.url} or are "
+            f"missing, such as {missing[0]}; run the command again, and do not change the files meanwhile."
+        )
     return UploadResult(source.url, target.url, len(paths), sum(sizes_bytes.values()), num_sent)
 
 
-def _file_sizes(source: Store) -> dict[str, int]:
-    """Bytes of each file that is not hidden and not in a hidden folder; refuses links that lead out of the folder."""
-    source.check_readable()
-    sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if not is_hidden(stored.path)}
-    if not sizes_bytes:
-        raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
-    if unusable := [path for path in sorted(sizes_bytes) if _CONTROL.search(path)]:
-        raise UsageError(
-            f"{len(unusable):,} of {len(sizes_bytes):,} files in {source.url} have names that a bucket cannot have, "
-            f"such as {unusable[0]!r}; rename them."
-        )
-    refuse_links_out(source, sorted(sizes_bytes))
-    return sizes_bytes
-
-
-def _send(source: Store, target: Store, path: str, listed: Mapping[str, StoredObject]) -> bool:
-    """Copy one file unless it is already there; returns whether it was sent."""
-    data = source.get(path)
-    if _has_content(target, path, data, listed):
-        return False
-    target.put(path, data)
-    return True
-
-
 def _has_content(target: Store, path: str, data: bytes, listed: Mapping[str, StoredObject]) -> bool:
-    """Whether the object is ``data``: compares the ETag, which may be an MD5, and otherwise the content itself."""
+    """Return whether the object is ``data``, by its ETag, which may be an MD5, and otherwise by the content itself."""
     stored = listed.get(path)
     if stored is None or stored.size_bytes != len(data):
         return False
     return stored.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest() or target.get(path) == data
 
 
-def _check_arrived(source: Store, target: Store, paths: Sequence[str]) -> None:
-    listed = {stored.path: stored for stored in target.list()}
-    arrived = _map_concurrently(lambda path: _has_content(target, path, source.get(path), listed), paths)
-    missing = [path for path, is_there in zip(paths, arrived, strict=True) if not is_there]
-    if missing:
-        raise StorageError(
-            f"{len(missing):,} of {len(paths):,} files in {target.url} differ from those in {source.url} or are "
-            f"missing, such as {missing[0]}; run the command again, and do not change the files meanwhile."
-        )
-
-
-def _map_concurrently(work: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
-    """Call ``work`` with each path on this process's storage threads; yields the results in order."""
+def _map_in_threads(work: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
+    """Call ``work`` with each path on this process's storage threads; yield the results in order."""
     for start in range(0, len(paths), _MAX_QUEUED):
-        yield from threads().map(work, paths[start : start + _MAX_QUEUED])
+        yield from request_threads().map(work, paths[start : start + _MAX_QUEUED])

@@ -17,7 +17,6 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from raytrain.config import TrainConfig
 from raytrain.display.run_tables import try_next
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import TrainResult
@@ -45,6 +44,8 @@ def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: 
     Every class gets ``num_images / 10`` images, rounded down, of which ``test_fraction`` go to ``test``. The same
     arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
     or no test image.
+
+    Example: ``render_digits("images", num_images=100)``
     """
     num_per_class = num_images // NUM_CLASSES
     num_test = round(num_per_class * test_fraction)
@@ -54,6 +55,7 @@ def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: 
             "images for testing; each class needs at least one image for training and one for testing."
         )
     root = Path(directory)
+    # One generator for all images, in this order: the pixels depend on nothing but the arguments.
     rng = np.random.default_rng(seed)
     for split, count in (("train", num_per_class - num_test), ("test", num_test)):
         for digit in range(NUM_CLASSES):
@@ -65,31 +67,32 @@ def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: 
 
 
 def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
-    """One image of a digit, uint8 (28, 28), light on dark, with random font, pose, contrast and noise."""
-    glyph = _transformed(_glyph(str(rng.choice(FONTS)), digit), rng)
-    coverage = np.asarray(glyph, dtype=np.float32) / 255  # (28, 28), 1 is ink
-    paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
-    noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
-    return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
+    """Draw one image of a digit, uint8 (28, 28), light on dark, with random font, pose, contrast and noise.
 
+    Example: ``draw_digit(7, np.random.default_rng(0))``
+    """
+    glyph = _glyph(str(rng.choice(FONTS)), digit)
 
-def _transformed(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """The glyph rotated by up to 45 degrees either way, scaled and shifted, at its final size."""
+    # The pose: rotated either way, scaled and shifted. PIL wants the map from a point of the result to the glyph.
     angle = math.radians(rng.uniform(-MAX_ROTATION_DEGREES, MAX_ROTATION_DEGREES))
     scale = rng.uniform(0.85, 1.1)
     shift_x, shift_y = rng.uniform(-2.0, 2.0, size=2) * _OVERSAMPLE
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     centre = _CANVAS / 2
     x, y = centre + shift_x, centre + shift_y
-    # Maps a point of the result back to the glyph.
     inverse = (cos, sin, centre - cos * x - sin * y, -sin, cos, centre + sin * x - cos * y)
     rotated = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
-    return rotated.reduce(_OVERSAMPLE)
+
+    # Contrast and noise, in grey levels of 0 to 255.
+    coverage = np.asarray(rotated.reduce(_OVERSAMPLE), dtype=np.float32) / 255  # (28, 28), 1 is ink
+    paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
+    noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
+    return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
 
 
 @cache
 def _glyph(font: str, digit: int) -> Image.Image:
-    """A digit upright in the middle of the oversampled canvas, white on black, of the same height in every font."""
+    """Draw a digit upright in the middle of the oversampled canvas, white on black, as high in every font."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
     canvas = Image.new("L", (3 * _CANVAS, 3 * _CANVAS))
     ImageDraw.Draw(canvas).text((_CANVAS, _CANVAS), str(digit), fill=255, font=ImageFont.truetype(str(path), _CANVAS))
@@ -109,47 +112,18 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
 
     The digits stay in the folder ``images``, and the run in the folder ``storage``, as ``demo``, ``demo-2``, …
     Raises UsageError if ``storage`` is not a folder, and what :func:`raytrain.launch.train.train` raises.
+
+    Example: ``run_demo(storage="./runs").test_accuracy``
     """
     from raytrain.datasets.upload import upload
     from raytrain.demo.s3_server import S3Server
     from raytrain.display.terminal import TerminalView
     from raytrain.launch.train import train
-
-    config = _config(_unused_name(storage), storage, workers)
-    console = Console()
-    console.print(f"Drawing 5,000 digits into {images}/", highlight=False)
-    render_digits(images)
-    with TemporaryFolder() as folder:
-        buckets = folder / "buckets"
-        (buckets / "demo").mkdir(parents=True)
-        with S3Server(buckets) as server, _aws_environment(server.environment()):
-            upload(images, URL, console)
-            with TerminalView(console) as view:
-                return train(config, view=view.update)
-
-
-def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
-    """Test accuracy, where everything is stored, and commands to try next."""
-    accuracy = result.test_accuracy
-    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the test images are right"
-    locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
-    return Group(
-        Text.assemble((tested, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."),
-        *(Text(f"{name:<12}{path}") for name, path in locations.items()),
-        try_next(result.name, storage, f"{images}/test"),
-    )
-
-
-def _shortest(path: str) -> str:
-    """``path``, or its relative form if that is shorter."""
-    return min(path, os.path.relpath(path), key=len)
-
-
-def _config(name: str, storage: str, workers: int) -> TrainConfig:
     from raytrain.recipes import digits
 
-    return digits(
-        name=name,
+    # What is wrong with the options is refused before anything is drawn.
+    config = digits(
+        name=unused_name(storage),
         storage=storage,
         data=f"{URL}/train",
         test_data=f"{URL}/test",
@@ -163,10 +137,39 @@ def _config(name: str, storage: str, workers: int) -> TrainConfig:
         warmup_epochs=1,
         translate=2,
     )
+    console = Console()
+    console.print(f"Drawing 5,000 digits into {images}/", highlight=False)
+    render_digits(images)
+
+    # From here on it is a run as any other, on images in a bucket.
+    with TemporaryFolder() as folder:
+        buckets = folder / "buckets"
+        (buckets / "demo").mkdir(parents=True)
+        with S3Server(buckets) as server, aws_environment(server.environment()):
+            upload(images, URL, console)
+            with TerminalView(console) as view:
+                return train(config, view=view.update)
 
 
-def _unused_name(storage: str) -> str:
-    """``demo``, or the first of ``demo-2``, ``demo-3``, … that does not exist yet."""
+def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
+    """Return the test accuracy, where everything is stored, and commands to try next, as text."""
+    accuracy = result.test_accuracy
+    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the test images are right"
+    locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
+    return Group(
+        Text.assemble((tested, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."),
+        *(Text(f"{name:<12}{path}") for name, path in locations.items()),
+        try_next(result.name, storage, f"{images}/test"),
+    )
+
+
+def _shortest(path: str) -> str:
+    """Return ``path``, or its relative form if that is shorter."""
+    return min(path, os.path.relpath(path), key=len)
+
+
+def unused_name(storage: str) -> str:
+    """Return ``demo``, or the first of ``demo-2``, ``demo-3``, … that does not exist yet."""
     from raytrain.runs.documents import CONFIG, run_store
 
     if "://" in storage:
@@ -175,12 +178,12 @@ def _unused_name(storage: str) -> str:
     return next(name for name in names if not run_store(storage, name).exists(CONFIG))
 
 
-def _aws_environment(aws: dict[str, str]) -> AbstractContextManager[Any]:
+def aws_environment(aws: dict[str, str]) -> AbstractContextManager[Any]:
     """Make ``aws`` the whole AWS configuration of this process, so that a user's keys or role do not interfere."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    not_aws = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     no_other_source = {
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    return patch.dict(os.environ, {**others, **no_other_source, **aws}, clear=True)
+    return patch.dict(os.environ, {**not_aws, **no_other_source, **aws}, clear=True)

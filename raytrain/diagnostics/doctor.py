@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from raytrain.launch.placement import Hardware, Placement, place
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.ray.private_api import missing
-from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3, credential_method
 from raytrain.storage.open import open_store
 from raytrain.storage.request_errors import explain
@@ -61,11 +60,11 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing prevents training."""
+        """True if nothing prevents training."""
         return not self.failures
 
     def summary(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
 
@@ -73,19 +72,30 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
     """Check whether every node of the cluster at ``address`` can read ``data`` and write to ``storage``.
 
     Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
+
+    Example: ``diagnose("s3://bucket/train", "s3://bucket/runs", address=None).ok``
     """
     data_store, run_store = open_store(data) if data else None, open_store(storage)
     with Connection(address) as cluster:
         cluster.connect()
         with _probe_request(data_store, run_store) as (request, no_credentials):
             nodes = probe_nodes(request)
-        all_reduce = _measure_all_reduce(nodes)
-        found = cluster_hardware()
-    placement, too_small = _place_workers(found)
+        # The bandwidth between the nodes needs an answer of each, on the same kind of device.
+        num_gpus = [len(node.report.gpus) for node in nodes if node.report is not None]
+        all_reduce = measure_all_reduce(num_gpus) if len(num_gpus) == len(nodes) else None
+        hardware = cluster_hardware()
+
+    placement, too_small = None, None
+    try:
+        placement = place(recipes.custom(), hardware)  # as `--workers auto` does
+    except UsageError as error:
+        too_small = str(error)
+
     own_versions = versions()
+    cluster_failures = (no_credentials, too_small, all_reduce and all_reduce.problem)
     cluster_warnings = (
-        too_few_data_cpus(found, placement),
-        folder_on_many_nodes(run_store, found.num_nodes),
+        too_few_data_cpus(hardware, placement),
+        folder_on_many_nodes(run_store, hardware.num_nodes),
         different_nvidia_drivers(nodes),
         *missing(),
     )
@@ -96,20 +106,14 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
         placement=placement,
         nodes=nodes,
         all_reduce=all_reduce,
-        failures=_findings(no_credentials, too_small, all_reduce and all_reduce.problem)
-        + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
-        warnings=_findings(*cluster_warnings) + group_by_sentence(nodes, node_warnings),
+        failures=_findings(cluster_failures) + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
+        warnings=_findings(cluster_warnings) + group_by_sentence(nodes, node_warnings),
     )
-
-
-def _measure_all_reduce(nodes: Sequence[Node]) -> AllReduce | None:
-    reports = [node.report for node in nodes if node.report is not None]
-    return measure_all_reduce([len(report.gpus) for report in reports]) if len(reports) == len(nodes) else None
 
 
 @contextmanager
 def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
-    """What the nodes check, with this process's credentials on loan, or a sentence that says why there are none."""
+    """Yield what the nodes check, with this process's credentials on loan, and why there are none, if so."""
     stores = [store for store in (storage, data) if store is not None]
     in_bucket = next((store for store in stores if store.cloud is not None), None)
     if in_bucket is None:
@@ -118,51 +122,39 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
     from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
-        found_in, problem = "", None
+        # In a word, which step of the AWS credential chain found the credentials; another cloud does not say it.
+        lent_from, problem = "", None
         try:
-            found_in = _credential_method(in_bucket.cloud)
+            method = credential_method() if isinstance(in_bucket.cloud, S3) else ""
+            lent_from = _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
         except Exception as error:
             problem = str(explain(error, in_bucket.url, in_bucket.cloud))
         lent_data, lent_storage = (store and store.with_lent_credentials(served) for store in (data, storage))
-        yield ProbeRequest(lent_data, lent_storage, served, found_in), problem
+        yield ProbeRequest(lent_data, lent_storage, served, lent_from), problem
 
 
-def _credential_method(cloud: Cloud | None) -> str:
-    """Which step of the AWS credential chain found this process's credentials, in a word; empty for another cloud."""
-    method = credential_method() if isinstance(cloud, S3) else ""
-    return _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
-
-
-def _place_workers(found: Hardware) -> tuple[Placement | None, str | None]:
-    """The placement of ``--workers auto``, or why the cluster is too small for it."""
-    try:
-        return place(recipes.custom(), found), None
-    except UsageError as error:
-        return None, str(error)
-
-
-def _findings(*sentences: str | None) -> tuple[Finding, ...]:
+def _findings(sentences: Iterable[str | None]) -> tuple[Finding, ...]:
     return tuple(Finding(sentence) for sentence in sentences if sentence)
 
 
 def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterator[str]]) -> tuple[Finding, ...]:
-    """The sentences about all nodes, each once with the addresses of its nodes."""
+    """Return the sentences about all nodes, each once with the addresses of its nodes."""
     addresses: dict[str, list[str]] = {}
     for node in nodes:
         for sentence in sentences(node):
             addresses.setdefault(sentence, []).append(node.address)
-    return tuple(Finding(sentence, tuple(found)) for sentence, found in addresses.items())
+    return tuple(Finding(sentence, tuple(of_nodes)) for sentence, of_nodes in addresses.items())
 
 
 def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
-    """What prevents training on a node, or the same numbers on all of them."""
+    """Yield what prevents training on a node, or the same numbers on all of them."""
     yield from node.problems
     if node.report is None:
         return
     for name, version in node.report.versions.items():
         if version != driver_versions[name]:
-            here = driver_versions[name] or "missing"
-            yield f"{name} is {version or 'missing'} on the node but {here} here; install the same version."
+            driver_version = driver_versions[name] or "missing"
+            yield f"{name} is {version or 'missing'} on the node but {driver_version} here; install the same version."
     if node.gpus >= 1 and not node.report.gpus:
         yield (
             f"The NVIDIA driver reports no GPU, but Ray counts {node.gpus:g}; check the driver, and that a container "
@@ -171,26 +163,30 @@ def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
 
 
 def node_warnings(node: Node) -> Iterator[str]:
-    """What is unusual on a node, compared with Ray's count and this machine's clock."""
+    """Yield what is unusual on a node, compared with Ray's count and this machine's clock."""
     if node.report is None:
         return
+    # Ray uses fewer GPUs than there are.
     if node.gpus < (num_gpus := len(node.report.gpus)):
         yield (
             f"Ray counts {node.gpus:g} of the {num_gpus} GPUs that the NVIDIA driver reports; start Ray with "
             f"--num-gpus {num_gpus} to use them all."
         )
+    # The object store lies in shared memory; what does not fit there is on a disk, which is slow.
     if node.report.shm_bytes is not None and node.report.shm_bytes < node.object_store_bytes:
         yield (
             f"/dev/shm has {node.report.shm_bytes / 1e9:,.1f} GB and the object store "
             f"{node.object_store_bytes / 1e9:,.1f} GB, so images are written to disk; run the container with "
             f"--shm-size {node.object_store_bytes / 2**30:.0f}g or more."
         )
+    # A run is taken over if its heartbeat looks old, and S3 refuses signatures of another time.
     if abs(node.clock_ahead_s) > _CLOCK_TOLERANCE_S:
         direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
         yield (
             f"The node's clock is at least {abs(node.clock_ahead_s):.0f} s {direction} this machine's; keep both right "
             "with chrony or another NTP client: heartbeats, leases and S3's signatures count on it."
         )
+    # Ray spills nothing to a disk that is nearly full, and fails instead.
     if node.report.disk.used_fraction > _SPILLS_BELOW:
         yield (
             f"The disk of the temporary folder is {node.report.disk.used_fraction:.0%} full, and Ray writes images to "
@@ -199,15 +195,15 @@ def node_warnings(node: Node) -> Iterator[str]:
 
 
 def different_nvidia_drivers(nodes: Iterable[Node]) -> str | None:
-    """Whether the nodes' GPUs have different drivers."""
-    found = sorted({gpu.driver for node in nodes if node.report for gpu in node.report.gpus})
-    if len(found) < 2:
+    """Return a sentence if the nodes' GPUs have different drivers."""
+    drivers = sorted({gpu.driver for node in nodes if node.report for gpu in node.report.gpus})
+    if len(drivers) < 2:
         return None
-    return f"The nodes have NVIDIA drivers {', '.join(found)}; install the same one, for NCCL depends on it."
+    return f"The nodes have NVIDIA drivers {', '.join(drivers)}; install the same one, for NCCL depends on it."
 
 
 def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | None:
-    """Whether reading images will hold up training on GPUs, or leaves no CPU at all."""
+    """Return a sentence if reading images will hold up training on GPUs, or has no CPU at all."""
     if placement is None:
         return None
     left = placement.data_cpus * placement.num_workers
@@ -222,7 +218,7 @@ def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | 
 
 
 def folder_on_many_nodes(storage: Store, num_nodes: int) -> str | None:
-    """Whether runs are written to a folder that some nodes may not see."""
+    """Return a sentence if runs are written to a folder that some nodes may not see."""
     if storage.cloud is not None or num_nodes == 1:
         return None
     return (

@@ -21,18 +21,21 @@ from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_head
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
 from raytrain.data.labels.manifest import Shrinking
+from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.augment import Augment, build_transforms
-from raytrain.training.batch import Batch, mix_batch, to_batch
+from raytrain.training.batch import Batch, to_batch
 from raytrain.training.gallery import screen_pixels
+from raytrain.training.mixup import mix_batch
 
 _MAX_IMAGES = 2048  # of the training images, and as many test images
 _BLOCK = 64  # images that are read at once
-_NUM_SHOWN = 40
+_NUM_SHOWN = 40  # images after augmentation
 _SAMPLING_FRACTION = 0.5  # of the time; the rest is for duplicates
+_MAX_SIDE = 256  # height and width, in pixels, beyond which images are made smaller
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,39 @@ class ClassCount:
     name: str
     training: int
     test: int
+
+
+class MinMedianMax(NamedTuple):
+    """The smallest, the middle and the largest of some whole numbers."""
+
+    min: int
+    median: int
+    max: int
+
+    @classmethod
+    def of(cls, values: Iterable[int]) -> MinMedianMax | None:
+        """Return None if there are no ``values``."""
+        numbers = np.fromiter(values, np.int64)
+        return cls(*(int(statistic(numbers)) for statistic in (np.min, np.median, np.max))) if len(numbers) else None
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """What ``images`` random images are like."""
+
+    images: int
+    formats: dict[str, int]
+    width: MinMedianMax | None  # pixels
+    height: MinMedianMax | None
+    unreadable: tuple[SkippedImage, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FirstImages:
+    """Images after augmentation, and what each is to be recognised as: a class, or two with their shares if mixed."""
+
+    pixels: Pixels  # (n, H, W, C)
+    labels: tuple[str, ...]  # (n,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,13 +92,13 @@ class LookResult:
     left_out: dict[str, int]  # other files, by the reason why they are not used
     shrinking: Shrinking | None  # when the images were packed
     classes: tuple[ClassCount, ...]
-    size_bytes: Range | None  # of the files of the training images
+    size_bytes: MinMedianMax | None  # of the files of the training images
     sample: ImageSample
     duplicates: Duplicates
     first_images: FirstImages
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values, without the pixels."""
+        """Return the result as plain values, without the pixels."""
         return plain({name: value for name, value in vars(self).items() if name not in ("title", "first_images")})
 
 
@@ -71,16 +107,21 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
 
     No more files are read after ``limit_s`` seconds; the result says how many were. Raises UsageError or StorageError
     if the data cannot be read, or no run could start with it.
+
+    Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """
     check_named(config)
     config = with_preprocessing_of_weights(config)
     name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
     data = open_dataset(config, run_store(config.storage, name))
+
+    # Half of the time is for images that cannot be read, the other half for images that are there twice.
     started_s = time.monotonic()
     sample = sample_images(data, config.seed, started_s + _SAMPLING_FRACTION * limit_s)
     images = StoredImages(data.train_store, data.train), StoredImages(data.test_store, data.test)
     duplicates = find_duplicates(*images, started_s + limit_s)
 
+    counts = (manifest.class_counts().tolist() for manifest in (data.train, data.test))
     return LookResult(
         title=config.name or config.recipe,
         data=data.train.url,
@@ -89,48 +130,19 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
         test_images=len(data.test),
         left_out=count_left_out(data.train, data.test),
         shrinking=data.train.shrinking,
-        classes=_class_counts(data),
-        size_bytes=Range.of(data.train.sizes_bytes.tolist()),
+        classes=tuple(map(ClassCount, data.train.classes, *counts)),
+        size_bytes=MinMedianMax.of(data.train.sizes_bytes.tolist()),
         sample=sample,
         duplicates=duplicates,
         first_images=first_images(config, data, _NUM_SHOWN),
     )
 
 
-def _class_counts(data: Dataset) -> tuple[ClassCount, ...]:
-    training, test = (manifest.class_counts().tolist() for manifest in (data.train, data.test))
-    return tuple(map(ClassCount, data.train.classes, training, test))
-
-
-class Range(NamedTuple):
-    """The smallest, the middle and the largest of some whole numbers."""
-
-    min: int
-    median: int
-    max: int
-
-    @classmethod
-    def of(cls, values: Iterable[int]) -> Range | None:
-        """None if there are no ``values``."""
-        numbers = np.fromiter(values, np.int64)
-        return cls(*(int(of(numbers)) for of in (np.min, np.median, np.max))) if len(numbers) else None
-
-
-@dataclass(frozen=True)
-class ImageSample:
-    """What ``images`` random images are like."""
-
-    images: int
-    formats: dict[str, int]
-    width: Range | None
-    height: Range | None
-    unreadable: tuple[SkippedImage, ...]
-
-
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
     """Decode up to 2,048 random training images, and as many test images, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
     unreadable: list[SkippedImage] = []
+    # A file may crash a decoder, or make it take all memory: that must not end this process.
     with DecodeProcess(data.test_format.shape) as process:
         for key, content in _contents(data, seed, deadline_s):
             try:
@@ -142,14 +154,14 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
     return ImageSample(
         images=len(headers) + len(unreadable),
         formats=dict(Counter(header.format for header in headers).most_common()),
-        width=Range.of(header.width for header in headers),
-        height=Range.of(header.height for header in headers),
+        width=MinMedianMax.of(header.width for header in headers),
+        height=MinMedianMax.of(header.height for header in headers),
         unreadable=tuple(unreadable),
     )
 
 
 def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str, bytes | Exception]]:
-    """Keys and files, of training and test images in turn."""
+    """Yield keys and files, in blocks of training and of test images in turn, each in a random order."""
     sets = [(data.train_store, data.train), (data.test_store, data.test)]
     orders = [random_order(manifest, seed) for _, manifest in sets]
     for start in range(0, _MAX_IMAGES, _BLOCK):
@@ -160,29 +172,20 @@ def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str
             yield from zip(block.keys.to_pylist(), read_contents(store, block), strict=True)
 
 
-_MAX_SIDE = 256  # height and width, in pixels, beyond which images are made smaller
-
-
-@dataclass(frozen=True, eq=False)
-class FirstImages:
-    """Images after augmentation, and what each is to be recognised as: a class, or two with their shares if mixed."""
-
-    pixels: Pixels  # (n, H, W, C)
-    labels: tuple[str, ...]  # (n,)
-
-
 def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
-    """At most so many images from the start of the first global batch, without those that cannot be read."""
+    """Return up to ``most`` images from the start of the first global batch, without those that cannot be read."""
     workers = config.workers if isinstance(config.workers, int) else 1
     resolved = replace(config, worker_load=None).resolve(
         name="look", num_workers=workers, device="cpu", mean=data.mean, std=data.std
     )
     plan = data.plan(resolved)
-    draws = plan.batch_samples(plan.batch(0))
+    draws = plan.batch_draws(plan.batch(0))
     if not (config.mixup or config.cutmix):
         batch = _batch(resolved, data, draws[:most])
         return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
-    draws = np.roll(draws, 1)[: most + 1]  # each is mixed with the one before it, the first one with the last
+
+    # Each image is mixed with the one before it, and the first with the last: so the last one comes along.
+    draws = np.roll(draws, 1)[: most + 1]
     batch = _batch(resolved, data, draws)
     mixing = {"mixup": config.mixup, "cutmix": config.cutmix, "label_sets": _label_sets(data)}
     mixed = mix_batch(batch, len(data.train.classes), config.seed, **mixing)
@@ -190,8 +193,9 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
 
 
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
+    """Read the images of ``draws``, (n,), in a process of its own, and augment them as the first step would."""
     plan = data.plan(config)
-    samples = draws % plan.num_samples
+    samples = samples_of(draws, plan.num_samples)
     wanted = data.train.select(samples)
     crops = data.train_format.cropping.crops(draws, epoch=0)
     with ImageReader(data.train_store, *data.train_format, isolated=True) as reader:
@@ -209,13 +213,12 @@ def _label_sets(data: Dataset) -> Tensor | None:
 
 
 def _shown(config: ResolvedConfig, batch: Batch, classes: tuple[str, ...], rows: slice) -> FirstImages:
-    pixels = screen_pixels(batch.images[rows], config, _MAX_SIDE)
-    return FirstImages(pixels, tuple(_described(target, classes) for target in batch.targets[rows]))
-
-
-def _described(target: Tensor, classes: tuple[str, ...]) -> str:
-    """The class that ``target``, (), says, or the classes, (C,), the likeliest first, with probabilities if mixed."""
-    if not target.ndim:
-        return classes[int(target)]
-    shares = [(classes[label], float(target[label])) for label in target.argsort(descending=True).tolist()]
-    return ", ".join(name if share == 1 else f"{share:.0%} {name}" for name, share in shares if share > 0)
+    labels: list[str] = []
+    for target in batch.targets[rows]:
+        if not target.ndim:  # the number of a class
+            labels.append(classes[int(target)])
+            continue
+        # (C,): the likeliest class first, with its probability if images are mixed.
+        shares = [(classes[label], float(target[label])) for label in target.argsort(descending=True).tolist()]
+        labels.append(", ".join(name if share == 1 else f"{share:.0%} {name}" for name, share in shares if share > 0))
+    return FirstImages(screen_pixels(batch.images[rows], config, _MAX_SIDE), tuple(labels))

@@ -44,9 +44,9 @@ class Interface:
 
 
 def interface_of(address: str) -> Interface | None:
-    """This machine's interface with ``address``; None if it has none, as behind address translation."""
+    """Return this machine's interface with ``address``; None if it has none, as behind address translation."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
+        if any(known.address == address for known in addresses):
             megabits = psutil.net_if_stats()[name].speed
             return Interface(name, megabits * 10**6 if megabits > 0 else None)
     return None
@@ -63,29 +63,33 @@ class AllReduce:
 
 
 def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
-    """Let all nodes add up a tensor, with NCCL if each has a GPU, else gloo; None if there is only one node."""
+    """Let all nodes add up a tensor, with NCCL if each has a GPU, else gloo; return None if there is only one node.
+
+    ``num_gpus`` are those of each node.
+    """
     if len(num_gpus) < 2:
         return None
+    # All meet at a port of the first node, each in a process of its own, which may hang without harm.
     device, backend = ("cuda", "nccl") if min(num_gpus) else ("cpu", "gloo")
     ports = run_on_each_node(_free_port, _TIMEOUT_S)
     if (meet_at := ports[0].result) is None:
         return _failure(backend, len(ports), ports[0])
-    one_rank = partial(_start_rank, device, tuple(each.node.id for each in ports), meet_at)
+    one_rank = partial(_start_rank, device, tuple(port.node.id for port in ports), meet_at)
     results = run_on_each_node(one_rank, _TIMEOUT_S)
-    if failed := next((each for each in results if each.result is None), None):
+    if failed := next((result for result in results if result.result is None), None):
         return _failure(backend, len(results), failed)
-    return AllReduce(backend, len(results), bytes_per_s=min(each.result for each in results if each.result))
+    return AllReduce(backend, len(results), bytes_per_s=min(result.result for result in results if result.result))
 
 
 def _free_port(node: ClusterNode) -> tuple[str, int]:
-    """Where the others may meet this node's process."""
+    """Return the address and a port where the others may meet this node's process."""
     with socket.socket() as opened:
         opened.bind(("", 0))
         return node.address, opened.getsockname()[1]
 
 
 def _start_rank(device: str, node_ids: tuple[str, ...], meet_at: tuple[str, int], node: ClusterNode) -> float:
-    """The bandwidth that this node measures, in a process of its own, which may hang."""
+    """Return the bandwidth in bytes/s that this node measures, in a process of its own."""
     words = map(str, (node_ids.index(node.id), len(node_ids), *meet_at, device))
     output = python_with_all_gpus(["-m", "raytrain.diagnostics.network_probe", *words], _TIMEOUT_S - 5)
     return float(output.splitlines()[-1])
@@ -97,7 +101,7 @@ def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce
 
 
 def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
-    """The output of Python in a process that sees all GPUs, which Ray hides; UsageError with its last line."""
+    """Return the output of Python in a process that sees all GPUs, which Ray hides; UsageError with its last line."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -108,7 +112,7 @@ def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
 
 
 def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> float:
-    """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; returns the bus bandwidth in bytes/s.
+    """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; return the bus bandwidth in bytes/s.
 
     Counted as nccl-tests does: of the N ranks of a ring, each sends 2(N-1)/N times the tensor
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).

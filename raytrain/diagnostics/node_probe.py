@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NUM_OBJECTS_READ = 48
 _TORCH_TIMEOUT_S = 60.0
 _TIMEOUT_S = 120.0
-_WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # a random name, which differs from node to node
+_WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # with it, each node would have a problem of its own
 _TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
@@ -93,19 +93,22 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     started = time.time()
     problems: dict[str, None] = {}  # ordered, each sentence once
     data, storage = request.data, request.storage
-    found = gpus()
+    own_gpus = gpus()
     disk = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
-    if found and node.gpus >= 1:
+    shm_bytes = None
+    with suppress(OSError):
+        shm_bytes = shutil.disk_usage("/dev/shm").total
+    if own_gpus and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
     return NodeReport(
         versions=versions(),
-        gpus=found,
-        shm_bytes=_shm_bytes(),
+        gpus=own_gpus,
+        shm_bytes=shm_bytes,
         identity=_attempt(lambda: _identity(request), storage, problems) if storage else None,
         read_speed=_attempt(lambda: _measure_read_speed(data), data, problems) if data else None,
         writable=bool(storage and _attempt(lambda: _check_writable(storage), storage, problems)),
         problems=tuple(problems),
-        precision=fastest_precision("cuda" if found else "cpu"),
+        precision=fastest_precision("cuda" if own_gpus else "cpu"),
         interface=interface_of(node.address),
         disk=Disk(disk.free, disk.total),
         clock_s=(started, time.time()),
@@ -113,19 +116,16 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what must be the same on all nodes; None for packages that are not installed."""
-    return {name: _version(name) for name in ("raytrain", "ray", "torch")} | {"python": platform.python_version()}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    """Return the versions of what must be the same on all nodes; None for packages that are not installed."""
+    installed: dict[str, str | None] = {"raytrain": None, "ray": None, "torch": None}
+    for name in installed:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return {**installed, "python": platform.python_version()}
 
 
 def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, None]) -> T | None:
-    """The result of ``action``; None if it fails, with one more sentence in ``problems``."""
+    """Return the result of ``action``; None if it fails, with one more sentence in ``problems``."""
     try:
         return action()
     except Exception as error:
@@ -135,8 +135,8 @@ def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, N
 
 
 def _identity(request: ProbeRequest) -> str | None:
-    """Which credentials this node uses, and what may be shown of them."""
-    store = next((each for each in (request.storage, request.data) if each and each.cloud), None)
+    """Return which credentials this node uses, and what may be shown of them."""
+    store = next((store for store in (request.storage, request.data) if store and store.cloud), None)
     if request.lent is None or store is None or store.cloud is None:
         return None
     if isinstance(store.cloud, S3) and store.cloud.is_amazon and (role := own_role()):
@@ -146,41 +146,41 @@ def _identity(request: ProbeRequest) -> str | None:
 
 
 def _measure_read_speed(store: Store) -> ReadSpeed:
+    """List and read the first shards, or the first images of a listing; raise UsageError if there are none."""
+    # Listing: packed images are in a manifest, which says how many are in each shard.
     started = time.perf_counter()
-    paths, num_images = _some_files(store)
-    listed = time.perf_counter()
-    contents = store.get_many(paths)
-    seconds = time.perf_counter() - listed
-    num_bytes = sum(len(_content(content)) for content in contents)
-    return ReadSpeed(listed - started, num_images, num_images / seconds, num_bytes / seconds)
-
-
-def _some_files(store: Store) -> tuple[list[str], int]:
-    """The paths of the first shards, or of the first images of a listing, and the number of images in them."""
     packed = open_packed(store)
     if packed is not None and (packing := packed.packing) is not None:
         paths = list(packing.shards[:_NUM_OBJECTS_READ])
-        return paths, int((packing.shard < len(paths)).sum())
-    images = (stored.path for stored in store.list() if stored.path.lower().endswith(SUFFIXES))
-    if paths := list(islice(images, _NUM_OBJECTS_READ)):
-        return paths, len(paths)
-    raise UsageError(
-        f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
-    )
-
-
-def _content(content: bytes | Exception) -> bytes:
-    if isinstance(content, FileNotFoundError):
-        raise StorageError(
-            f"{content} was listed but does not exist any more; check whether something deletes the images, or try "
-            "again."
+        num_images = int((packing.shard < len(paths)).sum())
+    else:
+        images = (stored.path for stored in store.list() if stored.path.lower().endswith(SUFFIXES))
+        paths = list(islice(images, _NUM_OBJECTS_READ))
+        num_images = len(paths)
+    if not paths:
+        raise UsageError(
+            f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
         )
-    if isinstance(content, Exception):
-        raise content
-    return content
+
+    # Reading: the requests all at once, as training makes them.
+    listed = time.perf_counter()
+    contents = store.get_many(paths)
+    seconds = time.perf_counter() - listed
+    num_bytes = 0
+    for content in contents:
+        if isinstance(content, FileNotFoundError):
+            raise StorageError(
+                f"{content} was listed but does not exist any more; check whether something deletes the images, or "
+                "try again."
+            )
+        if isinstance(content, Exception):
+            raise content
+        num_bytes += len(content)
+    return ReadSpeed(listed - started, num_images, num_images / seconds, num_bytes / seconds)
 
 
 def _check_writable(store: Store) -> bool:
+    """Return True, or raise StorageError without the random name of the file that was tried."""
     try:
         store.check_writable()
     except StorageError as error:
@@ -188,14 +188,8 @@ def _check_writable(store: Store) -> bool:
     return True
 
 
-def _shm_bytes() -> int | None:
-    with suppress(OSError):
-        return shutil.disk_usage("/dev/shm").total
-    return None
-
-
 def _check_torch() -> None:
-    """Compute on the first GPU."""
+    """Compute on the first GPU; raise UsageError with torch's words if that fails."""
     try:
         python_with_all_gpus(["-c", _TORCH_CHECK], _TORCH_TIMEOUT_S)
     except UsageError as error:
@@ -219,33 +213,30 @@ class Node(ClusterNode):
         return self.report.problems if self.report else (self.error or "",)
 
     def devices(self) -> dict[str, Any]:
-        """The node's devices as plain values, each GPU with its number, and what is wrong."""
-        found = self.report.gpus if self.report else ()
-        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(found)]
+        """Return the node's devices as plain values, each GPU with its number, and what is wrong."""
+        reported = self.report.gpus if self.report else ()
+        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(reported)]
         known = {name: getattr(self, name) for name in ("address", "id", "cpus", "memory_bytes")}
         return {**known, "gpus": gpus, "problems": list(self.problems)}
 
 
 def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
-    """Probe all nodes at the same time: a broken node delays no other, and training reads on all nodes at once too."""
+    """Probe all nodes at the same time: a broken node delays no other, and training reads on all nodes at once too.
+
+    Example: ``probe_nodes(ProbeRequest())`` probes their hardware and software alone.
+    """
     asked = time.time()
     results = run_on_each_node(lambda node: probe_node(request, node), _TIMEOUT_S)
     answered = time.time()
-    return tuple(
-        Node(
-            **vars(each.node),
-            report=each.result,
-            error=each.error,
-            clock_ahead_s=_clock_ahead(each.result, asked, answered) if each.result else 0.0,
-        )
-        for each in results
-    )
-
-
-def _clock_ahead(report: NodeReport, asked: float, answered: float) -> float:
-    """The check took place between two moments of this machine's clock: the least that explains a node's clock."""
-    started, ended = report.clock_s
-    return min(0.0, started - asked) + max(0.0, ended - answered)
+    nodes: list[Node] = []
+    for result in results:
+        ahead = 0.0
+        if result.result:
+            # The check took place between two moments of this machine's clock: the least that explains the node's.
+            started, ended = result.result.clock_s
+            ahead = min(0.0, started - asked) + max(0.0, ended - answered)
+        nodes.append(Node(**vars(result.node), report=result.result, error=result.error, clock_ahead_s=ahead))
+    return tuple(nodes)
 
 
 def list_devices(address: str | None) -> tuple[Node, ...]:
@@ -255,8 +246,8 @@ def list_devices(address: str | None) -> tuple[Node, ...]:
     """
     if address == "local" or not uses_cluster(address):
         memory = psutil.virtual_memory().total
-        here = ClusterNode("this", "machine", cores(), len(gpus()), memory_bytes=memory, object_store_bytes=0)
-        return (Node(**vars(here), report=probe_node(ProbeRequest(), here)),)
+        this = ClusterNode("this", "machine", cores(), len(gpus()), memory_bytes=memory, object_store_bytes=0)
+        return (Node(**vars(this), report=probe_node(ProbeRequest(), this)),)
     with Connection(address) as cluster:
         cluster.connect()
         return probe_nodes(ProbeRequest())

@@ -12,7 +12,8 @@ from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class ProfileResult:
         return {name: mean(worker[name] for worker in self.workers) for name in PHASES}
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return {**dataclasses.asdict(self), "step_s": self.step_s, "phases": self.phases}
 
 
@@ -66,6 +67,8 @@ def profile(
     Nothing of the run is kept but the traces, in the folder ``output``. ``loop`` is a training loop to use instead of
     the built-in one or the one that ``config`` names.
     Raises what :func:`raytrain.train` raises.
+
+    Example: ``raytrain.profile(recipes.cifar10(data="s3://bucket/train")).advice``
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
     folder = Path(output).absolute()
@@ -74,8 +77,10 @@ def profile(
         old.unlink()
     with TemporaryFolder() as storage:
         short = _short_run(config, str(storage / "runs"))
-        own = loop or load_optional("--loop", config.loop)
-        train(short, loop=partial(profiled_loop, loop=own, folder=str(folder)))
+        profiled = loop or load_optional("--loop", config.loop)  # None: the built-in one
+        train(short, loop=partial(profiled_loop, loop=profiled, folder=str(folder)))
+
+    # Each worker has left its seconds beside its trace.
     files = sorted(folder.glob("worker-*[0-9].json"), key=lambda file: int(file.stem.partition("-")[2]))
     workers = tuple(json.loads(file.read_text()) for file in files)
     for file in files:
@@ -85,7 +90,7 @@ def profile(
 
 
 def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
-    """The same training on this machine, without anything beside the steps, and with enough of them."""
+    """Return the same training on this machine, with enough steps, and with nothing beside them."""
     return dataclasses.replace(
         config,
         name="profile",
@@ -111,7 +116,8 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
 
 
 def advice(phases: dict[str, float], config: TrainConfig) -> str:
-    """One sentence on what would make the steps of a run with these ``phases`` (in seconds) faster."""
+    """Return one sentence on what would make the steps of a run with these ``phases`` (in seconds) faster."""
+    # The first of these that takes much is worth the advice; the network's own time comes last.
     share = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
     part = {name: f"{fraction:.0%} of a step" for name, fraction in share.items()}
     if share["waiting for data"] > 0.15:
@@ -128,17 +134,15 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
         return f"Copying and augmenting takes {part['copy and augmentation']}: leave out augmentations to be faster."
     if share["optimizer"] > 0.25:
         return f"The optimizer takes {part['optimizer']}: a larger --batch-size has fewer steps for as many images."
-    return _advice_on_computing(f"{share['forward'] + share['backward']:.0%} of a step", config)
 
-
-def _advice_on_computing(part: str, config: TrainConfig) -> str:
+    # The network itself: what makes it faster and is not chosen yet.
     flags = [
         *(["--precision auto"] if config.precision in ("float32", "tf32", "float64") else []),
         *([] if config.channels_last else ["--channels-last"]),
         *([] if config.compile else ["--compile"]),
     ]
     hint = f"try {' and '.join(flags)}" if flags else "more workers or a smaller network would make it faster"
-    return f"The network itself takes {part}: {hint}."
+    return f"The network itself takes {share['forward'] + share['backward']:.0%} of a step: {hint}."
 
 
 @dataclass(frozen=True)
@@ -155,21 +159,27 @@ class Ranges:
 
 
 def phase_seconds(ranges: Ranges) -> dict[str, float]:
-    """The seconds of an average step that each of :data:`PHASES` takes; their sum is the step's.
+    """Return the seconds of an average step that each of :data:`PHASES` takes; their sum is the step's.
 
     All-reduce is only what no computing hides: the time in which a worker does nothing but wait for the others. It is
     taken out of the phase that it falls into.
     """
+    # Between two edges, of any kind, nothing begins or ends: such a piece of time is in a phase as a whole or not.
     edges = np.unique([edge for kind in vars(ranges).values() for interval in kind for edge in interval])
-    middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)  # (num_edges - 1,)
 
     def within(intervals: Sequence[Interval]) -> NDArray[np.bool_]:
-        """For each time between two edges, whether it lies in one of ``intervals``."""
+        """Return for each piece of time whether it lies in one of ``intervals``: more have begun than have ended."""
         starts, ends = np.sort(np.reshape(intervals, (-1, 2)), axis=0).T
         return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
 
+    # Copies lie between the wait for a batch and the loop's body; forward ends with the last backward of the body.
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
-    forwards = [(body[0], _end_of_backward(body, ranges.backwards)) for body in ranges.bodies]
+    forwards: list[Interval] = []
+    for start, end in ranges.bodies:
+        ends = [min(last, end) for first, last in ranges.backwards if first < end and start < last]
+        forwards.append((start, max(ends, default=start)))
+
     backward = within(ranges.backwards)
     phases = {
         "waiting for data": within(ranges.waits),
@@ -185,60 +195,57 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
     return {name: seconds[name] / len(ranges.steps) / 1e6 for name in PHASES}
 
 
-def _end_of_backward(body: Interval, backwards: Sequence[Interval]) -> float:
-    start, end = body
-    return max((min(last, end) for first, last in backwards if first < end and start < last), default=start)
-
-
 WARM_UP_STEPS, NUM_STEPS = 5, 10
 _BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"
 
 
 def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> None:
-    """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``."""
-    steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
-    write = partial(_write, folder=Path(folder), run=run)
-    with torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler:
-        profiled = _ProfiledRun(run, profiler)
-        wait = profiled.wait_for_device
-        with _marked(torch.Tensor, "backward", _BACKWARD, wait), _marked_optimizers(wait):
-            (loop or built_in.train)(cast(Run, profiled))
+    """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``.
 
+    The phases are marked in the trace, and on a GPU each waits for the device: otherwise it would end before its work.
+    """
 
-class _ProfiledRun:
-    """Marks its phases in the trace, and ends after the profiled steps. On a GPU each phase waits for the device."""
+    def wait() -> None:
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
 
-    def __init__(self, run: Run, profiler: torch_profiler.profile) -> None:
-        self._run = run
-        self._profiler = profiler
+    def write(profiler: torch_profiler.profile) -> None:
+        profiler.export_chrome_trace(str(Path(folder, f"worker-{run.rank}.trace.json.gz")))
+        seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
+        Path(folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
+    all_epochs = run.epochs
 
-    def epochs(self, *arguments: Any, **options: Any) -> Iterator[Epoch]:
+    def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
         num_left = WARM_UP_STEPS + NUM_STEPS
-        for epoch in self._run.epochs(*arguments, **options):
-            yield Epoch(epoch.number, len(epoch), self._batches(islice(epoch, num_left)))
+        for epoch in all_epochs(*arguments, **options):
+            yield Epoch(epoch.number, len(epoch), marked_batches(islice(epoch, num_left)))
             num_left -= len(epoch)
             if num_left <= 0:
                 return
 
-    def _batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def marked_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self.wait_for_device()
+            wait()
             with record_function(_BODY):
                 yield batch
-                self.wait_for_device()
-            self._profiler.step()
+                wait()
+            profiler.step()
 
-    def wait_for_device(self) -> None:
-        if self._run.device.type == "cuda":
-            torch.cuda.synchronize(self._run.device)
+    # The first steps are left out: they compile, and choose algorithms. The loop gets only as many batches as needed.
+    steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
+    with (
+        torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler,
+        patch.object(run, "epochs", few_epochs),
+        _marked(torch.Tensor, "backward", _BACKWARD, wait),
+        _marked_optimizers(wait),
+    ):
+        (loop or built_in.train)(run)
 
 
 @contextmanager
 def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
-    """In this context the method ``name`` of ``owner`` is a ``phase`` of the trace."""
+    """Mark the calls of the method ``name`` of ``owner`` in this context as a ``phase`` of the trace."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -258,7 +265,8 @@ def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Ite
 
 @contextmanager
 def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
-    """In this context the steps of all optimizers are a phase of the trace."""
+    """Mark the steps of all optimizers in this context as a phase of the trace, by torch's own hooks."""
+    # A step may be in a step, if one optimizer wraps another: the innermost one ends first.
     phases: list[record_function] = []
 
     def begin(*_: object) -> None:
@@ -277,14 +285,8 @@ def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
             hook.remove()
 
 
-def _write(profiler: torch_profiler.profile, folder: Path, run: Run) -> None:
-    profiler.export_chrome_trace(str(folder / f"worker-{run.rank}.trace.json.gz"))
-    seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
-    (folder / f"worker-{run.rank}.json").write_text(json.dumps(seconds))
-
-
 def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
-    """What the profiler recorded, in microseconds."""
+    """Return what the profiler recorded, in microseconds."""
     events = list(profiler.events() or ())
     kernels = [event for event in events if event.device_type.name == "CUDA"]
     on_cpu = [event for event in events if event.device_type.name != "CUDA"]
@@ -293,9 +295,10 @@ def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
         for name in ("ProfilerStep*", WAIT_FOR_DATA, _BODY, _BACKWARD, _OPTIMIZER)
     )
     collectives = [event for event in events if event.name.startswith(("gloo:", "ncclDevKernel"))]
+    # On a GPU, the kernels compute; on CPUs, torch's operators do, of the thread that the steps are in.
     if on_gpu:
         computing = [event for event in kernels if not event.is_user_annotation and not event.name.startswith("nccl")]
     else:
         computing = [event for event in events if event.name.startswith("aten::") and event.thread == steps[0].thread]
-    found = (steps, waits, bodies, backwards, optimizers, collectives, computing)
-    return Ranges(*([(event.time_range.start, event.time_range.end) for event in kind] for kind in found))
+    kinds = (steps, waits, bodies, backwards, optimizers, collectives, computing)
+    return Ranges(*([(event.time_range.start, event.time_range.end) for event in kind] for kind in kinds))

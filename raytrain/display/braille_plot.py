@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ class Series:
     mark: str | None = None
 
     def points(self) -> tuple[Floats, Floats]:
-        """The finite points, each array (num_points,)."""
+        """Return x and y of the finite points, arrays of (num_points,)."""
         xs, ys = np.array(self.xs, dtype=np.float64), np.array(self.ys, dtype=np.float64)
         finite = np.isfinite(ys)
         return xs[finite], ys[finite]
@@ -58,89 +59,86 @@ class Plot:
     legend: Literal["title", "below"] = "title"
 
     def __post_init__(self) -> None:
-        self._points = [(one, *one.points()) for one in self.series]
+        self._points = [(series, *series.points()) for series in self.series]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
-        yield self._heading()
+
+        # The title, and at its right or below the plot the name and last value of each series.
+        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._points]
+        names = [
+            Text(f"{series.mark or '━'} {series.label} {value}", style=f"not bold {series.style}", overflow="fold")
+            for series, value in zip(self.series, last, strict=True)
+        ]
+        heading = Text(f"{self.title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
+        if self.legend == "title":
+            for name in names:
+                heading.append("  ").append_text(name)
+        yield heading
         yield from self._picture(width)
         if self.legend == "below":
-            yield Padding(Columns(self._names(), padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
+            yield Padding(Columns(names, padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
 
     def _picture(self, width: int) -> Iterator[Text]:
+        """Yield the lines of the plot with its axes; ``width`` characters are right of the y axis."""
         drawn = [(xs, ys) for _, xs, ys in self._points if len(xs)]
         if not drawn:
             yield from [Text(_axis("", "│"), style="dim")] * self.height
             yield Text()
             return
+
+        # A few much higher values, such as the losses of the first steps, do not decide on the y axis: they are drawn
+        # at its upper end.
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
-        low, high = _range(np.concatenate([ys for _, ys in drawn]), margin=0.1)
-        y_range = low, min(high, _usual_high(np.concatenate([ys for _, ys in drawn]), low))
-        for label, line in zip(
-            self._labels(y_range, cut=y_range[1] < high), self._lines(width, x_range, y_range), strict=True
-        ):
-            yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
-        yield Text(self._bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
+        all_ys = np.concatenate([ys for _, ys in drawn])
+        low, highest = _range(all_ys, margin=0.1)
+        most = float(np.quantile(all_ys, 0.97))
+        is_flattened = len(all_ys) >= 20 and all_ys.max() - low > 4 * (most - low) and most > low
+        high = min(highest, most + (most - low) / 4) if is_flattened else highest
 
-    def _heading(self) -> Text:
-        heading = Text(f"{self.title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
-        if self.legend == "title":
-            for entry in self._names():
-                heading.append("  ").append_text(entry)
-        return heading
-
-    def _names(self) -> list[Text]:
-        """Name and last value of each series."""
-        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._points]
-        return [
-            Text(f"{one.mark or '━'} {one.label} {value}", style=f"not bold {one.style}", overflow="fold")
-            for (one, _, _), value in zip(self._points, last, strict=True)
-        ]
-
-    def _labels(self, y_range: tuple[float, float], *, cut: bool) -> list[str]:
-        low, high = y_range
+        # Labels of the y axis: at its ends and in its middle.
         labels = [""] * self.height
         labels[0], labels[self.height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
-        labels[0] = "≥" * cut + labels[0]  # what is higher is drawn at the edge
-        return labels
+        labels[0] = "≥" * (high < highest) + labels[0]
+        for label, line in zip(labels, self._lines(width, x_range, (low, high)), strict=True):
+            yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
 
-    def _bottom(self, width: int, low: float, high: float) -> str:
-        first, last = self.first_x.format(low), self.last_x.format(high)
-        return " " * (_AXIS_WIDTH + 1) + (
-            first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
-        )
+        # Labels of the x axis: at both ends, or at the right end alone if there is no room for two.
+        first, last = self.first_x.format(x_range[0]), self.last_x.format(x_range[1])
+        both = first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
+        yield Text(" " * (_AXIS_WIDTH + 1) + both, style="dim", no_wrap=True, overflow="crop")
 
-    def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> list[Text]:
-        """One text of ``width`` characters for each of the ``height`` rows of cells."""
+    def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> Iterator[Text]:
+        """Yield a text of ``width`` characters for each of the ``height`` rows of cells."""
         chars = np.full((self.height, width), " ", dtype="<U1")
         styles = np.full((self.height, width), "", dtype=object)
-        for one, xs, ys in self._points:
+        for series, xs, ys in self._points:
+            # A cell is 2 dots wide and 4 dots high; rows of dots are counted from the top.
             columns = _scaled(xs, x_range, 2 * width)
             rows = 4 * self.height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self.height)
-            mark = "•" if len(xs) == 1 and one.mark is None else one.mark
+            mark = "•" if len(xs) == 1 and series.mark is None else series.mark
             if mark is None:
-                cells = _braille(columns, rows, self.height, width)
+                cells = _line_cells(columns, rows, self.height, width)
                 drawn = cells != _BLANK
                 chars[drawn] = [chr(cell) for cell in cells[drawn]]
             else:
                 drawn = np.zeros(chars.shape, dtype=bool)
                 drawn[rows.astype(int) // 4, columns.astype(int) // 2] = True
                 chars[drawn] = mark
-            styles[drawn] = one.style
-        return [_styled(row, style) for row, style in zip(chars.tolist(), styles.tolist(), strict=True)]
+            styles[drawn] = series.style
+
+        # Neighbours of the same style become one span.
+        for row, row_styles in zip(chars.tolist(), styles.tolist(), strict=True):
+            text = Text()
+            for style, cells in groupby(zip(row, row_styles, strict=True), key=itemgetter(1)):
+                text.append("".join(char for char, _ in cells), style)
+            yield text
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:
-    """The smallest and the largest value; if they are the same, ``margin`` below and above it."""
+    """Return the smallest and the largest value; if they are the same, ``margin`` below and above it."""
     low, high = float(values.min()), float(values.max())
     return (low, high) if high > low else (low - margin, high + margin)
-
-
-def _usual_high(values: Floats, low: float) -> float:
-    """The upper end of an axis that a few much higher values do not decide on."""
-    most = float(np.quantile(values, 0.97))
-    is_flattened = len(values) >= 20 and values.max() - low > 4 * (most - low) and most > low
-    return most + (most - low) / 4 if is_flattened else float("inf")
 
 
 def _scaled(values: Floats, limits: tuple[float, float], size: int) -> Floats:
@@ -149,38 +147,38 @@ def _scaled(values: Floats, limits: tuple[float, float], size: int) -> Floats:
     return (values - low) / (high - low) * (size - 1)
 
 
-def _braille(columns: Floats, rows: Floats, height: int, width: int) -> NDArray[np.uint16]:
-    """Cells (height, width) of a line through dots. Points in the same column of dots are averaged."""
+def _line_cells(columns: Floats, rows: Floats, height: int, width: int) -> NDArray[np.uint16]:
+    """Return the braille cells (height, width) of a line through dots at ``columns`` and ``rows``, (num_points,) each.
+
+    Points in the same column of dots are averaged.
+    """
     cells = np.full((height, width), _BLANK, dtype=np.uint16)
     if not len(columns):
         return cells
-    at = np.rint(columns).astype(np.intp)
-    counts = np.bincount(at)
+
+    # The row of the line in each column of dots from the first point to the last, interpolated between points.
+    point_columns = np.rint(columns).astype(np.intp)
+    counts = np.bincount(point_columns)
     filled = np.flatnonzero(counts)
-    means = np.bincount(at, weights=rows)[filled] / counts[filled]
+    means = np.bincount(point_columns, weights=rows)[filled] / counts[filled]
     xs = np.arange(int(filled[0]), int(filled[-1]) + 1)
     ys: list[int] = np.rint(np.interp(xs, filled, means)).astype(int).tolist()
+
+    # A steep line fills the dots between its rows in neighbouring columns.
     for x, y, before in zip(xs.tolist(), ys, [ys[0], *ys[:-1]], strict=True):
         for dot in range(min(y, before), max(y, before) + 1):
             cells[dot // 4, x // 2] |= _DOTS[dot % 4, x % 2]
     return cells
 
 
-def _styled(chars: Sequence[str], styles: Sequence[str]) -> Text:
-    """The characters as one text; neighbours of the same style become one span."""
-    text = Text()
-    for style, piece in groupby(zip(chars, styles, strict=True), key=lambda pair: pair[1]):
-        text.append("".join(char for char, _ in piece), style)
-    return text
-
-
 def _number(value: float) -> str:
+    """Return a label of the y axis, in scientific notation if it would not fit otherwise."""
     text = f"{value:{_format(value, '.3g')}}"
     return text if len(text) < _AXIS_WIDTH else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _format(value: float, small: str) -> str:
-    """The format of ``value``: ``small``, or a whole number from 100 on: more digits would not fit beside the axis."""
+    """Return the format of ``value``: ``small``, or a whole number from 100 on, as more digits would not fit."""
     return ",.0f" if 100 <= abs(value) < 100_000 else small
 
 

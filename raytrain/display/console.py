@@ -24,17 +24,18 @@ _STATUS_STYLES = {
     "stopped": "yellow",
     "failed": "red",
 }
+UNKNOWN = "–"
 _NUM_CLASSES = 20  # that are shown
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
 def status_style(status: str) -> str:
-    """The colour of a status; red for one that nobody wishes, such as interrupted."""
+    """Return the colour of a status; red for one that nobody wishes, such as interrupted."""
     return _STATUS_STYLES.get(status, "red")
 
 
 def run_styles(runs: Sequence[object]) -> list[str]:
-    """A colour for each of ``runs``; from the seventh on, colours repeat."""
+    """Return a colour for each of ``runs``; from the seventh on, colours repeat."""
     return [_RUN_STYLES[number % len(_RUN_STYLES)] for number in range(len(runs))]
 
 
@@ -48,35 +49,35 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See :meth:`rich.console.Console.render`."""
+        """Render as :meth:`rich.console.Console.render` does, with control characters made visible."""
         for segment in super().render(renderable, options):
+            # Controls are what rich itself sends, such as cursor movements; texts are what somebody wrote.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-UNKNOWN = "–"
-
-
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as in 00:12:34."""
+    """Return hours, minutes and seconds, as in 00:12:34."""
     minutes, second = divmod(int(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour:02}:{minute:02}:{second:02}"
 
 
 def format_time(time: datetime) -> str:
-    """Day and time in the local time zone, as in Nov 22 09:53."""
+    """Return day and time in the local time zone, as in Nov 22 09:53."""
     return f"{time.astimezone():%b %d %H:%M}"
 
 
 def format_optional(value: float | None, spec: str) -> str:
-    """``value`` in the format ``spec``, or a dash if it is not known."""
+    """Return ``value`` in the format ``spec``, or a dash if it is not known."""
     return UNKNOWN if value is None else f"{value:{spec}}"
 
 
 def format_value(value: object) -> str:
-    """Any plain value, with as many digits as are worth reading."""
+    """Return any plain value as text, with as many digits as are worth reading."""
     if value is None:
         return UNKNOWN
+
+    # Four digits after the point for what may be an accuracy or a loss, none for whole numbers.
     if isinstance(value, float):
         if value.is_integer():
             return f"{value:,.0f}"
@@ -86,26 +87,26 @@ def format_value(value: object) -> str:
 
 
 def format_option(value: object) -> str:
-    """The value of an option as a user types it; the values of a tuple are separated by blanks."""
+    """Return the value of an option as a user types it; the values of a tuple are separated by blanks."""
     return " ".join(
-        UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else one_line(str(one))
-        for one in as_tuple(value)
+        UNKNOWN if item is None else f"{item:g}" if isinstance(item, float) else one_line(str(item))
+        for item in as_tuple(value)
     )
 
 
 def format_count(number: float, noun: str) -> str:
-    """As in 1 worker, 2 workers, 0.5 CPUs."""
+    """Return a number with its noun, as in 1 worker, 2 workers, 0.5 CPUs."""
     text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
 
 
 def format_gigabytes(num_bytes: int) -> str:
-    """As in 1.5 GB, 143 GB."""
+    """Return a size, as in 1.5 GB, 143 GB."""
     return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"
 
 
 def key_value_table(values: Mapping[str, object]) -> RenderableType:
-    """The plain values among ``values``. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
+    """Return a line for each plain value. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -116,7 +117,10 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
 
 
 def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
-    """A table with these headings, those of ``words`` on the left; what a row has behind the last needs no heading."""
+    """Return a table with columns of ``words``, which are on the left, and of ``numbers``.
+
+    A row may have one more cell than there are headings, such as a bar.
+    """
     table = Table(box=box.SIMPLE_HEAD)
     for name in words:
         table.add_column(one_line(name), overflow="fold")
@@ -128,12 +132,12 @@ def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
 
 
 def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
-    """A table of classes, of many classes the first rows, and that there are ``others``."""
+    """Return a table of the first classes, and a line that there are more, which are the ``others``: better, larger."""
     table, num_more = headed_table(["class"], numbers, rows[:_NUM_CLASSES]), len(rows) - _NUM_CLASSES
     more = Text(f" and {num_more:,} {others} classes; --json lists them all", style="dim")
     return Group(table, *([more] if num_more > 0 else []))
 
 
 def bar(value: float, largest: float) -> Bar:
-    """A number as a bar beside a table."""
+    """Return a number as a bar beside a table."""
     return Bar(largest, 0, value, width=16, color="cyan")

@@ -29,7 +29,7 @@ GREY, LIGHT = "#666666", "#f1f3f6"
 BLUE, ORANGE = "#1f6fb4", "#e8710a"
 _DPI = 120
 _MAX_EPOCH_LABELS = 20
-_MAX_DOTS = 60
+_MAX_DOTS = 60  # of a line with more points, the points are not marked
 _COLORS = (BLUE, ORANGE)  # of training and evaluations
 _DASHES = ("-", "--", ":")  # of the first ten runs, the next ten, and others
 _COMPARED: tuple[tuple[str, Kind, str], ...] = (
@@ -45,14 +45,14 @@ def save_png(figure: Figure, output: str) -> None:
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """``figure`` as the content of a PNG file."""
+    """Return ``figure`` as the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_DPI)
     return content.getvalue()
 
 
 def titled_figure(title: str, width: float, height: float, **style: Any) -> Figure:
-    """An empty figure, its sizes in inches; the ``style`` of the title, which may hold any text, is matplotlib's."""
+    """Return an empty figure, its sizes in inches. The title may hold any text; its ``style`` is matplotlib's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -70,38 +70,23 @@ def plain_axes(axes: Axes) -> None:
 
 
 def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
-    """The title above a run's curves."""
+    """Return the title above a run's curves."""
     startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
     return f"Epoch: {epoch}, Elapsed: {format_duration(elapsed_s)}{startup}"
 
 
 def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
-    """Loss and accuracy over the steps: a line for training, a dot for each evaluation."""
-    return side_by_side(_curves("loss", rows, height), _curves("accuracy", rows, height))
-
-
-def _curves(name: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
-    tested = _series("test", "yellow", rows, "evaluation", name)
-    lines = [_series("train", "cyan", rows, "step", name), replace(tested, mark="●")]
-    return Plot(name.replace("_", " "), lines, height)
+    """Return loss and accuracy over the steps: a line for training, a dot for each evaluation."""
+    return side_by_side(_run_plot("loss", rows, height), _run_plot("accuracy", rows, height))
 
 
 def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> RenderableType:
-    """Training loss and test accuracy over the steps, a line for each run, called by its label."""
-    return side_by_side(*_compared(records, labels))
-
-
-def _compared(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
-    runs = list(zip(labels, run_styles(records), records, strict=True))
-    plots: list[Plot] = []
-    for title, kind, name in _COMPARED:
-        lines = [_series(label, style, record.metrics, kind, name) for label, style, record in runs]
-        plots.append(Plot(title, lines, height=10, legend="below"))
-    return plots
+    """Return training loss and test accuracy over the steps, a line for each run, called by its label."""
+    return side_by_side(*_run_comparison(records, labels))
 
 
 def side_by_side(left: Plot, right: Plot) -> RenderableType:
-    """Two plots, each half as wide as the screen."""
+    """Return two plots, each half as wide as the screen."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
@@ -109,18 +94,13 @@ def side_by_side(left: Plot, right: Plot) -> RenderableType:
     return grid
 
 
-def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
-    chosen = [row for row in rows if row.kind == kind]
-    return Series(label, style, [row.step for row in chosen], [row.value(metric) for row in chosen])
-
-
 def curve_figure(record: RunRecord) -> Figure:
-    """Loss, accuracy and learning rate of a run over its steps. Raises UsageError if it has no history."""
+    """Return loss, accuracy and learning rate of a run over its steps. Raise UsageError if it has no history."""
     _check_history([record])
     last = record.metrics[-1]
     title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
     figure = titled_figure(title, 9, 8.5)
-    panels = _draw(figure, [_curves(name, record.metrics) for name in ("loss", "accuracy", "learning_rate")])
+    panels = _draw(figure, [_run_plot(name, record.metrics) for name in ("loss", "accuracy", "learning_rate")])
     for panel in panels[:2]:
         if panel.lines:
             panel.legend(loc="best", frameon=False)
@@ -129,13 +109,41 @@ def curve_figure(record: RunRecord) -> Figure:
 
 
 def comparison_figure(records: Sequence[RunRecord]) -> Figure:
-    """Training loss and test accuracy of several runs over their steps. Raises UsageError if none has a history."""
+    """Return training loss and test accuracy of several runs over their steps.
+
+    Raise UsageError if none of them has a history.
+    """
     _check_history(records)
     figure = titled_figure("", 9, 7.5)
-    panels = _draw(figure, _compared(records, [record.name for record in records]))
+    panels = _draw(figure, _run_comparison(records, [record.name for record in records]))
     lines, names = panels[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     return figure
+
+
+# The plots of a terminal and the panels of a figure are described by the same objects.
+
+
+def _run_plot(metric: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
+    """Return a metric of a run over its steps: a line for training, a dot for each evaluation."""
+    tested = _series("test", "yellow", rows, "evaluation", metric)
+    lines = [_series("train", "cyan", rows, "step", metric), replace(tested, mark="●")]
+    return Plot(metric.replace("_", " "), lines, height)
+
+
+def _run_comparison(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
+    """Return the two plots of a comparison, with a line for each run."""
+    runs = list(zip(labels, run_styles(records), records, strict=True))
+    plots: list[Plot] = []
+    for title, kind, metric in _COMPARED:
+        lines = [_series(label, style, record.metrics, kind, metric) for label, style, record in runs]
+        plots.append(Plot(title, lines, height=10, legend="below"))
+    return plots
+
+
+def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
+    of_kind = [row for row in rows if row.kind == kind]
+    return Series(label, style, [row.step for row in of_kind], [row.value(metric) for row in of_kind])
 
 
 def _check_history(records: Sequence[RunRecord]) -> None:
@@ -147,7 +155,7 @@ def _check_history(records: Sequence[RunRecord]) -> None:
 
 
 def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
-    """Draw what the terminal shows: plots below each other, over the same steps, with dots if they are few."""
+    """Draw plots below each other, over the same steps, with dots if they are few. Return their axes."""
     from matplotlib.ticker import StrMethodFormatter
 
     panels: list[Axes] = list(figure.subplots(len(plots), sharex=True))
@@ -156,9 +164,12 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
         panel.margins(x=0.01)
         panel.set_ylabel(plot.title)
         for number, series in enumerate(plot.series):
+            # A series without a point, such as a run's without an evaluation, has no entry in the legend either.
             steps, values = series.points()
             if not len(steps):
                 continue
+
+            # One run has a colour for training and one for evaluations; of several, each has its own.
             if plot.legend == "title":
                 style: dict[str, Any] = {"label": f"{series.label} {values[-1]:.3f}", "color": _COLORS[number]}
             else:
@@ -172,18 +183,22 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
 
 def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
     """Shade every other epoch, or every other 2, 5, 10 … of them, and write their numbers above the plots."""
+    # The smallest stride of epochs for which the labels have room.
     steps = steps_per_epoch(rows)
     num_epochs = math.ceil(max(row.step for row in rows) / steps)
     sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
-    every = next(size for size in sizes if num_epochs <= size * _MAX_EPOCH_LABELS)
+    stride = next(size for size in sizes if num_epochs <= size * _MAX_EPOCH_LABELS)  # in epochs
+
     for panel in panels:
         panel.set_xlim(0, num_epochs * steps)
-        for first in range(every, num_epochs, 2 * every):
-            last = min(first + every, num_epochs)
+        for first in range(stride, num_epochs, 2 * stride):
+            last = min(first + stride, num_epochs)
             panel.axvspan(first * steps, last * steps, color=LIGHT, linewidth=0, zorder=0)
+
+    # The epochs are an axis of their own, above the steps'.
     to_epoch, to_step = (lambda step: np.divide(step, steps)), (lambda epoch: np.multiply(epoch, steps))
     top = panels[0].secondary_xaxis("top", functions=(to_epoch, to_step))
-    top.set_ticks(range(every, num_epochs + 1, every))
+    top.set_ticks(range(stride, num_epochs + 1, stride))
     top.set_xlabel("epoch", color=GREY)
     top.tick_params(length=0, colors=GREY)
     top.spines["top"].set_visible(False)

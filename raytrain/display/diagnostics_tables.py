@@ -14,46 +14,44 @@ from raytrain.display.console import UNKNOWN, format_count, format_gigabytes, he
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
-    from raytrain.diagnostics.audit import AuditResult, EpochAudit
+    from raytrain.diagnostics.audit import AuditResult
     from raytrain.diagnostics.doctor import DoctorReport, Finding
-    from raytrain.diagnostics.network_probe import AllReduce
-    from raytrain.diagnostics.node_probe import Node, NodeReport
+    from raytrain.diagnostics.node_probe import Node
     from raytrain.diagnostics.profile import ProfileResult
-    from raytrain.launch.placement import Placement
 
 _COUNTS = ("epoch", "planned", "used_once", "unreadable")
 _FAULTS = ("missing", "doubled", "misplaced")
 _NUM_FAULTS_SHOWN = 10
+_NUM_NODES_NAMED = 3  # in the sentence of a finding
 
 
 def audit_page(result: AuditResult) -> RenderableType:
-    """The counts of each epoch and the verdict."""
+    """Return the counts of each epoch and the verdict, with the first faults if there are any."""
     rows = [
         [f"{getattr(epoch, name):,}" for name in _COUNTS] + [f"{len(getattr(epoch, fault)):,}" for fault in _FAULTS]
         for epoch in result.epochs
     ]
-    return Group(headed_table((), [name.replace("_", " ") for name in (*_COUNTS, *_FAULTS)], rows), *_verdict(result))
+    counts = headed_table((), [name.replace("_", " ") for name in (*_COUNTS, *_FAULTS)], rows)
 
-
-def _verdict(result: AuditResult) -> list[Text]:
+    # The verdict is one green sentence, or a red one with the samples that it is about.
     steps = f"steps {result.first_step:,} to {result.last_step:,}"
     if result.clean:
-        return [Text(f"Every readable sample was used exactly once per epoch, in its step ({steps}).", style="green")]
-    faults = [line for epoch in result.epochs for line in _faults(epoch)]
+        verdict = Text(f"Every readable sample was used exactly once per epoch, in its step ({steps}).", style="green")
+        return Group(counts, verdict)
     verdict = Text(f"Some samples were not used exactly once per epoch, in their step ({steps}):", style="red")
+    faults = [
+        Text(f"  {fault} in epoch {epoch.epoch}: {one_line(key)}")
+        for epoch in result.epochs
+        for fault in _FAULTS
+        for key in getattr(epoch, fault)
+    ]
     num_more = len(faults) - _NUM_FAULTS_SHOWN
     more = [Text(f"  and {num_more:,} more; --json lists them all")] if num_more > 0 else []
-    return [verdict, *faults[:_NUM_FAULTS_SHOWN], *more]
-
-
-def _faults(epoch: EpochAudit) -> list[Text]:
-    return [
-        Text(f"  {fault} in epoch {epoch.epoch}: {one_line(key)}") for fault in _FAULTS for key in getattr(epoch, fault)
-    ]
+    return Group(counts, verdict, *faults[:_NUM_FAULTS_SHOWN], *more)
 
 
 def devices_page(nodes: Sequence[Node]) -> RenderableType:
-    """A line for each device, and below them the problems that nodes reported."""
+    """Return a line for each device, and below them the problems that nodes reported."""
     rows: list[tuple[str, ...]] = []
     for node in nodes:
         cpus, memory = format_count(node.cpus, "CPU"), format_gigabytes(node.memory_bytes)
@@ -66,89 +64,84 @@ def devices_page(nodes: Sequence[Node]) -> RenderableType:
     return Group(table, *problems)
 
 
-_NUM_NODES_NAMED = 3
-
-
 def doctor_page(report: DoctorReport) -> RenderableType:
-    """The whole page."""
+    """Return the whole page: the cluster, each of its nodes, and what prevents training or slows it down."""
+    # The cluster as a whole.
+    placement, all_reduce = report.placement, report.all_reduce
+    auto_workers = speed = None
+    if placement is not None:
+        cpus = f"{placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
+        auto_workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}; CPUs for each: {cpus}"
+    if all_reduce is not None:
+        speed = f"failed with {all_reduce.backend}"
+        if all_reduce.bytes_per_s is not None:
+            rate = f"{all_reduce.bytes_per_s / 1e6:,.0f} MB/s"
+            speed = f"{rate} between {all_reduce.num_nodes} nodes with {all_reduce.backend}"
     about = {
         "versions": " · ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items()),
         "data": report.data,
         "storage": report.storage,
-        "--workers auto": report.placement and _placement_text(report.placement),
-        "all-reduce": report.all_reduce and _all_reduce_text(report.all_reduce),
+        "--workers auto": auto_workers,
+        "all-reduce": speed,
     }
-    return Group(key_value_table(about), Text(), _about_nodes(report), _findings(report))
 
-
-def _about_nodes(report: DoctorReport) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
+    # Each node: its addresses on the left, its lines on the right, and a blank line between two nodes.
+    nodes = Table.grid(padding=(0, 2))
     for node in report.nodes:
-        grid.add_row(f"{node.address}\n{node.id}", Group(*_about_node(node, report.data is not None), Text()))
-    return grid
+        nodes.add_row(f"{node.address}\n{node.id}", Group(*_node_lines(node, report.data is not None), Text()))
+
+    # What to do. A finding says which nodes have it, unless there is one node only.
+    findings = Table.grid(padding=(0, 1))
+    for mark, style, group in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
+        for finding in group:
+            findings.add_row(Text(mark, style), Text(_names_of_nodes(finding, report) + one_line(finding.sentence)))
+    if report.ok:
+        findings.add_row(Text("✓", "green"), "Nothing prevents training.")
+
+    return Group(key_value_table(about), Text(), nodes, findings)
 
 
-def _about_node(node: Node, checks_data: bool) -> Iterator[Text]:
-    """What a node has, how fast it reads the data, and whether it can write the storage: a line for each."""
+def _node_lines(node: Node, checks_data: bool) -> Iterator[Text]:
+    """Return a line for each of: what a node has, how fast it reads the data, whether it can write the storage."""
     memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
     counts = f"{format_count(node.cpus, 'CPU')}, {format_count(node.gpus, 'GPU')}"
     yield Text(f"{counts}, {memory} of memory, {store} of object store")
     if (report := node.report) is None:
         yield Text("no answer", "red")
         return
+
+    # Machine: the GPUs of one type together, then the disk and the network.
     for gpu, count in Counter(report.gpus).items():
         memory = format_gigabytes(gpu.memory_bytes)
         yield Text(f"{count} × {gpu.name.removeprefix('NVIDIA ')}, {memory}, driver {gpu.driver}")
     yield Text(f"--precision auto: {report.precision}; free disk: {format_gigabytes(report.disk.free_bytes)}")
-    if (found := report.interface) is not None:
-        speed = f"{found.bits_per_s / 1e9:g} Gbit/s" if found.bits_per_s else "unknown speed"
-        yield Text(f"network: {found.name}, {speed}")
-    yield _read_speed_text(report, checks_data)
+    if (interface := report.interface) is not None:
+        bandwidth = f"{interface.bits_per_s / 1e9:g} Gbit/s" if interface.bits_per_s else "unknown speed"
+        yield Text(f"network: {interface.name}, {bandwidth}")
+
+    # Data and storage, with the credentials of this node.
+    if (speed := report.read_speed) is not None:
+        rates = f"{speed.images_per_s:,.0f} images/s, {speed.bytes_per_s / 1e6:,.1f} MB/s"
+        yield Text(f"data: {rates}, listed in {speed.listing_s:.2f} s", "green")
+    else:
+        yield Text("data: not read", "red") if checks_data else Text("data: not checked", "dim")
     yield Text("storage: written", "green") if report.writable else Text("storage: not written", "red")
     if report.identity:
         yield Text(f"credentials: {report.identity}")
 
 
-def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
-    speed = report.read_speed
-    if speed is None:
-        return Text("data: not read", "red") if checks_data else Text("data: not checked", "dim")
-    rates = f"{speed.images_per_s:,.0f} images/s, {speed.bytes_per_s / 1e6:,.1f} MB/s"
-    return Text(f"data: {rates}, listed in {speed.listing_s:.2f} s", "green")
-
-
-def _placement_text(placement: Placement) -> str:
-    workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
-    return f"{workers}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
-
-
-def _all_reduce_text(found: AllReduce) -> str:
-    if found.bytes_per_s is None:
-        return f"failed with {found.backend}"
-    return f"{found.bytes_per_s / 1e6:,.0f} MB/s between {found.num_nodes} nodes with {found.backend}"
-
-
-def _findings(report: DoctorReport) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    for mark, style, findings in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
-        for finding in findings:
-            grid.add_row(Text(mark, style), Text(_which_nodes(finding, len(report.nodes)) + one_line(finding.sentence)))
-    if report.ok:
-        grid.add_row(Text("✓", "green"), "Nothing prevents training.")
-    return grid
-
-
-def _which_nodes(finding: Finding, num_nodes: int) -> str:
+def _names_of_nodes(finding: Finding, report: DoctorReport) -> str:
+    """Return the nodes that have a finding, as the beginning of its sentence; nothing if it is one of the cluster."""
     named, num_more = finding.nodes[:_NUM_NODES_NAMED], len(finding.nodes) - _NUM_NODES_NAMED
-    if not named or num_nodes == 1:
+    if not named or len(report.nodes) == 1:
         return ""
-    if len(finding.nodes) == num_nodes:
-        return f"All {num_nodes} nodes: "
+    if len(finding.nodes) == len(report.nodes):
+        return f"All {len(report.nodes)} nodes: "
     return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "") + ": "
 
 
 def profile_page(result: ProfileResult) -> RenderableType:
-    """A line for each phase, the advice, and where the traces are."""
+    """Return a line for each phase of a step, the advice, and where the traces are."""
     table = headed_table(["phase"], ("ms", "share", "slowest worker"), ())
     for name, seconds in result.phases.items():
         times = [worker[name] for worker in result.workers]

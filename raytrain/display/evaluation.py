@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -14,31 +14,54 @@ from raytrain.display.curves import GREY
 from raytrain.trackers.pictures import matrix_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from raytrain.inference.classification_metrics import ClassScore, LabelEvaluation
+    from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.inference.evaluate import EvaluationResult
+
+_MAX_CLASSES_SCORED = 30  # in the figure
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
-    """The metrics, the classes from the worst on, the most frequent confusions, and the file ``picture``."""
-    tables = Columns([_classes(result.per_class), _confusions(result)], padding=(0, 4))
-    return Group(key_value_table({**result.summary(), "picture": picture}), *_trained_on(result), Text(), tables)
+    """Return the metrics, the classes from the worst on, the most frequent confusions, and the file ``picture``."""
+    # Classes: those without images, whose accuracy nobody knows, come last.
+    rows: list[list[RenderableType]] = []
+    for score in sorted(result.per_class, key=lambda score: _known_first(score.accuracy)):
+        accuracy = format_optional(score.accuracy, ".4f")
+        rows.append([score.name, f"{score.images:,}", f"{score.right:,}", accuracy, bar(score.accuracy or 0, 1)])
+    classes = class_table(("images", "correct", "accuracy"), rows, "better")
+
+    # Confusions, beside the classes.
+    confusions: RenderableType = Text("\nNo image was misclassified.")
+    if result.confusions:
+        num_images = {score.name: score.images for score in result.per_class}
+        pairs = [
+            (pair.truth, pair.answer, f"{pair.images:,}", f"{pair.images / num_images[pair.truth]:.1%}")
+            for pair in result.confusions
+        ]
+        confusions = headed_table(("true class", "predicted"), ("images", "of the class"), pairs)
+
+    tables = Columns([classes, confusions], padding=(0, 4))
+    return Group(key_value_table({**result.summary(), "picture": picture}), *_warnings(result), Text(), tables)
 
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
-    """The metrics and the classes, from the worst on, of images that may have several classes each."""
+    """Return the metrics and the classes, from the worst on, of images that may have several classes each."""
     rows: list[list[RenderableType]] = []
     for score in sorted(result.per_class, key=lambda score: _known_first(score.average_precision)):
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
     table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
-    return Group(key_value_table(result.summary()), *_trained_on(result), table)
+    return Group(key_value_table(result.summary()), *_warnings(result), table)
 
 
-def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
-    """A warning if the images are not new to the network."""
+def _known_first(value: float | None) -> tuple[bool, float]:
+    """Return a key by which known values are sorted, the lowest first, before unknown ones."""
+    return value is None, value or 0.0
+
+
+def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
+    """Yield a warning if the network was trained on some of the images."""
     if result.trained_on:
         least = "" if result.all_compared else "At least "
         total = format_count(result.images + result.skipped, "image")
@@ -46,47 +69,20 @@ def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderab
         yield Text(f"\n{text}", style="yellow")
 
 
-def _classes(scores: Sequence[ClassScore]) -> RenderableType:
-    rows: list[list[RenderableType]] = []
-    for score in sorted(scores, key=lambda score: _known_first(score.accuracy)):
-        accuracy = format_optional(score.accuracy, ".4f")
-        rows.append([score.name, f"{score.images:,}", f"{score.right:,}", accuracy, bar(score.accuracy or 0, 1)])
-    return class_table(("images", "correct", "accuracy"), rows, "better")
-
-
-def _known_first(value: float | None) -> tuple[bool, float]:
-    return value is None, value or 0.0
-
-
-def _confusions(result: EvaluationResult) -> RenderableType:
-    if not result.confusions:
-        return Text("\nNo image was misclassified.")
-    sizes = {score.name: score.images for score in result.per_class}
-    rows = [
-        (each.truth, each.answer, f"{each.images:,}", f"{each.images / sizes[each.truth]:.1%}")
-        for each in result.confusions
-    ]
-    return headed_table(("true class", "predicted"), ("images", "of the class"), rows)
-
-
-_MAX_CLASSES_SCORED = 30
-
-
 def confusion_figure(result: EvaluationResult) -> Figure:
-    """The confusion matrix as trackers show it, and up to 30 classes the accuracy of each class on the right."""
+    """Return the confusion matrix as trackers show it, with the accuracy of each class on the right if they are few."""
     figure = matrix_figure(result.confusion_matrix, result.classes)
     axes = figure.axes[0]
+
+    # A second axis on the right, whose labels are the accuracies of the rows.
     if len(result.classes) <= _MAX_CLASSES_SCORED:
-        _write_accuracies(axes, [score.accuracy for score in result.per_class])
+        accuracies = [format_optional(score.accuracy, ".1%") for score in result.per_class]
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(range(len(accuracies)), accuracies, fontsize=9)
+        right.tick_params(length=0, colors=GREY)
+        right.spines["right"].set_visible(False)
+        right.set_ylabel("accuracy", color=GREY, labelpad=8)
+
     correct = "" if result.accuracy is None else f"{result.accuracy:.2%} of "
-    title = f"{result.run}    {correct}{result.images:,} images"
-    axes.set_title(title, loc="left", weight="bold", pad=12)
+    axes.set_title(f"{result.run}    {correct}{result.images:,} images", loc="left", weight="bold", pad=12)
     return figure
-
-
-def _write_accuracies(axes: Axes, accuracies: Sequence[float | None]) -> None:
-    right = axes.secondary_yaxis("right")
-    right.set_yticks(range(len(accuracies)), [format_optional(value, ".1%") for value in accuracies], fontsize=9)
-    right.tick_params(length=0, colors=GREY)
-    right.spines["right"].set_visible(False)
-    right.set_ylabel("accuracy", color=GREY, labelpad=8)

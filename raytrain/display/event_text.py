@@ -13,8 +13,9 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 
 
 def event_text(event: Event) -> str:
-    """What happened, as one line."""
+    """Return what happened as one line: by a rule of its own, or by the template of the event's class."""
     match event:
+        # Sentences of which a part depends on a field.
         case events.TrainingStarted(workers, step):
             return f"training on {format_count(workers, 'worker')}" + (f", resuming after step {step:,}" * (step > 0))
         case events.Evaluated(epoch):
@@ -30,8 +31,10 @@ def event_text(event: Event) -> str:
             nodes = "a node" if number == 1 else f"{number} nodes"
             return f"{nodes} of the workers will be taken away: writing a checkpoint now"
         case events.TrackerFailed(tracker, reason, run):
-            rest = f"`raytrain track {run} --track {tracker}` sends what is missing once the run is over"
-            return f"tracker {tracker} {reason}; the run goes on without it, and {rest}"
+            later = f"`raytrain track {run} --track {tracker}` sends what is missing once the run is over"
+            return f"tracker {tracker} {reason}; the run goes on without it, and {later}"
+
+        # All others, filled with the fields of the event.
         case _:
             return _SENTENCES[type(event)].format_map(vars(event))
 
@@ -56,7 +59,8 @@ _SENTENCES: dict[type[Event], str] = {
 
 
 def stop_text(reason: StopReason) -> str:
-    """Who or what stopped the run."""
+    """Return who or what stopped the run, as a part of a sentence."""
+    # A document of another version, or of a stranger, may lack fields of its kind of reason.
     detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
     epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
@@ -74,6 +78,6 @@ def stop_text(reason: StopReason) -> str:
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary with a text in place of the reason why the run stopped."""
+    """Return a summary with a text in place of the reason why the run stopped."""
     reason = stop_reason_of(summary)
     return {**summary, "stop_reason": stop_text(reason)} if reason else dict(summary)

@@ -37,7 +37,7 @@ def start(
     view: View | None = None,
     trackers: Trackers = (),
 ) -> RunHandle:
-    """As :func:`raytrain.train`, but return at once, with a handle of the run.
+    """Start a run like :func:`raytrain.train`, but return at once, with a handle of the run.
 
     Args:
         config: the options.
@@ -45,9 +45,16 @@ def start(
         view: called about twice a second with the run's :class:`Snapshot`. By default, in a notebook, it draws the run
             below the cell: with the extra ``raytrain[notebook]`` as live curves with a Stop button.
         trackers: as for :func:`raytrain.train`.
+
+    Example::
+
+        run = raytrain.start(raytrain.recipes.digits(data="digits"))
+        run.stop("it is good enough")
     """
     if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
+
+    # The view is made first, so that the cell shows something at once; its button stops the run that follows.
     shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
     handle = RunHandle(config, loop, shown.update, trackers, shown.fail)
     return handle
@@ -77,7 +84,7 @@ class CellOutput:
         self._display.update(HTML(as_html(picture)))
 
     def stop(self) -> None:
-        """The last picture stays."""
+        """Leave the last picture where it is."""
 
 
 class NotebookView:
@@ -97,23 +104,22 @@ class NotebookView:
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        # The widget gets every snapshot, and sends what it has when it draws.
         self._rows.follow(snapshot.first_row, snapshot.rows)
         self._over = snapshot.over
         if self._widget is not None:
             self._widget.update(snapshot)
-        if self._throttle.due("picture", _PICTURE_EVERY_S) or self._over:
-            self._draw(snapshot)
+        if not (self._throttle.due("picture", _PICTURE_EVERY_S) or self._over):
+            return
+        if self._widget is not None and not self._over:
+            self._widget.draw()
+        else:
+            self._keep(dashboard(snapshot, self._rows.rows))
 
     def fail(self, error: BaseException) -> None:
         """Show why the run has ended, unless its last picture does."""
         if not self._over:
             self._keep(Text(str(error)))
-
-    def _draw(self, snapshot: Snapshot) -> None:
-        if self._widget is not None and not snapshot.over:
-            self._widget.draw()
-        else:
-            self._keep(dashboard(snapshot, self._rows.rows))
 
     def _keep(self, picture: RenderableType) -> None:
         """Show ``picture``, which the saved notebook keeps, in place of the widget."""
@@ -123,14 +129,14 @@ class NotebookView:
 
 
 def as_html(page: RenderableType) -> str:
-    """What the terminal shows, as HTML, with its colours."""
+    """Return a page of the terminal as HTML, with its colours."""
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
     console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
 def _widget(stop: Callable[[], None]) -> RunWidget | None:
-    """A widget if the extra ``notebook`` is installed."""
+    """Return a widget if the extra ``notebook`` is installed."""
     try:
         from raytrain.display.page.widget import RunWidget
     except ImportError:
@@ -139,6 +145,6 @@ def _widget(stop: Callable[[], None]) -> RunWidget | None:
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    """Return True if this process is the kernel of a notebook, which has imported IPython."""
+    ipython = sys.modules.get("IPython")
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None

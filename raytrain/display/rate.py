@@ -20,27 +20,29 @@ _HEIGHT = 10
 
 
 def rate_page(result: RateResult, picture: str) -> RenderableType:
-    """The plot, the suggested rate with its reason, and exactly what was trained."""
+    """Return the plot, the suggested rate with its reason, and exactly what was trained."""
+    # The loss of each step, its average, and a dot at the suggested rate.
     rate, rates = result.suggestion, np.log10(result.rates).tolist()
     curves = {("loss", "dim"): result.losses, ("averaged", "cyan"): result.smoothed}
     lines = [Series(*about, rates, losses.tolist()) for about, losses in curves.items()]
     if rate is not None:
-        there = float(np.log10(rate))
-        loss = float(np.interp(there, rates, result.smoothed))
-        lines.append(Series(f"at {rate:g}, suggested:", "yellow", [there], [loss], mark="●"))
+        suggested = float(np.log10(rate))
+        loss = float(np.interp(suggested, rates, result.smoothed))
+        lines.append(Series(f"at {rate:g}, suggested:", "yellow", [suggested], [loss], mark="●"))
     first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
     about = {
         "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",
         "reason": result.reason,
-        "ran": _what_ran(result),
+        "ran": _training_text(result),
         "run": f"{result.run.run_dir}, without a checkpoint",
         "picture": picture,
     }
-    plot = Plot("loss", lines, _HEIGHT, first_x=first, last_x=f"learning rate {last}")
+    plot = Plot("loss", lines, _HEIGHT, first_x=first, last_x=f"learning rate {last}")  # over the logarithm
     return Group(plot, Text(), key_value_table(about))
 
 
-def _what_ran(result: RateResult) -> str:
+def _training_text(result: RateResult) -> str:
+    """Return how much was trained, how and where, as one line."""
     run, config = result.run, result.config
     steps = f"{run.steps:,} of {config.max_steps:,} steps of {config.batch_size:,} images"
     workers = f"{format_count(run.num_workers, 'worker')} ({config.device})"
@@ -49,8 +51,8 @@ def _what_ran(result: RateResult) -> str:
 
 
 def rate_figure(result: RateResult) -> Figure:
-    """Each step's loss over its learning rate, averaged, and the suggested rate."""
-    title = f"{result.run.name}    {_what_ran(result)}"
+    """Return a figure of each step's loss over its learning rate, averaged, and the suggested rate."""
+    title = f"{result.run.name}    {_training_text(result)}"
     figure = titled_figure(title, 9, 4.5, fontsize=9, weight="normal", color=GREY)
     axes = figure.subplots()
     axes.set_xscale("log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
@@ -38,102 +38,39 @@ from raytrain.runs.metric_row import own_metrics
 from raytrain.runs.outcome import TrainResult, resume_command, shell_command, train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
-from raytrain.runs.status import RunStatus
 
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
-_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")
+_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")  # columns that go first if there is no room
 _WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
+_MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
+_RESULTS = {
+    "status": ("status", ""),
+    "steps": ("steps", ","),
+    "epochs": ("epochs", "g"),
+    "test_accuracy": ("last accuracy", ".4f"),
+    "test_loss": ("last loss", ".4f"),
+    "loss": ("training loss", ".4f"),
+    "images_per_s": ("images/s", ",.0f"),
+    "seconds": ("seconds", ",.0f"),
+    "skipped": ("skipped", ","),
+}
+"""Labels and formats of the results in a comparison, by the fields of a compared run."""
 
 Column = tuple[str | Text, Sequence[str] | Sequence[Text]]  # A heading, and the cells below it
 
 
-def run_info_json(run: RunInfo) -> dict[str, Any]:
-    """One run of the list."""
-    status = dataclasses.asdict(run.status)
-    return {
-        "name": run.name,
-        "recipe": run.recipe,
-        **status,
-        "test_accuracy": run.test_accuracy,
-        "tags": run.tags,
-        "note": run.config and run.config.note,
-        "problems": run.problems,
-    }
-
-
-def run_record_json(record: RunRecord) -> dict[str, Any]:
-    """Everything about one run."""
-    metrics = [row.to_json() for row in record.metrics]
-    return plain({**vars(record), "metrics": metrics})
-
-
-def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
-    """How a run ended, and what to do next: resume it if it is not finished, and use it if it has a checkpoint.
-
-    ``best`` are score and path of its best checkpoint.
-    """
-    lines: list[RenderableType] = [key_value_table(_result(config, result, best))]
-    if result.status != "finished":
-        command = resume_command(dataclasses.replace(config, name=result.name))
-        lines += [Text("\nResume with"), command_line(command)]
-    if best is not None and result.status != "failed":
-        trust = any(map(names_own_function, (config.model, config.loop)))
-        lines += [try_next(result.name, config.storage, trust=trust)]
-    return Group(*lines)
-
-
-def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None) -> dict[str, object]:
-    measured = {"test accuracy": result.test_accuracy, "test loss": result.test_loss}
-    last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
-    newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
-    startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
-    counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
-    steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
-    shown: dict[str, object] = {
-        "name": result.name,
-        "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
-        "time": format_duration(result.seconds) + startup,
-        "last": newest + (f"; measured last: {last}" if last else ""),
-    }
-    if best is not None:
-        score = f"; {config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}" if math.isfinite(best[0]) else ""
-        shown["best"] = f"{best[1]}, which the commands below use{score}"
-    kept = ("num_skipped", "num_retries", "stop_reason", "error", "run_dir")
-    rest = shown_summary(result.summary())
-    return {**shown, **{name: rest[name] for name in kept if rest[name]}}
-
-
-def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:
-    """Commands that use a run. ``data`` are images to test it on, by default its own.
-
-    With ``trust`` they run code that the run names, which its author, who reads this, has written.
-    """
-    trusted = ["--trust"] if trust else []
-    commands = (
-        ["show", name],
-        ["evaluate", name, *(["--data", data] if data else []), *trusted],
-        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted],
-        ["export", name, "--output", f"{name}.onnx", *trusted],
-        ["serve", name, *trusted],
-    )
-    return Group(Text("\nTry next"), *(command_line(shell_command(*words, storage=storage)) for words in commands))
-
-
-def command_line(command: str) -> Text:
-    """A command below a sentence: one line however long it is, so that it can be copied."""
-    return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
-
-
 def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:
-    """The list of runs; ``filtered`` says that others may be there."""
+    """Return the list of runs; ``filtered`` says that others may be there."""
     if not runs:
         return Text(
             f"No run in {storage} matches --filter."
             if filtered
             else f"There are no runs in {storage}; `raytrain demo` trains one."
         )
+
+    # A column for each fact; tags have one only if there are any.
     statuses = [run.status for run in runs]
     columns: list[Column] = [
         ("name", [one_line(run.name) for run in runs]),
@@ -156,7 +93,8 @@ class FittingTable:
         self._columns = columns
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """See rich's protocol."""
+        """Yield the table with as many columns as there is room for; see rich's protocol."""
+        # Measured without a limit, the table tells how wide it would like to be.
         columns = list(self._columns)
         for name in _LESS_IMPORTANT:
             if console.measure(rows_table(*columns), options=options.update(width=_WIDE)).maximum <= options.max_width:
@@ -166,9 +104,13 @@ class FittingTable:
 
 
 def rows_table(*columns: Column) -> Table:
-    """A table with a row for each run. A heading that is a Text is wrapped on a narrow screen, but no cell below it."""
+    """Return a table with a row for each run.
+
+    A heading that is a Text is wrapped on a narrow screen; cells are not, and so the column stays as wide as they are.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading, cells in columns:
+        # Words are on the left, numbers on the right.
         left = str(heading) in _LEFT
         wrapped = isinstance(heading, Text)
         table.add_column(
@@ -184,124 +126,72 @@ def rows_table(*columns: Column) -> Table:
 
 
 def status_text(status: str) -> Text:
-    """The status of a run in its colour."""
+    """Return the status of a run in its colour."""
     return Text(one_line(status), style=status_style(status))
 
 
 def problem_lines(name: str, problems: Sequence[str]) -> RenderableType:
-    """What of the documents of a run cannot be used."""
+    """Return a line for each document, or part of one, of a run that cannot be used."""
     return Group(*(Text(one_line(f"! {name}: {problem}"), style="yellow") for problem in problems))
 
 
 def run_page(record: RunRecord) -> RenderableType:
-    """Everything about one run."""
-    parts: list[RenderableType] = [_title(record.name, record.status)]
+    """Return everything about one run, as far as it is known: each part above a blank line."""
+    # Name and status, and the command that trained it.
+    status = record.status
+    progress = f" at step {status.step:,}/{status.num_steps:,}, epoch {status.epoch}/{status.num_epochs}"
+    title = Text.assemble((record.name, "bold"), "  ", status_text(status.status), progress if status.num_steps else "")
+    parts: list[RenderableType] = [title]
     if record.config:
-        parts += [Text(one_line(train_command(record.config)), style="dim", overflow="fold")]
+        parts.append(Text(one_line(train_command(record.config)), style="dim", overflow="fold"))
     if record.problems:
-        parts += [problem_lines(record.name, record.problems)]
-    if record.images:
-        parts += [key_value_table(_images(record.images))]
+        parts.append(problem_lines(record.name, record.problems))
+
+    # Its images.
+    if counts := record.images:
+        images = f"{counts['training']:,} for training, {counts['test']:,} for test"
+        parts.append(key_value_table({"images": images, "left out": lost_files(counts["left_out"]) or None}))
+
+    # Its curves, and the last values of metrics that its own loop logs.
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
         if own := own_metrics(*(last_row(record.metrics, kind) for kind in ("step", "evaluation"))):
-            parts += [key_value_table(own)]
-    if record.summary and record.summary.get("status") == record.status.status:  # else it is of an earlier attempt
-        parts += [key_value_table(shown_summary(record.summary))]
+            parts.append(key_value_table(own))
+
+    # How it ended; a summary with another status is of an earlier attempt.
+    if record.summary and record.summary.get("status") == status.status:
+        parts.append(key_value_table(shown_summary(record.summary)))
+
+    # Its checkpoints, and the first images that could not be used.
     if record.checkpoints:
-        parts += [_checkpoints(record)]
+        rows = [
+            (file.path, f"{file.size_bytes / 1e6:,.1f} MB", format_time(file.modified)) for file in record.checkpoints
+        ]
+        parts.append(headed_table(["checkpoint"], ("size", "written"), rows))
     if record.skipped:
-        parts += [_skipped(record)]
+        lines = [f"{image.key}: {image.reason}" for image in record.skipped[:_NUM_SKIPPED_SHOWN]]
+        if num_more := len(record.skipped) - len(lines):
+            lines.append(f"and {num_more:,} more in skipped.jsonl")
+        heading = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
+        parts.append(Group(heading, *(Text(f"  {one_line(line)}") for line in lines)))
+
     return Group(*(Group(part, Text()) for part in parts))
 
 
-def _images(counts: Mapping[str, Any]) -> dict[str, object]:
-    images = f"{counts['training']:,} for training, {counts['test']:,} for test"
-    return {"images": images, "left out": lost_files(counts["left_out"]) or None}
-
-
-def _title(name: str, status: RunStatus) -> Text:
-    at = f" at step {status.step:,}/{status.num_steps:,}, epoch {status.epoch}/{status.num_epochs}"
-    return Text.assemble(
-        (name, "bold"), "  ", (one_line(status.status), status_style(status.status)), at if status.num_steps else ""
-    )
-
-
-def _checkpoints(record: RunRecord) -> RenderableType:
-    rows = [(each.path, f"{each.size_bytes / 1e6:,.1f} MB", format_time(each.modified)) for each in record.checkpoints]
-    return headed_table(["checkpoint"], ("size", "written"), rows)
-
-
-def _skipped(record: RunRecord) -> RenderableType:
-    lines = [f"{image.key}: {image.reason}" for image in record.skipped[:_NUM_SKIPPED_SHOWN]]
-    num_more = len(record.skipped) - len(lines)
-    if num_more:
-        lines.append(f"and {num_more:,} more in skipped.jsonl")
-    title = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
-    return Group(title, *(Text(f"  {one_line(line)}") for line in lines))
-
-
-class LogLines:
-    """Prints the lines of logs that grow: each line once, below a heading that says whose it is."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-        self._seen: dict[str, list[str]] = {}
-        self._last = ""
-
-    def events(self, snapshot: Snapshot) -> None:
-        """Print what happened since the last call, with the seconds of training, and why the run failed."""
-        lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
-        error = snapshot.result and snapshot.result.error
-        self._print("", [*lines, one_line(error)] if error else lines)
-
-    def printed(self, whose: str, logs: Sequence[StoredLog]) -> None:
-        """Print what a process has printed since the last call, apart from a line that is still growing."""
-        for log in logs:
-            whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
-            shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
-            self._print(f"== {whose}, started {log.started}, {_STREAMS[log.stream]}", shown)
-
-    def _print(self, heading: str, lines: list[str]) -> None:
-        new = lines[_num_seen(self._seen.get(heading, []), lines) :]
-        if new and heading != self._last:
-            self._write(heading)
-            self._last = heading
-        for line in new:
-            self._write(line)
-        self._seen[heading] = lines
-
-
-def _num_seen(before: list[str], now: list[str]) -> int:
-    """How many of the lines were there before; the oldest ones may have been dropped since."""
-    for dropped in range(len(before)):
-        if before[dropped:] == now[: len(before) - dropped]:
-            return len(before) - dropped
-    return 0
-
-
-_MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
-_RESULTS = {
-    "status": ("status", ""),
-    "steps": ("steps", ","),
-    "epochs": ("epochs", "g"),
-    "test_accuracy": ("last accuracy", ".4f"),
-    "test_loss": ("last loss", ".4f"),
-    "loss": ("training loss", ".4f"),
-    "images_per_s": ("images/s", ",.0f"),
-    "seconds": ("seconds", ",.0f"),
-    "skipped": ("skipped", ","),
-}
-
-
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
-    """The options that differ, results and curves, each run in its colour, long names as letters."""
+    """Return the options that differ, results and curves, each run in its colour, long names as letters."""
     runs = compare_records(records)
     names, styles = [run.name for run in runs], run_styles(runs)
-    labels = names if sum(map(len, names)) <= _MAX_HEADINGS else [_letter(number) for number in range(len(names))]
-    about = [] if labels is names else zip(labels, names, styles, strict=True)
-    legend = [Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold") for label, name, style in about]
+
+    # Names that are too long for headings become letters, and a legend says whose they are.
+    labels, legend = names, list[Text]()
+    if sum(map(len, names)) > _MAX_HEADINGS:
+        labels = [_letter(number) for number in range(len(names))]
+        for label, name, style in zip(labels, names, styles, strict=True):
+            legend.append(Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold"))
+
+    # A column for each run: first the options, then the results, then metrics that the runs' own loops log.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # six runs fit into 80 columns
     table.add_column(style="dim")
     for label, style in zip(labels, styles, strict=True):
@@ -313,10 +203,128 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
         table.add_row(label, *(one_line(format_optional(getattr(run, name), spec)) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         table.add_row(one_line(name), *(format_value(run.metrics.get(name)) for run in runs))
+
     problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
     return Group(*legend, table, *problems, comparison_plots(records, labels), Text())
 
 
 def _letter(number: int) -> str:
-    """A, B, … Z, AA, AB, …"""
+    """Return the name of a column by its number: A, B, … Z, AA, AB, …"""
     return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
+
+
+def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
+    """Return how a run ended, and what to do next: resume it if it is not finished, use it if it has a checkpoint.
+
+    ``best`` are score and path of its best checkpoint.
+    """
+    # How far it came, how long it took, and what it measured last.
+    counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
+    steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
+    startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
+    newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
+    measured = {"test accuracy": result.test_accuracy, "test loss": result.test_loss}
+    last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
+    about: dict[str, object] = {
+        "name": result.name,
+        "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
+        "time": format_duration(result.seconds) + startup,
+        "last": newest + (f"; measured last: {last}" if last else ""),
+    }
+    if best is not None:
+        score = f"; {config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}" if math.isfinite(best[0]) else ""
+        about["best"] = f"{best[1]}, which the commands below use{score}"
+
+    # What is worth a line only if it is there.
+    summary = shown_summary(result.summary())
+    unusual = ("num_skipped", "num_retries", "stop_reason", "error", "run_dir")
+    about |= {name: summary[name] for name in unusual if summary[name]}
+    lines: list[RenderableType] = [key_value_table(about)]
+
+    # What to do next. The user's own code in these options is trusted: the user has just run it.
+    if result.status != "finished":
+        command = resume_command(dataclasses.replace(config, name=result.name))
+        lines += [Text("\nResume with"), command_line(command)]
+    if best is not None and result.status != "failed":
+        trust = any(map(names_own_function, (config.model, config.loop)))
+        lines.append(try_next(result.name, config.storage, trust=trust))
+    return Group(*lines)
+
+
+def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:
+    """Return commands that use a run. ``data`` are images to test it on, by default its own.
+
+    With ``trust`` they run code that the run names, which its author, who reads this, has written.
+    """
+    trusted = ["--trust"] if trust else []
+    commands = (
+        ["show", name],
+        ["evaluate", name, *(["--data", data] if data else []), *trusted],
+        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted],
+        ["export", name, "--output", f"{name}.onnx", *trusted],
+        ["serve", name, *trusted],
+    )
+    return Group(Text("\nTry next"), *(command_line(shell_command(*words, storage=storage)) for words in commands))
+
+
+def command_line(command: str) -> Text:
+    """Return a command below a sentence: one line however long it is, so that it can be copied."""
+    return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
+
+
+class LogLines:
+    """Prints the lines of logs that grow: each line once, below a heading that says whose it is."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._seen: dict[str, list[str]] = {}  # by their heading
+        self._last_heading = ""
+
+    def events(self, snapshot: Snapshot) -> None:
+        """Print what happened since the last call, with the seconds of training, and why the run failed."""
+        lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
+        error = snapshot.result and snapshot.result.error
+        self._print("", [*lines, one_line(error)] if error else lines)
+
+    def printed(self, process: str, logs: Sequence[StoredLog]) -> None:
+        """Print what a process has printed since the last call, apart from a line that is still growing."""
+        for log in logs:
+            # Lines end with a newline. What follows the last one is still growing.
+            whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
+            shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
+            self._print(f"== {process}, started {log.started}, {_STREAMS[log.stream]}", shown)
+
+    def _print(self, heading: str, lines: list[str]) -> None:
+        # Lines that were printed before stand at the beginning; the oldest of them may have been dropped since.
+        before = self._seen.get(heading, [])
+        tails = (before[dropped:] for dropped in range(len(before)))
+        num_seen = next((len(tail) for tail in tails if tail == lines[: len(tail)]), 0)
+        self._seen[heading] = lines
+
+        # The heading is repeated if lines of somebody else came in between.
+        new = lines[num_seen:]
+        if new and heading != self._last_heading:
+            self._write(heading)
+            self._last_heading = heading
+        for line in new:
+            self._write(line)
+
+
+def run_info_json(run: RunInfo) -> dict[str, Any]:
+    """Return one run of the list as plain values."""
+    status = dataclasses.asdict(run.status)
+    return {
+        "name": run.name,
+        "recipe": run.recipe,
+        **status,
+        "test_accuracy": run.test_accuracy,
+        "tags": run.tags,
+        "note": run.config and run.config.note,
+        "problems": run.problems,
+    }
+
+
+def run_record_json(record: RunRecord) -> dict[str, Any]:
+    """Return everything about one run as plain values."""
+    metrics = [row.to_json() for row in record.metrics]
+    return plain({**vars(record), "metrics": metrics})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,46 +24,17 @@ if TYPE_CHECKING:
     from raytrain.experiments.study import StudyResult
 
 _HEIGHT = 10  # lines of a plot
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 def study_page(study: StudyResult, picture: str | None = None) -> RenderableType:
-    """The whole page. For a study that was stopped: the sizes that are finished, and how to continue."""
+    """Return the whole page. For a study that was stopped: the sizes that are finished, and how to continue."""
     compared = study.summary()
-    parts: list[RenderableType] = [_table(compared)]
-    if study.histories:
-        parts += [_plots(study, compared), Text()]
-    if len(study.histories) > 1:
-        parts += [Text(line, style="bold") for line in _findings(compared)]
-    remaining = [f"{size['run']} is {size['status']}" for size in compared["sizes"] if size["status"] != "finished"]
-    if remaining:
-        text = f"{', '.join(remaining)}; run the same command again to continue the study."
-        parts += [Text(text, style="yellow")]
-    measured = [size for size in compared["sizes"] if size["test_accuracy"] is not None]
-    best = max(measured, key=lambda size: size["test_accuracy"])["run"] if measured else None
-    return Group(*parts, *conclusion(study.name, best, "", study.storage, picture))
-
-
-def study_figure(study: StudyResult) -> Figure:
-    """Both plots, of the sizes that are finished."""
-    compared = study.summary()
-    figure = titled_figure(study.name, 9, 9)
-    over_time, over_workers = figure.subplots(2)
-    for panel, gain in ((over_time, "time_gain"), (over_workers, "images_per_s_gain")):
-        plain_axes(panel)
-        panel.margins(x=0.01)
-        if compared[gain] is not None:
-            title = f"{compared[gain]:+.0%} per doubling of the workers"
-            panel.set_title(title, loc="right", fontsize=10, color=GREY)
-    _draw_accuracies(over_time, study.histories, compared)
-    if sizes := [size for size in compared["sizes"] if size["images_per_s"]]:
-        _draw_speeds(over_workers, sizes)
-    return figure
-
-
-def _table(compared: Mapping[str, Any]) -> RenderableType:
     target, sizes = compared["target_accuracy"], compared["sizes"]
+
+    # A row for each size.
     times = [size["seconds_to_target"] for size in sizes]
-    return rows_table(
+    table = rows_table(
         ("workers", [str(size["workers"]) for size in sizes]),
         ("batch", [f"{size['batch_size']:,}" for size in sizes]),
         ("rate", [f"{size['learning_rate']:g}" for size in sizes]),
@@ -76,38 +47,83 @@ def _table(compared: Mapping[str, Any]) -> RenderableType:
         ("gain per\ndoubling", [format_optional(size["time_gain"], "+.0%") for size in sizes]),
         ("last test\naccuracy", [format_optional(size["test_accuracy"], ".4f") for size in sizes]),
     )
+    parts: list[RenderableType] = [table]
+    if study.histories:
+        parts += [_plots(study, sizes), Text()]
+
+    # What more workers gain, and how far the final accuracies lie apart, as far as it is known.
+    if len(study.histories) > 1:
+        gains = {
+            "images/s": compared["images_per_s_gain"],
+            f"time to an accuracy of {target or 0:.3f}": compared["time_gain"],
+        }
+        if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
+            parts.append(Text(f"Per doubling of the workers: {', '.join(known)}.", style="bold"))
+        if (spread := compared["accuracy_spread"]) is not None:
+            sentence = f"The final accuracies lie within {100 * spread:.1f} percentage points."
+            parts.append(Text(sentence, style="bold"))
+
+    # What is left to do.
+    remaining = [f"{size['run']} is {size['status']}" for size in sizes if size["status"] != "finished"]
+    if remaining:
+        text = f"{', '.join(remaining)}; run the same command again to continue the study."
+        parts.append(Text(text, style="yellow"))
+
+    # The best size, and commands that use it.
+    measured = [size for size in sizes if size["test_accuracy"] is not None]
+    best = max(measured, key=lambda size: size["test_accuracy"])["run"] if measured else None
+    return Group(*parts, *conclusion(study.name, best, "", study.storage, picture))
 
 
-def _plots(study: StudyResult, compared: Mapping[str, Any]) -> RenderableType:
-    """Accuracy over the time of training, a line for each size; images/s over the workers, beside linear scaling."""
-    lines: list[Series] = []
+def _plots(study: StudyResult, sizes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return accuracy over the time of training, a line for each size, and images/s over the workers."""
+    # On the left time, on the right machines: with linear scaling the measured dots lie on the line.
+    accuracies: list[Series] = []
     for (workers, rows), style in zip(study.histories.items(), run_styles(list(study.histories)), strict=True):
         tested = curve(rows, "evaluation")
-        lines.append(Series(f"on {workers}", style, tested.seconds, tested.accuracies))
-    sizes = [size for size in compared["sizes"] if size["images_per_s"]]
-    workers, speeds = [size["workers"] for size in sizes], [size["images_per_s"] for size in sizes]
-    linear = Series("linear", "dim", workers, [speeds[0] * size / workers[0] for size in workers])
-    measured = Series("measured", "cyan", workers, speeds, mark="●")
+        accuracies.append(Series(f"on {workers}", style, tested.seconds, tested.accuracies))
+    workers, speeds, linear = _speeds(sizes)
+    lines = [Series("linear", "dim", workers, linear), Series("measured", "cyan", workers, speeds, mark="●")]
     return side_by_side(
-        Plot("accuracy", lines, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
-        Plot("images/s", [linear, measured], _HEIGHT, last_x="{:,.0f} workers", legend="below"),
+        Plot("accuracy", accuracies, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
+        Plot("images/s", lines, _HEIGHT, last_x="{:,.0f} workers", legend="below"),
     )
 
 
-def _findings(compared: Mapping[str, Any]) -> Iterator[str]:
-    """What more workers gain, and how far the final accuracies lie apart, as far as it is known."""
-    time = f"time to an accuracy of {compared['target_accuracy'] or 0:.3f}"
-    gains = {"images/s": compared["images_per_s_gain"], time: compared["time_gain"]}
-    if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
-        yield f"Per doubling of the workers: {', '.join(known)}."
-    if (spread := compared["accuracy_spread"]) is not None:
-        yield f"The final accuracies lie within {100 * spread:.1f} percentage points."
+def _speeds(sizes: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], list[float]]:
+    """Return the workers of each size whose speed is known, its images/s, and those that linear scaling would give."""
+    known = [size for size in sizes if size["images_per_s"]]
+    workers, speeds = [size["workers"] for size in known], [size["images_per_s"] for size in known]
+    return workers, speeds, [speeds[0] * size / workers[0] for size in workers]
+
+
+def study_figure(study: StudyResult) -> Figure:
+    """Return both plots as a figure, of the sizes that are finished."""
+    compared = study.summary()
+    figure = titled_figure(study.name, 9, 9)
+    over_time, over_workers = figure.subplots(2)
+
+    # Each panel says at its upper right what a doubling of the workers gains.
+    for panel, gain in ((over_time, "time_gain"), (over_workers, "images_per_s_gain")):
+        plain_axes(panel)
+        panel.margins(x=0.01)
+        if compared[gain] is not None:
+            title = f"{compared[gain]:+.0%} per doubling of the workers"
+            panel.set_title(title, loc="right", fontsize=10, color=GREY)
+    _draw_accuracies(over_time, study.histories, compared)
+    if any(size["images_per_s"] for size in compared["sizes"]):
+        _draw_speeds(over_workers, compared["sizes"])
+    return figure
 
 
 def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[MetricRow]], compared: Mapping[str, Any]) -> None:
-    """A line for each size, and a pale one of the training batches; the legend says when each reached the target."""
+    """Draw a line for each size, and a pale one of its training batches, over the time of training."""
+    # The time is in the largest unit of which the longest run has at least three.
+    longest_s = max((size["seconds"] or 0 for size in compared["sizes"]), default=0)
+    unit, unit_s = next((unit for unit in _UNITS if longest_s >= 3 * unit[1]), _UNITS[-1])
+
+    # The legend says when each size reached the target.
     times = {size["workers"]: size["seconds_to_target"] for size in compared["sizes"]}
-    unit, unit_s = _time_unit(max((size["seconds"] or 0 for size in compared["sizes"]), default=0))
     for number, (workers, rows) in enumerate(histories.items()):
         colour = f"C{number % 10}"
         trained, tested = curve(rows, "step"), curve(rows, "evaluation")
@@ -128,16 +144,18 @@ def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[MetricRow]], 
 
 
 def _draw_speeds(panel: Axes, sizes: Sequence[Mapping[str, Any]]) -> None:
-    """Images/s over the workers, both axes in doublings, with the gain of each size over the one before."""
-    workers, speeds = [size["workers"] for size in sizes], [size["images_per_s"] for size in sizes]
-    linear = [speeds[0] * size / workers[0] for size in workers]
+    """Draw images/s over the workers, both axes in doublings, with the gain of each size over the one before."""
+    workers, speeds, linear = _speeds(sizes)
     panel.plot(workers, linear, color=GREY, linewidth=0.8, linestyle="--", label="linear scaling")
     panel.plot(workers, speeds, color=BLUE, marker="o", markersize=5, label="measured (gain per doubling)")
     for size in sizes:
-        gain = "" if size["images_per_s_gain"] is None else f" ({size['images_per_s_gain']:+.0%})"
-        text = f"{size['images_per_s']:,.0f}{gain}"
-        point = (size["workers"], size["images_per_s"])
-        panel.annotate(text, point, (6, -16), textcoords="offset points", color=BLUE)
+        if size["images_per_s"]:
+            gain = "" if size["images_per_s_gain"] is None else f" ({size['images_per_s_gain']:+.0%})"
+            text = f"{size['images_per_s']:,.0f}{gain}"
+            point = (size["workers"], size["images_per_s"])
+            panel.annotate(text, point, (6, -16), textcoords="offset points", color=BLUE)
+
+    # The ticks are the sizes themselves, and where linear scaling would have them.
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
     panel.set_xticks(workers, [str(size) for size in workers])
@@ -147,9 +165,3 @@ def _draw_speeds(panel: Axes, sizes: Sequence[Mapping[str, Any]]) -> None:
     panel.legend(loc="upper left", frameon=False)
     panel.set_xlabel("workers")
     panel.set_ylabel("images/s")
-
-
-def _time_unit(longest_s: float) -> tuple[str, int]:
-    """The largest unit of which ``longest_s`` has at least three, and its seconds."""
-    units = (("hours", 3600), ("minutes", 60), ("seconds", 1))
-    return next((unit for unit in units if longest_s >= 3 * unit[1]), units[-1])

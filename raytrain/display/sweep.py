@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
 _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
-_LINES_BESIDE_TRIALS = 7
-_BEST, _OTHER = ORANGE, "#8fb7d9"
-_PANELS_PER_ROW = 3
+_LINES_BESIDE_TRIALS = 7  # of the live table: headings, counts and the hint
+_BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
+_PANELS_PER_ROW = 3  # of the plots over options
 _FEW_VALUES = 5  # up to so many values, each one is labelled
 _DECADES = 1.5  # values that span more have a logarithmic axis
 
@@ -55,6 +55,8 @@ class SweepTerminalView(LiveView):
         if self._live is not None:
             self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS), keep=False)
             return
+
+        # Plain lines: one for each trial that has changed since its last one.
         for trial in trials:
             state = (trial.status, len(trial.evaluations), trial.accuracy)
             if trial.status != WAITING and self._printed.get(trial.name) != state:
@@ -62,10 +64,33 @@ class SweepTerminalView(LiveView):
                 self._print(_trial_line(trial))
 
 
+def _trial_line(trial: TrialResult) -> str:
+    """Return how a trial stands, as one line of plain text."""
+    parts = [trial.name, as_typed(trial.values), trial.status]
+    if trial.num_epochs:
+        parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
+    if trial.loss is not None:
+        parts.append(f"loss {trial.loss:.3f}")
+    if trial.accuracy is not None:
+        parts.append(f"best test accuracy {trial.accuracy:.4f}")
+    if trial.images_per_s is not None and trial.status == "running":
+        parts.append(f"{trial.images_per_s:,.0f} images/s")
+    if trial.reason:
+        parts.append(f"({_reason_text(trial)})")
+    return "  ".join(parts)
+
+
 def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
-    """At most ``num_rows`` trials, those that train before others, and how many trials have each status."""
+    """Return a table of at most ``num_rows`` trials, and how many trials have each status."""
+
+    # If there is no room for all: first trials that train, then ended ones, then waiting ones, each from the best on.
+    def rank(trial: TrialResult) -> tuple[int, float]:
+        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.accuracy or 0.0)
+
+    names = {trial.name for trial in sorted(trials, key=rank)[: max(1, num_rows)]}
+    chosen = [trial for trial in trials if trial.name in names]
+
     best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
-    chosen = _most_interesting(trials, max(1, num_rows))
     speeds = [trial.images_per_s if trial.status == "running" else None for trial in chosen]
     table = rows_table(
         *_trial_columns(chosen),
@@ -74,13 +99,15 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
         ("best\naccuracy", [_accuracy_text(trial.accuracy, best) for trial in chosen]),
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
     )
+
+    # Below it, on one line each: the counts, and what Ctrl-C does.
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
     return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in (counts, _HINT)))
 
 
 def results_table(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:
-    """The trials from the best to the worst, why some of them failed or stopped, and how to continue.
+    """Return the trials from the best to the worst, why some of them failed or stopped, and how to continue.
 
     ``config`` are the options that all trials share.
     """
@@ -93,7 +120,13 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
-    lines = [_reason(trial) for trial in trials if trial.reason]
+
+    # Below the table: why trials ended early, and the command that continues them.
+    lines = [
+        Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_reason_text(trial)}")
+        for trial in trials
+        if trial.reason
+    ]
     if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in trials):
         command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
         lines += [Text("Resume the stopped and failed trials with"), command_line(command)]
@@ -101,10 +134,37 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     return Group(table, *lines, Text(), *conclusion(result.name, result.best, about, config.storage, picture))
 
 
+def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
+    """Return the trial, the varied options, whose names may be wrapped, and the status."""
+    names = list(trials[0].values) if trials else []
+    headings = [Text(option_name(name).replace("-", "-\n"), overflow="fold") for name in names]
+    return [
+        ("trial", [trial.name for trial in trials]),
+        *(
+            (heading, [shown(trial.values[name]) for trial in trials])
+            for heading, name in zip(headings, names, strict=True)
+        ),
+        ("status", [status_text(trial.status) for trial in trials]),
+    ]
+
+
+def _accuracy_text(accuracy: float | None, best: float) -> Text:
+    return Text(format_optional(accuracy, ".4f"), style="bold green" if accuracy and accuracy == best else "")
+
+
+def _reason_text(trial: TrialResult) -> str:
+    """Return why a trial failed or stopped, without its name, which is shown already."""
+    reason = stop_text(trial.reason) if isinstance(trial.reason, StopReason) else trial.reason or ""
+    return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
+
+
 def conclusion(
     name: str, best: str | None, about: str, storage: str, picture: str | None = None
 ) -> Iterator[RenderableType]:
-    """Where the curves of several runs are, the best of them with its checkpoints, and commands that use it."""
+    """Yield where the curves of several runs are, the best of them with its checkpoints, and commands that use it.
+
+    ``about`` is added to the name of the ``best`` run.
+    """
     if picture is not None:
         again = shell_command("compare", name, storage=storage)
         yield Text(f"All curves are in the picture {one_line(picture)}, and in: {one_line(again)}")
@@ -118,13 +178,18 @@ def conclusion(
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """The curves of all trials, the best in orange, and a plot per option; UsageError if none was evaluated."""
+    """Return the curves of all trials, the best in orange, and a plot for each option.
+
+    Raise UsageError if no trial was evaluated.
+    """
     trials = [trial for trial in result.trials if trial.evaluations]
     if not trials:
         raise UsageError(
             f"No trial of sweep {result.name!r} was evaluated, so there is nothing to draw; trials are evaluated every "
             "--evaluate-every epochs."
         )
+
+    # Above the curves, 4.5 inches high; below a plot for each varied option, in rows that are 3 inches high.
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
     best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
@@ -132,71 +197,18 @@ def sweep_figure(result: SweepResult) -> Figure:
     parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
     above, below = parts
     _draw_curves(above.add_subplot(), trials, result.best)
-    for place, name in enumerate(names, start=1):
-        _draw_against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
+    for number, name in enumerate(names, start=1):
+        panel = below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), number)
+        _draw_accuracies_by_option(panel, trials, name, result.best)
     return figure
 
 
-def _trial_line(trial: TrialResult) -> str:
-    """How a trial stands, as one line of plain text."""
-    parts = [trial.name, as_typed(trial.values), trial.status]
-    if trial.num_epochs:
-        parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
-    if trial.loss is not None:
-        parts.append(f"loss {trial.loss:.3f}")
-    if trial.accuracy is not None:
-        parts.append(f"best test accuracy {trial.accuracy:.4f}")
-    if trial.images_per_s is not None and trial.status == "running":
-        parts.append(f"{trial.images_per_s:,.0f} images/s")
-    if trial.reason:
-        parts.append(f"({_why(trial)})")
-    return "  ".join(parts)
-
-
-def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
-    """The trial, the varied options, and the status."""
-    names = list(trials[0].values) if trials else []
-    return [
-        ("trial", [trial.name for trial in trials]),
-        *((_heading(name), [shown(trial.values[name]) for trial in trials]) for name in names),
-        ("status", [status_text(trial.status) for trial in trials]),
-    ]
-
-
-def _heading(name: str) -> Text:
-    return Text(option_name(name).replace("-", "-\n"), overflow="fold")
-
-
-def _most_interesting(trials: Sequence[TrialResult], count: int) -> list[TrialResult]:
-    """At most ``count`` trials, in their order: first those that train, then ended ones, then waiting ones."""
-
-    def rank(trial: TrialResult) -> tuple[int, float]:
-        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.accuracy or 0.0)
-
-    chosen = {trial.name for trial in sorted(trials, key=rank)[:count]}
-    return [trial for trial in trials if trial.name in chosen]
-
-
-def _accuracy_text(accuracy: float | None, best: float) -> Text:
-    return Text(format_optional(accuracy, ".4f"), style="bold green" if accuracy and accuracy == best else "")
-
-
-def _reason(trial: TrialResult) -> Text:
-    return Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_why(trial)}")
-
-
-def _why(trial: TrialResult) -> str:
-    """Why it failed or stopped, without its name, which is shown already."""
-    reason = stop_text(trial.reason) if isinstance(trial.reason, StopReason) else trial.reason or ""
-    return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
-
-
 def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
-    """Accuracy over the epochs, a line for each trial with the trial's number at its end."""
+    """Draw accuracy over the epochs, a line for each trial with the trial's number at its end."""
     from matplotlib.ticker import MaxNLocator
 
     for trial in reversed(trials):  # the best is drawn last, on top of the others
-        epochs, accuracies = zip(*trial.evaluations, strict=True)
+        epochs, accuracies = zip(*trial.evaluations, strict=True)  # (num_evaluations,) each
         color, width = (_BEST, 2.0) if trial.name == best else (_OTHER, 1.2)
         axes.plot(epochs, accuracies, marker="o", markersize=3.5, color=color, linewidth=width)
         axes.annotate(
@@ -214,30 +226,26 @@ def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) ->
     axes.set_ylabel("test accuracy")
 
 
-def _draw_against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
-    """The best accuracy of each trial against its value of one option."""
+def _draw_accuracies_by_option(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
+    """Draw the best accuracy of each trial over its value of one option."""
     values = [trial.values[name] for trial in trials]
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    places = _number_axis(axes, numbers) if len(numbers) == len(values) else _name_axis(axes, list(map(shown, values)))
+    xs: Sequence[float]
+    if len(numbers) == len(values):
+        # Numbers: on a logarithmic axis if they span more than a decade, each with its own tick if they are few.
+        xs = numbers
+        if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
+            axes.set_xscale("log")
+        elif len(set(numbers)) <= _FEW_VALUES:
+            axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
+    else:
+        # Anything else: a tick for each different value, in the order of the trials.
+        different = list(dict.fromkeys(map(shown, values)))
+        xs = [different.index(shown(value)) for value in values]
+        axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)
+        axes.set_xlim(-0.5, len(different) - 0.5)
     colours = [_BEST if trial.name == best else _OTHER for trial in trials]
-    axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
+    axes.scatter(xs, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
     axes.set_xlabel(option_name(name))
     plain_axes(axes)
     axes.set_ylabel("best test accuracy")
-
-
-def _number_axis(axes: Axes, numbers: Sequence[float]) -> Sequence[float]:
-    """Prepare the x axis for numbers; gives the place of each."""
-    if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
-        axes.set_xscale("log")
-    elif len(set(numbers)) <= _FEW_VALUES:
-        axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
-    return numbers
-
-
-def _name_axis(axes: Axes, names: Sequence[str]) -> Sequence[float]:
-    """Prepare the x axis for names; gives the place of each."""
-    different = list(dict.fromkeys(names))
-    axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)
-    axes.set_xlim(-0.5, len(different) - 0.5)
-    return [different.index(name) for name in names]

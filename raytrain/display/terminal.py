@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_NUM_ROWS = 2**12  # more than a terminal has dots
+_NUM_ROWS = 2**12  # of a run's history that are drawn: more than a terminal has dots
 
 
 class LiveView:
@@ -41,15 +41,16 @@ class LiveView:
         self._console = console or PlainConsole()
         self._live: Live | CellOutput | None = None
         spinner = Spinner("dots", waiting)
-        tell = self._print
+
+        # What the command waits for, before there is a picture, is told by the same means.
+        report = self._print
         if self._console.is_jupyter:
-            self._live, tell = CellOutput(waiting), lambda line: self._draw(Text(line), keep=True)
+            self._live = CellOutput(waiting)
+            report = lambda line: self._draw(Text(line), keep=True)  # noqa: E731
         elif self._console.is_terminal:
-            self._live, tell = (
-                Live(spinner, console=self._console, transient=True),
-                lambda line: spinner.update(text=line),
-            )
-        self._startup_lines = startup_lines(tell)
+            self._live = Live(spinner, console=self._console, transient=True)
+            report = lambda line: spinner.update(text=line)  # noqa: E731
+        self._startup_lines = startup_lines(report)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -75,11 +76,11 @@ class LiveView:
 
 
 @contextmanager
-def startup_lines(tell: Callable[[str], object]) -> Iterator[None]:
-    """While it is open, ``tell`` gets what the command waits for before a run trains."""
+def startup_lines(report: Callable[[str], object]) -> Iterator[None]:
+    """Pass each thing that the command waits for, before a run trains, to ``report`` while this is open."""
 
     def emit(record: logging.LogRecord) -> None:
-        tell(one_line(record.getMessage()))
+        report(one_line(record.getMessage()))
 
     handler = logging.Handler()
     handler.emit = emit
@@ -116,18 +117,17 @@ class TerminalView(LiveView):
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
         self._rows.follow(snapshot.first_row, snapshot.rows)
-        if self._live is None:
-            self._print_lines(snapshot)
-        else:
+        if self._live is not None:
             self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
+            return
 
-    def _print_lines(self, snapshot: Snapshot) -> None:
+        # Plain lines: each event at once, and how far the run is every few seconds and at its end.
         for number, at_s, event in snapshot.events:
             if number >= self._num_events:
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")
                 self._num_events = number + 1
-        known = snapshot.rows and snapshot.status != "starting"  # a run that resumes has rows, but no step yet
-        if known and (self._clock() >= self._next_line_s or snapshot.over):
+        trains = snapshot.rows and snapshot.status != "starting"  # a run that resumes has rows, but no step yet
+        if trains and (self._clock() >= self._next_line_s or snapshot.over):
             self._print(progress_line(snapshot))
             self._next_line_s = self._clock() + self._interval_s
 
@@ -156,11 +156,12 @@ class StudyTerminalView:
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot`` of the run that trains at present."""
         if snapshot.name != self._name:
+            # If the run before has never said that it was over, its picture ends here.
             if self._name is not None and not self._over:
                 self._next_view()
             self._name = name = snapshot.name
-            which = f" {self._run_names.index(name) + 1} of {len(self._run_names)}" if name in self._run_names else ""
-            self._console.print(f"Run{which}: {name}", markup=False, highlight=False, soft_wrap=True)
+            number = f" {self._run_names.index(name) + 1} of {len(self._run_names)}" if name in self._run_names else ""
+            self._console.print(f"Run{number}: {name}", markup=False, highlight=False, soft_wrap=True)
         elif self._over:  # the next run's picture waits already
             return
         self._view.update(snapshot)

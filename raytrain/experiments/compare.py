@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with
 from raytrain.config.values import Location
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
-
-_PLACE = {"name", "storage", "resume", "address", "track", "tag", "note"}  # where a run is, not what it does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ComparedRun:
     """What the loop logs or measures besides loss and accuracy, by name: as it was last."""
 
     def summary(self) -> dict[str, Any]:
-        """The run as a dictionary of plain values."""
+        """Return the run as a dictionary of plain values."""
         return dataclasses.asdict(self)
 
 
@@ -52,12 +52,14 @@ def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[Compar
     """Compare runs, in the order of their names in ``runs``; a sweep or a study stands for its runs.
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
+
+    Example: ``raytrain.compare(["first", "second"])[0].test_accuracy``
     """
     return compare_records(read_runs(runs, os.fspath(storage)))
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
-    """All documents of two or more runs; raises UsageError as :func:`compare` does."""
+    """Read all documents of two or more runs; raise UsageError as :func:`compare` does."""
     names = [name for run in runs for name in names_of(storage, run) if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
         raise UsageError("raytrain compare takes two runs or more, or a sweep or a study; `raytrain runs` lists them.")
@@ -65,40 +67,41 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
-    """See :func:`compare`; the documents of the runs have been read already."""
+    """Compare runs, as :func:`compare` does, whose documents have been read already."""
     options = differing_options([record.config for record in records if record.config])
-    return [_compared(record, options) for record in records]
+    compared: list[ComparedRun] = []
+    for record in records:
+        # All is from the history alone: a run that still trains has no summary.
+        rows = record.metrics
+        test, train = last_row(rows, "evaluation"), last_row(rows, "step")
+        speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
+        steps = rows[-1].step if rows else 0
+        compared.append(
+            ComparedRun(
+                name=record.name,
+                options={name: getattr(record.config, name, None) for name in options},
+                status=record.status.status,
+                steps=steps,
+                epochs=round(steps / steps_per_epoch(rows), 2),
+                test_accuracy=test and test.accuracy,
+                test_loss=test and test.loss,
+                loss=train and train.loss,
+                images_per_s=statistics.median(speeds) if speeds else None,
+                seconds=rows[-1].elapsed_s if rows else None,
+                skipped=len(record.skipped),
+                metrics=own_metrics(train, test),
+            )
+        )
+    return compared
 
 
 def differing_options(configs: Sequence[TrainConfig]) -> list[str]:
-    """The options in which ``configs`` differ, except those that say where a run is."""
-    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _PLACE]
+    """Return the options in which ``configs`` differ, except those that change nothing that the runs compute."""
+    ignored = {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ignored]
     return [name for name in names if len({getattr(config, name) for config in configs}) > 1]
 
 
-def _compared(record: RunRecord, options: Sequence[str]) -> ComparedRun:
-    """From the history alone: a run that still trains has no summary."""
-    rows = record.metrics
-    training = [row for row in rows if row.kind == "step"]
-    speeds = [row.images_per_s for row in training if row.images_per_s is not None]
-    test, train = last_row(rows, "evaluation"), last_row(rows, "step")
-    steps = rows[-1].step if rows else 0
-    return ComparedRun(
-        name=record.name,
-        options={name: getattr(record.config, name, None) for name in options},
-        status=record.status.status,
-        steps=steps,
-        epochs=round(steps / steps_per_epoch(rows), 2),
-        test_accuracy=test and test.accuracy,
-        test_loss=test and test.loss,
-        loss=train and train.loss,
-        images_per_s=statistics.median(speeds) if speeds else None,
-        seconds=rows[-1].elapsed_s if rows else None,
-        skipped=len(record.skipped),
-        metrics=own_metrics(train, test),
-    )
-
-
 def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
-    """The last row of this kind."""
+    """Return the last row of this kind; None if there is none."""
     return next((row for row in reversed(rows) if row.kind == kind), None)

@@ -48,7 +48,7 @@ class RateResult:
     reason: str
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         curves = {name: getattr(self, name).tolist() for name in ("rates", "losses", "smoothed")}
         ran = {"batch_size": self.config.batch_size, "precision": self.config.precision}
         return {**self.run.summary(), **ran, "suggestion": self.suggestion, "reason": self.reason, **curves}
@@ -74,9 +74,14 @@ def find_rate(
 
     Raises:
         UsageError, StorageError, TrainingFailed: as :func:`raytrain.train` does.
+
+    Example:
+        raytrain.find_rate(recipes.cifar10(data="s3://bucket/train")).suggestion
     """
     short = _short_run(config)
     result = train(short, loop=loop, view=view, signals=signals)
+
+    # The history has a row of each step, whose loss may have become infinite or NaN at high rates.
     store = run_store(short.storage, result.name)
     rows = [row for row in read_metrics(store) if row.kind == "step" and row.learning_rate]
     rates, losses = (np.array([row.value(name) for row in rows], np.float64) for name in ("learning_rate", "loss"))
@@ -92,7 +97,7 @@ def find_rate(
 
 
 def _short_run(config: TrainConfig) -> TrainConfig:
-    """The run with the rising rate, without anything beside its steps."""
+    """Return the run with the rising rate, without anything beside its steps; UsageError if they are too few."""
     schedule = config.schedule if config.is_range_test else "rising"
     num_steps = config.max_steps or _NUM_STEPS
     if num_steps < _FEWEST_STEPS:
@@ -114,13 +119,15 @@ def _short_run(config: TrainConfig) -> TrainConfig:
 
 
 def smooth(losses: Floats) -> Floats:
-    """Each of ``losses``, (num_steps,), averaged with its neighbours: a twentieth of all steps on each side."""
+    """Average each of ``losses``, (num_steps,), with its neighbours: a twentieth of all steps on each side."""
+    # Dividing by the number of neighbours that there are, which is smaller at both ends.
     window = np.ones(2 * max(1, round(len(losses) * _NEIGHBOURS)) + 1)
     return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
 
 
 def suggest(rates: Floats, smoothed: Floats) -> tuple[float | None, str]:
-    """A learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,)."""
+    """Return a learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,)."""
+    # At the lowest loss the rate is on the verge of being too high; a tenth of it is the usual choice.
     lowest = int(smoothed.argmin())
     rate, loss, first = (float(value) for value in (rates[lowest], smoothed[lowest], smoothed[0]))
     if loss > first * (1 - _FALLS_BY):

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with
 from raytrain.errors import UsageError, flag
 from raytrain.experiments.compare import differing_options
 from raytrain.launch.placement import place
-from raytrain.launch.prepare import check_asked
+from raytrain.launch.prepare import check_options
 from raytrain.launch.train import open_machines, train
 from raytrain.monitor.snapshot import View
 from raytrain.runs.documents import CONFIG, read_config, run_store
@@ -26,10 +28,6 @@ from raytrain.runs.status import RunStatus, read_status
 from raytrain.storage.store import Store
 
 _NOT_STARTED = RunStatus(status="not started")
-_DECIDED_BY_RUN = {  # unless the options decide them
-    *("device", "precision", "resizer", "mean", "std"),
-    *("image_size", "resize", "crop_fraction", "interpolation"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class StudyResult:
 
 
 def named(config: TrainConfig) -> TrainConfig:
-    """The options with a name for the study. It is the same each time, so that a study finds its finished runs."""
+    """Return the options with a name for the study, the same each time, so that a study finds its finished runs."""
     return dataclasses.replace(config, name=config.name or f"{config.recipe}-study")
 
 
@@ -79,15 +77,19 @@ def study(
         UsageError, StorageError: a size cannot be trained, or its run was started with other options; nothing was
             started.
         TrainingFailed: a run ended early; the same study resumes it.
+
+    Example:
+        raytrain.study(recipes.cifar10(data="s3://bucket/train"), workers=[1, 2, 4]).summary()
     """
     if target_accuracy is not None and not 0 < target_accuracy <= 1:
         raise UsageError(f"--target-accuracy is {target_accuracy:g}; it must lie above 0 and be at most 1.")
     config = named(config)
+    # Whatever is wrong with any of the runs is refused before the first starts.
     configs = runs_of(config, workers)
-    remaining = [left for each in configs.values() if (left := _left_to_train(each))]
+    remaining = [left for of_size in configs.values() if (left := _left_to_train(of_size))]
     if remaining:
         _train(remaining, view)
-    statuses = {size: _status(each).status for size, each in configs.items()}
+    statuses = {size: _status(of_size).status for size, of_size in configs.items()}
     return StudyResult(
         name=config.name or "",
         storage=config.storage,
@@ -99,22 +101,39 @@ def study(
 
 
 def runs_of(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfig]:
-    """The options of each run of a study by its number of workers, ascending; UsageError if no run may have them."""
+    """Return the options of each run of a study by its number of workers, ascending.
+
+    Raises UsageError if there is no number, or a run may not have these options.
+    """
     if not workers:
         raise UsageError("--workers has no number; give those to try, such as 1 2 4 8.")
     sizes = sorted(set(workers))
     configs = {size: dataclasses.replace(config, name=f"{config.name}-{size}", workers=size) for size in sizes}
-    for each in configs.values():
-        check_asked(each)
+    for of_size in configs.values():
+        check_options(of_size)
     return configs
 
 
 def _left_to_train(config: TrainConfig) -> TrainConfig | None:
-    """The options with which a run starts or resumes now; None if it is finished."""
+    """Return the options with which a run starts or resumes now; None if it is finished.
+
+    Raises UsageError if it was started with other options, or trains at this moment.
+    """
     status = _status(config)
     if status == _NOT_STARTED:
         return config
-    _check_same_options(config, read_config(_store(config)))
+
+    # A run that was started with other options could not be compared with the others. What the options leave open may
+    # differ, as may the GPUs of the same kind.
+    wanted, stored = config.scaled_to(int(config.workers)), read_config(_store(config))
+    undecided = {name for name in options_with(Mark.DECIDED_AT_START) if getattr(wanted, name) in (None, "auto")}
+    device = wanted.device if wanted.gpus else stored.device
+    for name in differing_options([wanted, dataclasses.replace(stored, device=device, backend=wanted.backend)]):
+        if name not in undecided:
+            raise UsageError(
+                f"Run {config.name!r} was started with {flag(name)} {getattr(stored, name)}, and this study has "
+                f"{getattr(wanted, name)}; use the same options, or another --name."
+            )
     if status.active:
         raise UsageError(
             f"Run {config.name!r} is training at this moment; wait for it, or `raytrain stop {config.name}`."
@@ -122,28 +141,15 @@ def _left_to_train(config: TrainConfig) -> TrainConfig | None:
     return None if status.status == "finished" else dataclasses.replace(config, resume=True)
 
 
-def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
-    """Raise UsageError if an existing run was started with other options: it could not be compared with the others."""
-    wanted = config.scaled_to(int(config.workers))
-    decided_by_run = {name for name in _DECIDED_BY_RUN if getattr(wanted, name) in (None, "auto")}
-    device = wanted.device if wanted.gpus else stored.device  # other GPUs of the same kind change nothing
-    for name in differing_options([wanted, dataclasses.replace(stored, device=device, backend=wanted.backend)]):
-        if name not in decided_by_run:
-            raise UsageError(
-                f"Run {config.name!r} was started with {flag(name)} {getattr(stored, name)}, and this study has "
-                f"{getattr(wanted, name)}; use the same options, or another --name."
-            )
-
-
 def _train(configs: Sequence[TrainConfig], view: View | None) -> None:
-    """Train one after the other on the same machines; raises UsageError before any starts if they have too little."""
+    """Train one after the other on the same machines; raise UsageError before any starts if they have too little."""
     with open_machines(dataclasses.replace(configs[0], name=None)) as join:
-        found = join()
+        hardware = join()
         for config in configs:
-            place(config, found)
+            place(config, hardware)
         for config in configs:
-            here = dataclasses.replace(config, address=None)  # this process is in the cluster already
-            if train(here, view=view).status != "finished":
+            joined = dataclasses.replace(config, address=None)  # this process is in the cluster already
+            if train(joined, view=view).status != "finished":
                 return
 
 
@@ -200,11 +206,16 @@ def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float
     """Compare runs by their rows; they differ in their number of workers, and in what depends on it.
 
     ``target_accuracy`` is that on the test images, by default 95 % of the best final one.
+
+    Example: ``scaling({1: read_metrics(store_of_1), 2: read_metrics(store_of_2)}).images_per_s_gain``
     """
+    # The target is the same for all sizes: what the best of them nearly reaches.
     workers = sorted(histories)
     tests = [curve(histories[size], "evaluation") for size in workers]
     final = [test.accuracies[-1] for test in tests if test.accuracies]
     target = _TARGET_FRACTION * max(final) if target_accuracy is None and final else target_accuracy
+
+    # Two figures of each size, images/s and the seconds to the target, and how they change from size to size.
     speeds = [images_per_s(histories[size]) for size in workers]
     times = [None if target is None else seconds_to(target, test) for test in tests]
     speed_gains, time_gains = _gains_since_previous(workers, speeds), _gains_since_previous(workers, times)
@@ -230,7 +241,7 @@ def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float
 
 
 def curve(rows: Sequence[MetricRow], kind: Kind) -> Curve:
-    """The accuracies in the rows of one kind over the seconds of training.
+    """Return the accuracies in the rows of one kind over the seconds of training.
 
     The seconds are those of the steps, including the time that they wait for data and for the first batch after a
     start. They do not include evaluations, nor the time between an interruption and the next start.
@@ -241,14 +252,15 @@ def curve(rows: Sequence[MetricRow], kind: Kind) -> Curve:
 
 
 def images_per_s(rows: Sequence[MetricRow]) -> float | None:
-    """The median images/s after the first tenth of the steps; None if no row has a value."""
+    """Return the median images/s after the first tenth of the steps; None if no row has a value."""
+    # The first steps compile, fill caches and grow pools of memory.
     first = _WARM_UP_FRACTION * max((row.step for row in rows), default=0)
     speeds = [row.images_per_s for row in rows if row.step > first and row.images_per_s is not None]
     return statistics.median(speeds) if speeds else None
 
 
 def seconds_to(target: float, measured: Curve) -> float | None:
-    """When ``target`` was reached first, interpolated between two measurements; None if it never was."""
+    """Return the seconds until ``target`` was reached first, interpolated between two measurements; None if never."""
     reached = next((number for number, accuracy in enumerate(measured.accuracies) if accuracy >= target), None)
     if reached is None:
         return None
@@ -257,7 +269,7 @@ def seconds_to(target: float, measured: Curve) -> float | None:
 
 
 def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:
-    """The relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
+    """Return the relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
 
     It is the slope of the least-squares line through their logarithms, so that the numbers of workers may be any. None
     if fewer than two values are known.
@@ -269,13 +281,16 @@ def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> floa
 
 
 def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
-    """The change per doubling since the next smaller size; None for the smallest."""
+    """Return the change per doubling since the next smaller size; None for the smallest."""
     pairs = itertools.pairwise(range(len(workers)))
     return [None, *(per_doubling([workers[a], workers[b]], [values[a], values[b]]) for a, b in pairs)]
 
 
 def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
-    """Steps, and the seconds of training up to each: the images since the row before, divided by the row's images/s."""
+    """Return steps, and the seconds of training up to each.
+
+    The seconds of a row are the images since the row before, divided by the row's images/s.
+    """
     steps, seconds, samples = [0], [0.0], 0
     for row in rows:
         if row.images_per_s and row.samples_seen is not None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,8 @@ from raytrain.experiments.trials import (
     trials_of,
     write_sweep,
 )
-from raytrain.launch.placement import Hardware, Placement, gpus, place
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, Start, check_named, check_places, prepare
+from raytrain.launch.placement import Placement, gpus, place
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, TrainRequest, check_named, prepare, settle_options
 from raytrain.launch.train import open_machines, start_run
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 SweepView = Callable[[Sequence[TrialResult]], None]
 """Shows a sweep: called about twice a second with how all of its trials stand."""
 
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 
 
 def sweep(
@@ -70,17 +69,19 @@ def sweep(
         vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
             ``resume``.
         trials: how many points to draw at random; by default every combination of values.
-        early_stopping: whether a trial stops that is not among the better half after an eighth, a quarter or half of
-            the epochs.
+        early_stopping: stop a trial that is not among the better half after an eighth, a quarter or half of the epochs.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the trials stand.
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
-        trust: with ``resume``, whether a network may run that is a function of the sweep's author, and that neither
-            ``config`` nor ``vary`` names.
+        trust: with ``resume``, run also a network that is a function of the sweep's author, and that neither ``config``
+            nor ``vary`` names.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
+
+    Example:
+        raytrain.sweep(recipes.cifar10(data="s3://bucket/train"), vary="learning-rate=0.01,0.1,1").best
     """
     started_at = time.monotonic()
     check_named(config)
@@ -89,14 +90,19 @@ def sweep(
     if loop is not None:
         check_loop(loop)
     planned = plan_sweep(config, [vary] if isinstance(vary, str) else vary, trials, trust=trust)
-    for trial in trials_of(planned, config, config.name or new_name(config.recipe)):  # before anything starts
+    # Whatever is wrong with a trial is refused before anything starts.
+    for trial in trials_of(planned, config, config.name or new_name(config.recipe)):
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()
-    config = check_places(config)
+    config = settle_options(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
-        placement = _place(prepared.config, join(), len(runs))
+        # One worker trains a trial, so more workers than trials would take cores from reading.
+        hardware = join()
+        placement = place(prepared.config, hardware)
+        if placement.num_workers > len(runs):
+            placement = place(dataclasses.replace(prepared.config, workers=len(runs)), hardware)
         if loop is None:
             load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
         session = _Session(prepared, planned, runs, placement, loop, early_stopping=early_stopping)
@@ -120,32 +126,55 @@ class _Session:
         self._prepared = prepared
         self._planned = planned
         self._placement = placement
-        configs = [_resolved(trial, prepared, placement.device) for trial in trials]
+        # The plan of each trial, by its options as its run will have them, apart from the precision.
+        configs: list[ResolvedConfig] = []
+        for trial in trials:
+            run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
+            configs.append(run.resolve(1, placement.device, lambda _: "float32", lambda: "pillow"))
         plans = [prepared.data.plan(config) for config in configs]
+        self._config = configs[0]  # all trials read the same images
+        self._num_steps = sum(plan.num_steps for plan in plans)
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
         early = EarlyStopping(num_epochs if early_stopping else 0)  # which compares nothing in 0 epochs
         self._runs = [_TrialRun(trial, loop, early) for trial in trials]
-        num_steps = sum(plan.num_steps for plan in plans)
-        self._open_images = partial(_shared_images, prepared, configs[0], placement, num_steps)
-        self._recorder = RunRecorder(prepared.store, num_steps)
-        self._documents = Background(self._keep)  # storage may hang, and a stop must not wait for it
-        self._gpus: SimpleQueue[str | None] = SimpleQueue()
-        for gpu in _gpus_of_trials(prepared.config, placement):
-            self._gpus.put(gpu)
+        self._recorder = RunRecorder(prepared.store, self._num_steps)
+        self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._is_concluded = False
+
+        # The GPUs of this machine, one for each trial that trains at the same time. Ray decides on its own ones.
+        self._gpus: SimpleQueue[str | None] = SimpleQueue()
+        config = prepared.config
+        if config.backend == "local" and placement.device == "cuda":
+            numbers = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus()))))
+            for gpu in numbers.split(",")[: placement.num_workers]:
+                self._gpus.put(gpu)
+        else:
+            for _ in range(placement.num_workers):
+                self._gpus.put(None)
 
     def __enter__(self) -> _Session:
         """Make the sweep known, and start reading the images and as many trials as there is room for."""
         with ExitStack() as opened:
-            self._images = opened.enter_context(self._open_images())
+            self._images: Any
+            if self._config.backend == "local":
+                from raytrain.launch.cache_choice import SharedImages
+
+                self._images = opened.enter_context(SharedImages(self._prepared, self._config, self._num_steps))
+            else:
+                from raytrain.launch.ray.feed.data_feed import RaySharedImages
+
+                shared = RaySharedImages(self._prepared, self._config, self._placement, self._num_steps)
+                self._images = opened.enter_context(shared)
             self._prepared.data.write(self._prepared.store)
             write_sweep(self._prepared.store, self._planned)
             self._recorder.begin(self._prepared.config)
+
+            # A thread for each trial that trains at once; the others wait in the pool's queue.
             STARTUP.info("training %d of %d trials at once …", self._placement.num_workers, len(self._runs))
             threads = ThreadPoolExecutor(self._placement.num_workers, thread_name_prefix="trial")
             self._ended = [threads.submit(self._train, run) for run in self._runs if not is_over(run.result)]
             opened.callback(threads.shutdown, cancel_futures=True)
-            self._opened = opened.pop_all()
+            self._opened = opened.pop_all()  # nothing failed, so __exit__ closes it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -157,54 +186,30 @@ class _Session:
                 self._recorder.write_status("interrupted" if kind is KeyboardInterrupt else "failed")
 
     def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
-        """Return when all trials have ended; raises TrainingFailed if the sweep failed as a whole."""
+        """Return when all trials have ended; raise TrainingFailed if the sweep failed as a whole."""
         with closing(self._documents):
-            while wait(self._ended, _LOOK_EVERY_S).not_done:
-                snapshot = self._look(view)[0]
+            while wait(self._ended, _POLL_EVERY_S).not_done:
+                snapshot = self._poll(view)[0]
+                # A request to stop comes from a viewer, from storage or from a signal. Each trial gets it.
                 if (request := snapshot.stop_request or self._documents(snapshot)) is not None:
                     signals.request_stop(request)
                 if signals.stop_request is not None:
                     for run in self._runs:
                         run.signals.request_stop(signals.stop_request)
-        return self._conclude(*self._look(view), signals.stop_request, time.monotonic() - started_at)
 
-    def _train(self, run: _TrialRun) -> None:
-        gpu = self._gpus.get()
-        try:
-            placement = dataclasses.replace(self._placement, num_workers=1, min_workers=1)
-            run.train(gpu, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
-        finally:
-            self._gpus.put(gpu)
-
-    def _look(self, view: SweepView | None) -> tuple[Snapshot, str | None]:
-        """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
-        results = [run.result for run in self._runs]
-        if view is not None:
-            view(results)
-        snapshot, failure = self._images.look()
-        training = sum(result.status == "running" for result in results)
-        steps = sum(result.steps for result in results)
-        return dataclasses.replace(snapshot, status="running", step=steps, num_workers=training), failure
-
-    def _keep(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due, in the background; returns a stop request that lay in storage."""
-        self._recorder.heartbeat(snapshot)
-        return self._recorder.stop_request()
-
-    def _conclude(
-        self, snapshot: Snapshot, failure: str | None, request: StopReason | None, seconds: float
-    ) -> SweepResult:
+        # The sweep failed if nothing could be trained; a stop counts only if it left something to do.
+        snapshot, failure = self._poll(view)
         trials = best_first(run.result for run in self._runs)
         failed = failure is not None or all(trial.status == "failed" for trial in trials)
-        stopped = request is not None and not all(is_over(trial) for trial in trials)
+        stopped = signals.stop_request is not None and not all(is_over(trial) for trial in trials)
         result = SweepResult(
             name=self._prepared.name,
             status="failed" if failed else "stopped" if stopped else "finished",
             best=next((trial.name for trial in trials if trial.accuracy is not None), None),
             trials=trials,
             run_dir=self._prepared.store.url,
-            seconds=round(seconds, 2),
-            stop_reason=request if stopped else None,
+            seconds=round(time.monotonic() - started_at, 2),
+            stop_reason=signals.stop_request if stopped else None,
         )
         self._images.finish(result.status)
         write_json(self._prepared.store, SUMMARY, result.summary())
@@ -214,6 +219,29 @@ class _Session:
             again = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
             raise TrainingFailed(f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {again}", result.summary())
         return result
+
+    def _train(self, run: _TrialRun) -> None:
+        gpu = self._gpus.get()
+        try:
+            placement = dataclasses.replace(self._placement, num_workers=1, min_workers=1)
+            run.train(gpu, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
+        finally:
+            self._gpus.put(gpu)
+
+    def _poll(self, view: SweepView | None) -> tuple[Snapshot, str | None]:
+        """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
+        results = [run.result for run in self._runs]
+        if view is not None:
+            view(results)
+        snapshot, failure = self._images.poll()
+        training = sum(result.status == "running" for result in results)
+        steps = sum(result.steps for result in results)
+        return dataclasses.replace(snapshot, status="running", step=steps, num_workers=training), failure
+
+    def _record(self, snapshot: Snapshot) -> StopReason | None:
+        """Write the documents that are due, in the background; return a stop request that lay in storage."""
+        self._recorder.heartbeat(snapshot)
+        return self._recorder.stop_request()
 
 
 class _TrialRun:
@@ -236,17 +264,21 @@ class _TrialRun:
         if self.aborted or self.signals.stop_request is not None:
             return
         try:
-            config = _with_place(self.trial.config, gpu, group.placement)
-            config = dataclasses.replace(config, resume=self.trial.store.exists(CONFIG))
-            start_run(config, Start(loop=self._loop, view=self._look, signals=self.signals, group=group))
+            config = dataclasses.replace(self.trial.config, resume=self.trial.store.exists(CONFIG))
+            if config.backend == "local":  # its part of this machine
+                device = config.device if gpu is None else f"cuda:{gpu}"
+                config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
+            else:  # this process is in the cluster already
+                config = dataclasses.replace(config, address=None)
+            start_run(config, TrainRequest(loop=self._loop, view=self._follow, signals=self.signals, group=group))
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:
             reason = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
             self.result = dataclasses.replace(self.result, status="failed", reason=reason)
 
-    def _look(self, snapshot: Snapshot) -> None:
-        """The view of the run: note how it stands, and stop it if it is worse than the others."""
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Note how the run stands, as its view, and stop it if it is worse than the others."""
         if self.aborted:
             raise KeyboardInterrupt
         if snapshot.first_row == 0:
@@ -266,43 +298,3 @@ def check_trials(trials: Sequence[Trial]) -> None:
         if trial.store.exists(CONFIG):
             before = Identity.of(read_config(trial.store))
             Identity.of(trial.config).check(before, f"Run {trial.name!r}")
-
-
-def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:
-    """How the machines are shared, with a worker for each trial that trains at the same time."""
-    placement = place(config, found)
-    if placement.num_workers <= num_trials:
-        return placement
-    return place(dataclasses.replace(config, workers=num_trials), found)
-
-
-def _resolved(trial: Trial, sweep: PreparedRun, device: str) -> ResolvedConfig:
-    """The options of a trial as its run will have them, apart from the precision."""
-    run = dataclasses.replace(sweep, config=trial.config, name=trial.name)
-    return run.resolve(1, device, lambda _: "float32", lambda: "pillow")
-
-
-def _gpus_of_trials(config: TrainConfig, placement: Placement) -> Sequence[str | None]:
-    """The GPU of this machine for each trial that trains at the same time; None if Ray decides on it, or if none."""
-    if config.backend != "local" or placement.device != "cuda":
-        return [None] * placement.num_workers
-    chosen = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus()))))
-    return chosen.split(",")[: placement.num_workers]
-
-
-def _with_place(config: TrainConfig, gpu: str | None, placement: Placement) -> TrainConfig:
-    """The options of a trial in this process, which is in the cluster already, and on its part of this machine."""
-    if config.backend != "local":
-        return dataclasses.replace(config, address=None)
-    device = config.device if gpu is None else f"cuda:{gpu}"
-    return dataclasses.replace(config, device=device, threads_per_worker=placement.threads)
-
-
-def _shared_images(prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> Any:
-    if config.backend == "local":
-        from raytrain.launch.cache_choice import SharedImages
-
-        return SharedImages(prepared, config, num_steps)
-    from raytrain.launch.ray.feed.data_feed import SharedImages
-
-    return SharedImages(prepared, config, placement, num_steps)

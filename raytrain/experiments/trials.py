@@ -14,7 +14,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.search_space import Point, Space, are_points, parse, points
+from raytrain.experiments.search_space import Point, are_points, parse, points
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import (
     CONFIG,
@@ -76,7 +76,7 @@ class TrialResult:
     evaluations: tuple[tuple[int, float], ...] = ()
 
     def now(self, snapshot: Snapshot, evaluations: Iterable[tuple[int, float]]) -> TrialResult:
-        """The same trial as its run stands at this moment."""
+        """Return the same trial as its run stands at this moment."""
         latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
         known = tuple(evaluations)
         return dataclasses.replace(
@@ -107,33 +107,69 @@ class SweepResult:
     stop_reason: StopReason | None = None
 
     def summary(self) -> dict[str, Any]:
-        """The result as a dictionary of plain values."""
+        """Return the result as a dictionary of plain values."""
         return dataclasses.asdict(self)
 
 
 def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
-    """The points of ``vary`` and ``trials``, or the stored ones; UsageError if one names code that nobody trusts."""
-    if config.resume:
-        stored = _stored_sweep(config, vary, trials)
-        if not trust:
-            _check_networks(stored, config, parse(vary))
-        return stored
-    if not vary:
+    """Return the points of ``vary`` and ``trials``, or the stored ones of a sweep that is resumed.
+
+    Raises UsageError if a stored one names code, unless ``trust`` or the options name it too.
+
+    Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
+    """
+    if not config.resume:
+        if not vary:
+            raise UsageError(
+                "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
+            )
+        return Sweep(vary=tuple(vary), points=tuple(points(parse(vary), trials, config.seed)))
+
+    # A sweep that is resumed keeps its points, so --vary and --trials may only repeat them.
+    store = open_run(config.storage, config.name or "")
+    if not store.exists(SWEEP):
+        raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
+    stored = read_sweep(store)
+    if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
+        words = " ".join(stored.vary)
         raise UsageError(
-            "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
+            f"Sweep {config.name!r} was started with --vary {words} and {len(stored.points)} trials; leave --vary and "
+            "--trials out to resume it, or start another sweep with another --name."
         )
-    return Sweep(vary=tuple(vary), points=tuple(points(parse(vary), trials, config.seed)))
+
+    # A stored point may name an own function, which runs only if this command names it too.
+    models = () if trust else parse(vary).get("model")
+    named = {config.model, *(models if isinstance(models, tuple) else ())}
+    for point in stored.points:
+        model = str(point.get("model", config.model))
+        if not trust and names_own_function(model) and model not in named:
+            document = f"{config.storage}/{config.name}/{SWEEP}"
+            raise stored_function_error("model", model, document, may_be_named=True)
+    return stored
 
 
 def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
-    """The trials of the sweep called ``name``; raises UsageError if options are not allowed, or the same twice."""
-    _check_shared_options(config)
-    trials = [_trial(*each, config) for each in zip(trial_names(sweep, name), sweep.points, strict=True)]
+    """Return the trials of the sweep called ``name``.
+
+    Raises UsageError if options are not allowed, or two trials have the same ones.
+    """
+    if config.elastic_workers or config.worker_load:
+        raise UsageError(
+            "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
+            "--worker-load."
+        )
+    trials: list[Trial] = []
+    for trial_name, point in zip(trial_names(sweep, name), sweep.points, strict=True):
+        values: dict[str, Any] = {**point}
+        options = dataclasses.replace(config, **values, name=trial_name, workers=1, resume=False).scaled_to(1)
+        trials.append(Trial(check_name(trial_name), point, options))
+
+    # Two points may be the same trial, if an option has no effect beside another.
     seen: dict[TrainConfig, Trial] = {}
     for trial in trials:
         twin = seen.setdefault(dataclasses.replace(trial.config, name=None), trial)
         if twin is not trial:
-            both = " and ".join(as_typed(each.values) for each in (twin, trial))
+            both = " and ".join(as_typed(twice.values) for twice in (twin, trial))
             raise UsageError(
                 f"--vary: {both} result in the same options; leave one out, or vary the option that overrides it."
             )
@@ -141,13 +177,13 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
 
 
 def trial_names(sweep: Sweep, name: str) -> list[str]:
-    """The names of the trials of the sweep called ``name``, in the order of its points."""
+    """Return the names of the trials of the sweep called ``name``, in the order of its points: NAME-00, NAME-01, …"""
     width = max(2, len(str(len(sweep.points) - 1)))
     return [f"{name}-{number:0{width}d}" for number in range(len(sweep.points))]
 
 
 def names_of(storage: str, name: str) -> list[str]:
-    """The runs of a sweep, some of which may not have started, or of a study; otherwise the run itself.
+    """Return the runs of a sweep, some of which may not have started, or of a study; otherwise the run itself.
 
     Raises UsageError if there is none.
     """
@@ -155,20 +191,21 @@ def names_of(storage: str, name: str) -> list[str]:
     if store.exists(SWEEP):
         return trial_names(read_sweep(store), name)
     if not store.exists(CONFIG):
-        sizes = [found for found in run_names(open_store(storage)) if re.fullmatch(rf"{re.escape(name)}-\d+", found)]
+        size = re.compile(rf"{re.escape(name)}-\d+")
+        sizes = [run for run in run_names(open_store(storage)) if size.fullmatch(run)]
         if sizes:
-            return sorted(sizes, key=lambda found: int(found.rpartition("-")[2]))
+            return sorted(sizes, key=lambda run: int(run.rpartition("-")[2]))
     open_run(storage, name)
     return [name]
 
 
 def as_typed(values: Mapping[str, Any]) -> str:
-    """Varied values as a user types them."""
+    """Return varied values as a user types them: ``learning-rate=0.1 nesterov=true``."""
     return " ".join(f"{option_name(name)}={shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:
-    """One varied value as a user types it."""
+    """Return one varied value as a user types it."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -190,22 +227,24 @@ def check_names_free(trials: Iterable[Trial]) -> None:
 
 
 def is_over(trial: TrialResult) -> bool:
-    """Whether the trial has nothing left to do: it was finished, or stopped early."""
+    """Return True if the trial has nothing left to do: it was finished, or stopped early."""
     stopped_early = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
     return trial.status == "finished" or (trial.status == "stopped" and stopped_early)
 
 
 def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
-    """The trials from best to worst; those without an accuracy come last."""
+    """Return the trials from best to worst; those without an accuracy come last."""
     return tuple(sorted(trials, key=lambda trial: (trial.accuracy is None, -(trial.accuracy or 0.0), trial.name)))
 
 
 def stored_result(trial: Trial) -> TrialResult:
-    """How a trial ended, by the documents that it has written; one without documents waits."""
+    """Return how a trial ended, by the documents that it has written; one without documents waits."""
     store = trial.store
     waiting = TrialResult(name=trial.name, values=trial.values, run_dir=store.url)
     if not store.exists(CONFIG):
         return waiting
+
+    # A trial whose process was killed has a history, and no summary.
     summary = read_json(store, SUMMARY)
     rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
     evaluations = tuple((row.epoch, row.accuracy) for row in rows if row.accuracy is not None)
@@ -224,51 +263,12 @@ def _best(evaluations: Iterable[tuple[int, float]]) -> float | None:
     return max((accuracy for _, accuracy in evaluations), default=None)
 
 
-def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
-    store = open_run(config.storage, config.name or "")
-    if not store.exists(SWEEP):
-        raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
-    stored = read_sweep(store)
-    if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
-        words = " ".join(stored.vary)
-        raise UsageError(
-            f"Sweep {config.name!r} was started with --vary {words} and {len(stored.points)} trials; leave --vary and "
-            "--trials out to resume it, or start another sweep with another --name."
-        )
-    return stored
-
-
 def read_sweep(store: Store) -> Sweep:
-    """The document in the sweep's folder; raises UsageError if it is damaged, or if a point sets what may not vary."""
+    """Return the document in the sweep's folder; UsageError if it is damaged, or a point sets what may not vary."""
     document = read_json(store, SWEEP)
     if not matches(document.get("vary"), list[str]) or not are_points(document.get("points")):
         raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
     return Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
-
-
-def _check_networks(stored: Sweep, config: TrainConfig, typed: Space) -> None:
-    """Raise UsageError if a stored point names an own function that neither ``config`` nor ``typed`` does."""
-    models = typed.get("model")
-    named = {config.model, *(models if isinstance(models, tuple) else ())}
-    for point in stored.points:
-        model = str(point.get("model", config.model))
-        if names_own_function(model) and model not in named:
-            document = f"{config.storage}/{config.name}/{SWEEP}"
-            raise stored_function_error("model", model, document, may_be_named=True)
-
-
-def _check_shared_options(config: TrainConfig) -> None:
-    if config.elastic_workers or config.worker_load:
-        raise UsageError(
-            "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
-            "--worker-load."
-        )
-
-
-def _trial(name: str, point: Point, config: TrainConfig) -> Trial:
-    values: dict[str, Any] = {**point}
-    options = dataclasses.replace(config, **values, name=name, workers=1, resume=False).scaled_to(1)
-    return Trial(check_name(name), point, options)
 
 
 _FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as many
@@ -286,11 +286,11 @@ class EarlyStopping:
             epoch *= 2
 
     def is_worse(self, trial: str, epoch: int, accuracy: float) -> bool:
-        """Note what ``trial`` measured after ``epoch``; whether that is below the median of the trials before it."""
+        """Note what ``trial`` measured after ``epoch``; return True if it is below the median of the trials before."""
         with self._lock:
             rung = next((measured for first, measured in self._rungs if first <= epoch), None)
             if rung is None or trial in rung:
                 return False
-            others = list(rung.values())
+            before = list(rung.values())
             rung[trial] = accuracy
-            return bool(others) and accuracy < statistics.median(others)
+            return bool(before) and accuracy < statistics.median(before)

@@ -27,6 +27,7 @@ from raytrain.training.evaluation_metrics import (
 )
 
 _NUM_CONFUSIONS = 10
+_MIN_PROBABILITY = 1e-30  # in a logarithm
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class EvaluatedRun:
     all_compared: bool | None = None
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return plain(self)
 
 
@@ -89,12 +90,19 @@ class EvaluationResult(EvaluatedRun):
 
 
 def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str], **about: Any) -> EvaluationResult:
-    """The metrics of n predictions: true and predicted classes, as indices into ``classes``, and cross entropies.
+    """Return the metrics of n predictions of one class per image.
 
-    ``about`` are the fields of :class:`EvaluatedRun`.
+    ``truth`` and ``answers`` (n,) are indices into ``classes``, ``losses`` (n,) are cross entropies, and ``about`` are
+    the fields of :class:`EvaluatedRun`.
     """
     matrix = confusion_matrix(truth, answers, len(classes))
-    right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
+    right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)  # (num_classes,) each
+
+    # The most frequent wrong predictions: the largest counts off the diagonal, equal ones in the order of classes.
+    wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
+    most_frequent = np.argsort(-wrong, axis=None, kind="stable")[: min(_NUM_CONFUSIONS, np.count_nonzero(wrong))]
+    pairs = zip(*np.unravel_index(most_frequent, wrong.shape), strict=True)
+
     return EvaluationResult(
         **about,
         images=len(truth),
@@ -103,40 +111,20 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
         macro_f1=macro_f1(right, true, predicted) if len(truth) else None,
         loss=float(losses.mean()) if len(losses) else None,
         classes=tuple(classes),
-        per_class=_per_class(matrix, classes),
-        confusions=_confusions(matrix, classes),
+        per_class=tuple(
+            ClassScore(name, int(true[label]), int(right[label]), _ratio(right[label], true[label]))
+            for label, name in enumerate(classes)
+        ),
+        confusions=tuple(Confusion(classes[int(t)], classes[int(a)], int(wrong[t, a])) for t, a in pairs),
         confusion_matrix=matrix,
     )
 
 
 def confusion_matrix(truth: Int64s, answers: Int64s, num_classes: int) -> Int64s:
-    """Counts (num_classes, num_classes): row t, column a is how many images of class t were predicted as class a."""
+    """Return counts (num_classes, num_classes): row t, column a counts images of class t predicted as class a."""
     matrix = np.zeros((num_classes, num_classes), np.int64)
     np.add.at(matrix, (truth, answers), 1)
     return matrix
-
-
-def _per_class(matrix: Int64s, classes: Sequence[str]) -> tuple[ClassScore, ...]:
-    return tuple(
-        ClassScore(name, int(row.sum()), int(row[label]), _ratio(row[label], row.sum()))
-        for label, (name, row) in enumerate(zip(classes, matrix, strict=True))
-    )
-
-
-def _confusions(matrix: Int64s, classes: Sequence[str]) -> tuple[Confusion, ...]:
-    wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
-    most_frequent = np.argsort(-wrong, axis=None, kind="stable")[: min(_NUM_CONFUSIONS, np.count_nonzero(wrong))]
-    return tuple(
-        Confusion(classes[int(truth)], classes[int(answer)], int(wrong[truth, answer]))
-        for truth, answer in zip(*np.unravel_index(most_frequent, wrong.shape), strict=True)
-    )
-
-
-def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:
-    return float(part / whole) if whole else None
-
-
-_MIN_PROBABILITY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -168,22 +156,30 @@ class LabelEvaluation(EvaluatedRun):
 
 
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:
-    """The threshold of each class, (C,): those that a user gave, or those of the run."""
+    """Return the threshold of each class, (num_classes,): those of the user, or else those of the run.
+
+    Raise UsageError if the user gave thresholds for a run of one class per image, a wrong number of them, or one that
+    is no probability.
+    """
     num_classes = len(trained.classes)
     if threshold and not trained.config.multi_label:
         raise UsageError(f"--threshold is for runs whose images may have several classes; {trained.name!r} is none.")
-    if threshold and (len(threshold) not in (1, num_classes) or not all(0 <= each <= 1 for each in threshold)):
+    if threshold and (len(threshold) not in (1, num_classes) or not all(0 <= value <= 1 for value in threshold)):
         raise UsageError(
             f"--threshold has {len(threshold)} numbers from {min(threshold):g} to {max(threshold):g}; give one, or one "
             f"for each of the {num_classes} classes, from 0 to 1."
         )
+
+    # The run's thresholds are those of its checkpoint: they were chosen when it was evaluated.
     stored = stored_thresholds(trained.store, trained.checkpoint, num_classes)
     return np.broadcast_to(np.array(threshold or stored or DEFAULT_THRESHOLD, np.float64), num_classes)
 
 
-def label_columns(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
-    """The labels of each row, and a score for each class."""
+def predicted_labels(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
+    """Return a table with the labels of each image, joined to one text, and the probability of each class."""
     scores, answers = _answers(table, thresholds)
+
+    # The names of an image's classes are joined as in the run's label file.
     separator = trained.config.label_separator or "|"
     labels = string_array([separator.join(compress(trained.classes, row)) for row in answers.tolist()])
     columns = zip(trained.classes, scores.T.astype(np.float32), strict=True)
@@ -192,11 +188,16 @@ def label_columns(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> p
 
 
 def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thresholds: Floats) -> LabelEvaluation:
-    """The metrics of predictions for the images of ``manifest``."""
+    """Return the metrics of predictions for the images of ``manifest``, which may have several classes each."""
     assert manifest.label_sets is not None
     readable = table.filter(table["error"].is_null())
+
+    # All of (n, num_classes): a row for each image that could be read.
     scores, answers = _answers(readable, thresholds)
     truth = manifest.label_sets[numbers(readable["truth"])]
+    cross_entropies = -np.log(np.where(truth, scores, 1 - scores).clip(min=_MIN_PROBABILITY))
+
+    # All of (num_classes,).
     right, true, predicted = (counts.sum(axis=0) for counts in (answers & truth, truth, answers))
     precisions = average_precisions(scores, truth)
     return LabelEvaluation(
@@ -206,7 +207,7 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
         skipped=len(table) - len(readable),
         images=len(readable),
         accuracy=_known(np.mean(answers == truth)) if len(truth) else None,
-        loss=_known(_cross_entropy(scores, truth)) if len(truth) else None,
+        loss=_known(cross_entropies.mean()) if len(truth) else None,
         mean_average_precision=_known(mean_of_known(precisions)),
         macro_f1=_known(macro_f1(right, true, predicted)),
         per_class=tuple(
@@ -224,15 +225,15 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
 
 
 def _answers(table: pa.Table, thresholds: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """The probability of each class, (n, C), and whether it reaches its threshold."""
+    """Return the probability of each class, (n, num_classes), and which of them reach their threshold."""
+    # The column has lists of one length, of which NumPy takes the values without a copy of each.
     column = pa.concat_arrays(table["probabilities"].chunks)
     scores = numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
     return scores, scores >= thresholds
 
 
-def _cross_entropy(scores: Floats, truth: npt.NDArray[np.bool_]) -> float:
-    """The mean binary cross entropy."""
-    return float(-np.log(np.where(truth, scores, 1 - scores).clip(min=_MIN_PROBABILITY)).mean())
+def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:
+    return float(part / whole) if whole else None
 
 
 def _known(value: float | np.floating[Any]) -> float | None:

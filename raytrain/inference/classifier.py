@@ -1,4 +1,8 @@
-"""A trained network with its preprocessing and class names."""
+"""A trained network with its preprocessing and class names: what ``raytrain.load`` returns.
+
+Whoever uses a network of a run (``evaluate``, ``predict``, ``serve``, ``export``) loads it here, so that all of them
+prepare images alike.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,8 @@ from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of
 from raytrain.errors import UsageError
 from raytrain.inference.loop_network import loop_network
-from raytrain.inference.trained_run import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
-from raytrain.runs.documents import CONFIG, open_run
+from raytrain.runs.documents import CONFIG, open_run, read_trusted_config
 from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
@@ -47,7 +50,8 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         cropping: what it sees of an image file.
         checkpoint: the path of the weights within the run.
-        precision: that in which the run has measured it. The network itself computes in float32, or in float64.
+        precision: the precision in which the run has evaluated it. The network itself computes in float32, or in
+            float64 if the run did.
         mean, std: what :meth:`forward` subtracts from each channel, in 0..1, and divides it by.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
@@ -70,30 +74,35 @@ class Classifier(nn.Module):
         self.test_views: Set[TestView] = frozenset(config.test_views)
         size = config.full_image_size
         self.network = network or build_model(config.model, len(classes), config.channels, config.seed, size)
-        self._augment = Augment(config)
+        self._augment = Augment(config)  # of which only the resizing and normalising of test images are used
         if config.precision == "float64":
             self.network.double()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training.
+        """Return the logits (B, num_classes) of ``images``, decoded as uint8 (B, H, W, C).
 
-        Raises UsageError if they are others.
+        They are resized and normalised as in training. Raise UsageError if they have another type or shape.
+
+        Example::
+
+            logits = model(torch.from_numpy(pixels))
         """
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != self.shape.channels:
             raise UsageError(
                 f"The network of raytrain.load got {images.dtype} of the shape {tuple(images.shape)}; give decoded "
                 f"images, uint8 (number, height, width, {self.shape.channels}), or any images to its method classify."
             )
+        # The logits of several views of an image, such as its mirror image, are averaged.
         network = with_views(self.network, self.test_views)
         return network(self._augment.evaluate(images))
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> Tensor:
-        """The probability of each class, float64 (B, num_classes), for ``images`` as in :meth:`forward`."""
+        """Return the probability of each class, float64 (B, num_classes), for ``images`` as in :meth:`forward`."""
         return self.probabilities_of(self(images))
 
     def probabilities_of(self, logits: Tensor) -> Tensor:
-        """The probability of each class, float64 (B, num_classes), by its logits."""
+        """Return the probability of each class, float64 (B, num_classes), for logits of that shape."""
         logits = logits.double()
         return logits.softmax(dim=1) if self.thresholds is None else logits.sigmoid()
 
@@ -108,7 +117,11 @@ class Classifier(nn.Module):
         pixels: (H, W) or (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …), give
         a list.
 
-        Raises UsageError if something is none of these or cannot be decoded, StorageError if a file cannot be read.
+        Raise UsageError if something is none of these or cannot be decoded, StorageError if a file cannot be read.
+
+        Example::
+
+            label, probability = model.classify("photo.jpg")
         """
         scores, labels = self._probabilities_of(images).max(dim=1)
         answers = [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
@@ -119,53 +132,66 @@ class Classifier(nn.Module):
     @overload
     def classify_all(self, images: Iterable[AnImage]) -> list[dict[str, float]]: ...
     def classify_all(self, images: AnImage | Iterable[AnImage]) -> dict[str, float] | list[dict[str, float]]:
-        """The classes that an image has by their thresholds, with their probabilities; images as in :meth:`classify`.
+        """Return the classes that an image has by their thresholds, with their probabilities.
 
-        If the images of the run have one class each, it is the probability of every class, the likeliest first.
+        If the images of the run have one class each, all classes are returned, the likeliest first. ``images`` are
+        those that :meth:`classify` takes.
+
+        Example::
+
+            for label, probability in model.classify_all("photo.jpg").items():
+                print(label, probability)
         """
+        # The probability of each class, by its name, for each image.
         rows = [dict(zip(self.classes, row, strict=True)) for row in self._probabilities_of(images).tolist()]
         if self.thresholds is None:
             answers = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in rows]
         else:
-            least = dict(zip(self.classes, self.thresholds, strict=True))
-            answers = [{name: score for name, score in row.items() if score >= least[name]} for row in rows]
+            threshold = dict(zip(self.classes, self.thresholds, strict=True))
+            answers = [{name: score for name, score in row.items() if score >= threshold[name]} for row in rows]
         return answers[0] if _is_one(images) else answers
 
     def _probabilities_of(self, images: AnImage | Iterable[AnImage]) -> Tensor:
+        # Images are decoded on the CPU, one after the other, and classified together where the network is.
         several = cast("Iterable[AnImage]", (images,) if _is_one(images) else images)
         pixels = [self._pixels(image) for image in several]
         device = next(self.network.parameters()).device
         return self.probabilities(torch.from_numpy(np.stack(pixels)).to(device)) if pixels else torch.zeros(0, 1)
 
     def _pixels(self, image: AnImage) -> Pixels:
+        """Return one image of any kind as the network takes it, uint8 (H, W, C)."""
         crop = self.cropping.crop
         if isinstance(image, Image.Image):
             return pixels_of(ImageOps.exif_transpose(image), self.shape, crop)
+
+        # The content of a file, which is decoded like the training images.
         if hasattr(image, "read"):
             image = cast("BinaryIO", image).read()
         if isinstance(image, bytearray):
             image = bytes(image)
-        if not isinstance(image, (str, os.PathLike, bytes)):
-            return pixels_of(_as_pillow(image), self.shape, crop)
-        name, content = ("An image", image) if isinstance(image, bytes) else (image, read_input(os.fspath(image)))
-        try:
-            return decode(content, self.shape, crop)
-        except BadImage as error:
-            raise UsageError(f"{name} cannot be used: {error}.") from None
+        if isinstance(image, (str, os.PathLike, bytes)):
+            name, content = ("An image", image) if isinstance(image, bytes) else (image, read_input(os.fspath(image)))
+            try:
+                return decode(content, self.shape, crop)
+            except BadImage as error:
+                raise UsageError(f"{name} cannot be used: {error}.") from None
+
+        return pixels_of(_array_as_pillow(image), self.shape, crop)
 
 
 def _is_one(images: object) -> bool:
-    """Whether it is one image, or at least nothing that contains several."""
+    """Return True for one image, and for what is no collection of images at all."""
     if isinstance(images, (np.ndarray, Tensor)):
         return images.ndim < 4
     is_file = isinstance(images, (str, bytes, bytearray)) or hasattr(images, "read")
     return is_file or isinstance(images, Image.Image) or not isinstance(images, Iterable)
 
 
-def _as_pillow(image: object) -> Image.Image:
-    """Pixels as an image of Pillow. Raises UsageError for what is no image."""
+def _array_as_pillow(image: object) -> Image.Image:
+    """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for what is no image."""
+    # A tensor may have its channels first. NumPy has no bfloat16, so other numbers travel as float64.
     if isinstance(image, Tensor):
-        image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()  # NumPy has no bfloat16
+        image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()
         if image.ndim == 3 and image.shape[0] in _CHANNELS and image.shape[2] not in _CHANNELS:
             image = np.moveaxis(image, 0, 2)
     if not isinstance(image, np.ndarray):
@@ -173,6 +199,8 @@ def _as_pillow(image: object) -> Image.Image:
             f"An image is a {type(image).__name__}; give a path, the bytes of a file, an image of Pillow, or an array "
             "or tensor of pixels."
         )
+
+    # Numbers from 0 to 1 become the nearest of 0 to 255; nothing else is guessed.
     pixels: npt.NDArray[Any] = image
     if pixels.dtype.kind == "f" and pixels.size and pixels.min() >= 0 and pixels.max() <= 1:
         pixels = (pixels * 255).round().astype(np.uint8)
@@ -190,15 +218,15 @@ def load(
 ) -> Classifier:
     """Load the network of ``run`` onto the CPU, with the weights of its best checkpoint.
 
-    If no checkpoint was evaluated, it is the newest one. If the loop of the run has built its network itself, the loop
-    is run as far as its first epoch, for the network.
+    If no checkpoint was evaluated, it is the newest one. If the run's loop has built its network itself, that loop is
+    called here until it asks for its first epoch: by then it has built the network again.
 
     Args:
         storage: the folder or URL of the runs.
         trust: run code of the run's author that the run names: a function that builds its network, or its loop.
         loop: the loop of a run that got it as a function, ``raytrain.train(config, loop=...)``.
 
-    Raises UsageError if there is no such run, if it has no checkpoint, or if its network needs code without ``trust``.
+    Raise UsageError if there is no such run, if it has no checkpoint, or if its network needs code without ``trust``.
 
     Example::
 
@@ -209,34 +237,34 @@ def load(
 
 
 def load_classifier(store: Store, run: str, *, trust: bool, loop: Callable[[Run], None] | None = None) -> Classifier:
-    """The same as :func:`load`, from the ``store`` of the run."""
+    """Load the network of ``run`` from the run's own ``store``; see :func:`load`."""
     config = read_trusted_config(store, trust=trust)
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
     classes = checkpoint.identity.classes
+
+    # A network that the loop has built itself: the loop builds it again, which runs code of the run's author.
     network = None
     if checkpoint.progress.is_own_network:
-        named = checkpoint.progress.network
-        network = loop_network(config, classes, loop or _stored_loop(store, config, run, trust=trust), named)
+        if loop is None and config.loop is None:
+            raise UsageError(
+                f"The loop of {run} has built its network itself, and was given as a function, which no file names: "
+                f"call raytrain.load({run!r}, loop=the_function), or train with --loop file.py:function."
+            )
+        if loop is None and not trust:
+            raise stored_function_error("loop", str(config.loop), f"{store.url}/{CONFIG}", may_be_named=False)
+        loop = loop or cast("Callable[[Run], None]", load_optional("--loop", config.loop))
+        network = loop_network(config, classes, loop, checkpoint.progress.network)
+
+    # The weights do not fit if the code that builds the network has changed since.
     classifier = Classifier(config, classes, path, stored_thresholds(store, path, len(classes)), network)
     try:
         classifier.network.load_state_dict(checkpoint.weights or {})
     except RuntimeError as error:
+        # torch lists every difference; the beginning of the list says which network it was.
         difference = " ".join(str(error).split())[:120]
         builder = f"--model {config.model}" if network is None else "the network that its loop prepares now"
         raise UsageError(
             f"The weights of {run} are not those of {builder}: it trained another network ({difference})."
         ) from None
     return classifier.eval()
-
-
-def _stored_loop(store: Store, config: ResolvedConfig, run: str, *, trust: bool) -> Callable[[Run], None]:
-    """Return the loop that the run's options name, to get its network. Raises UsageError unless the user trusts it."""
-    if config.loop is None:
-        raise UsageError(
-            f"The loop of {run} has built its network itself, and was given as a function, which no file names: call "
-            f"raytrain.load({run!r}, loop=the_function), or train with --loop file.py:function."
-        )
-    if not trust:
-        raise stored_function_error("loop", config.loop, f"{store.url}/{CONFIG}", may_be_named=False)
-    return cast("Callable[[Run], None]", load_optional("--loop", config.loop))

@@ -68,14 +68,22 @@ def evaluate(
     Raises:
         UsageError, StorageError: there is no such run, it is not trusted, or the data cannot be read or has other
             classes.
+
+    Example::
+
+        result = raytrain.evaluate("first", "photos")
+        print(result.accuracy)
     """
+    # Everything that can be refused is refused before an image is read.
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
     if data is None:
         images, manifest = _own_test_images(trained, labels)
     else:
         images = open_store(os.fspath(data))
-        manifest = _labelled(trained, images, labels)
+        manifest = _labelled_images(trained, images, labels)
+
+    # Each image is predicted in the run's precision, so that the numbers are those that the run itself measured.
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
     if trained.config.multi_label:
         result = score_labels(trained, manifest, table, thresholds)
@@ -84,11 +92,13 @@ def evaluate(
         truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
         about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
         result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
-    return result if data is None else replace(result, **_trained_on(trained, images, manifest))
+
+    # Images of the user's own may be among those that the run was trained on; its own test images are not.
+    return result if data is None else replace(result, **_count_training_images(trained, images, manifest))
 
 
 def _own_test_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
-    """The images that the run itself was tested on."""
+    """Return the images that the run itself was tested on."""
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own test images; give those with --data.")
     try:
@@ -98,32 +108,8 @@ def _own_test_images(trained: TrainedRun, labels: Location | None) -> tuple[Stor
     return open_store(trained.config.test_data or trained.config.data), manifest
 
 
-def _trained_on(trained: TrainedRun, images: Store, manifest: Manifest) -> dict[str, Any]:
-    """How many of the images are training images of the run: at the same place, or elsewhere with the same content."""
-    try:
-        train = Manifest.from_parquet(trained.store.get(MANIFEST))
-    except (FileNotFoundError, StorageError):
-        return {"trained_on": None}
-    known = set(train.keys.to_pylist()) if train.url == manifest.url else set[str]()
-    is_known = np.array([key in known for key in manifest.keys.to_pylist()], bool)
-    others = _of_sizes(manifest.select(np.flatnonzero(~is_known)), train)
-    found, is_complete = 0, True
-    if len(others):
-        try:
-            training = StoredImages(open_store(trained.config.data), _of_sizes(train, others))
-            duplicates = find_duplicates(training, StoredImages(images, others), time.monotonic() + _COMPARE_S)
-            found, is_complete = len(duplicates.test), duplicates.compared == duplicates.images
-        except (StorageError, UsageError):  # the training images are gone, or others may not read them
-            is_complete = False
-    return {"trained_on": int(is_known.sum()) + found, "all_compared": is_complete}
-
-
-def _of_sizes(images: Manifest, others: Manifest) -> Manifest:
-    """The images that have as many bytes as one of ``others``: only those can have the same content."""
-    return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))
-
-
-def _labelled(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
+def _labelled_images(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
+    """List the images of the user's own with their labels, which are of the run's classes."""
     if labels is None and trained.config.multi_label:
         raise UsageError(
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
@@ -131,3 +117,32 @@ def _labelled(trained: TrainedRun, images: Store, labels: Location | None) -> Ma
     columns = label_columns(trained.config)
     table = None if labels is None else read_label_file(os.fspath(labels), columns, [images.url])
     return images_of_part(images, table, "test", trained.config.max_bad_fraction, trained.classes)
+
+
+def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifest) -> dict[str, Any]:
+    """Count the images that are training images of the run: in the same place, or elsewhere with the same content."""
+    try:
+        training = Manifest.from_parquet(trained.store.get(MANIFEST))
+    except (FileNotFoundError, StorageError):
+        return {"trained_on": None}
+
+    # In the same place: the keys say it, and no file is read.
+    training_keys = set(training.keys.to_pylist()) if training.url == manifest.url else set[str]()
+    is_same_place = np.array([key in training_keys for key in manifest.keys.to_pylist()], bool)
+
+    # Elsewhere: only images with as many bytes as an image of the other side can have its content. Those are read.
+    candidates = _with_sizes_of(training, manifest.select(np.flatnonzero(~is_same_place)))
+    num_same_content, is_complete = 0, True
+    if len(candidates):
+        try:
+            originals = StoredImages(open_store(trained.config.data), _with_sizes_of(candidates, training))
+            duplicates = find_duplicates(originals, StoredImages(images, candidates), time.monotonic() + _COMPARE_S)
+            num_same_content, is_complete = len(duplicates.test), duplicates.compared == duplicates.images
+        except (StorageError, UsageError):  # the training images are gone, or others may not read them
+            is_complete = False
+    return {"trained_on": int(is_same_place.sum()) + num_same_content, "all_compared": is_complete}
+
+
+def _with_sizes_of(others: Manifest, images: Manifest) -> Manifest:
+    """Return those of ``images`` that have as many bytes as one of ``others``."""
+    return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))

@@ -40,7 +40,7 @@ _TOLERANCE = 1e-3  # of the largest logit: the order of sums differs, and float3
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What :func:`export` wrote, and how it compares with the original network."""
+    """The file that :func:`export` wrote, and how its network compares with the original one."""
 
     run: str
     checkpoint: str
@@ -56,7 +56,7 @@ class ExportResult:
     example: str = ""  # lines of Python that use the file without raytrain
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return plain(self)
 
 
@@ -66,7 +66,7 @@ def export(
     """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
     Weights (.safetensors) are written with a model card beside them, of the same name in .card.md: it tells the
-    classes, the preprocessing, the data's digest, the metrics, the command, and how to load the weights. Their metadata
+    classes, the preprocessing, the data's digest, the metrics, the command, and lines that use them. Their metadata
     contain the classes as JSON under ``classes``.
 
     Other files are programs, preprocessing included. Such a file takes the same input as the network of
@@ -91,21 +91,31 @@ def export(
             missing.
         StorageError: the images cannot be read, or the file cannot be written.
         RaytrainError: the exported network's logits differ; nothing was written.
+
+    Example::
+
+        print(raytrain.export("first", "first.onnx").example)  # lines that need no raytrain
     """
     output, storage = os.fspath(output), os.fspath(storage)
     check_output(output, tuple(_FORMATS))
-    suffix = output[output.rindex(".") :]
-    encode, open_file = _FORMATS[suffix]
+    suffix, file = output[output.rindex(".") :], output.rpartition("/")[2]
     classifier = load(run, storage=storage, trust=trust)
+
+    # The file is tried before it is written: an export that differs is worse than none.
     images = _check_images(classifier, data)
-    content = encode(classifier, run)
-    logits_of = open_file(content, classifier)
-    # One image alone and the others together, so that a file for a fixed batch size does not pass.
-    logits = np.concatenate([logits_of(batch) for batch in (images[:1], images[1:]) if len(batch)])
-    same_answers, largest_difference = _compare(logits, _logits_of(classifier, images), output)
+    content, run_file = _FORMATS[suffix](classifier, run)
+    same_answers, largest_difference = _compare(run_file, classifier, images, output)
     write_output(output, content)
-    lines = example(classifier, output.rpartition("/")[2], suffix)
-    card = _write_card(classifier, run, output, storage, lines) if suffix == SUFFIX else None
+
+    # Weights say nothing of preprocessing and classes: a card beside them does.
+    lines = example(classifier, file, suffix)
+    card = None
+    if suffix == SUFFIX:
+        card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
+        store = open_run(storage, run)
+        checkpoint = read_checkpoint(store, classifier.checkpoint)
+        write_output(card, model_card(run, file, read_resolved_config(store), checkpoint, lines).encode())
+
     shape = classifier.shape
     return ExportResult(
         run=run,
@@ -125,18 +135,27 @@ def export(
     )
 
 
-def _write_card(classifier: Classifier, run: str, output: str, storage: str, lines: str) -> str:
-    """Write the model card beside ``output``, with ``lines`` that use the weights, and return its name."""
-    store = open_run(storage, run)
-    card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
-    checkpoint = read_checkpoint(store, classifier.checkpoint)
-    text = model_card(run, output.rpartition("/")[2], read_resolved_config(store), checkpoint, lines)
-    write_output(card, text.encode())
-    return card
+def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
+    """Return images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
+    if data is None:
+        size = (_NUM_CHECK_IMAGES, *classifier.shape)
+        return np.random.default_rng(0).integers(0, 256, size, np.uint8)
+
+    # Images of the user's own are spread over all classes if they are in class folders.
+    store = open_store(os.fspath(data))
+    manifest = list_images(store)
+    chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
+    return np.stack(readable_images(store, manifest.select(chosen), classifier.shape, classifier.cropping))
 
 
-def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]:
-    """How many images have the same predicted class, and the largest difference of a logit."""
+def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> tuple[int, float]:
+    """Return how many images have the same predicted class, and the largest difference of a logit.
+
+    Raise RaytrainError if that is more than rounding explains.
+    """
+    # One image alone and the others together, so that a file for a fixed batch size does not pass.
+    logits = np.concatenate([run_file(batch) for batch in (images[:1], images[1:]) if len(batch)])
+    expected = _logits_of(classifier, images)
     difference = float(np.abs(logits - expected).max())
     if not difference <= _TOLERANCE * max(1.0, float(np.abs(expected).max())):  # written so that NaN fails too
         raise RaytrainError(
@@ -146,21 +165,59 @@ def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]
     return int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum()), difference
 
 
-def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
-    """Images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
-    if data is None:
-        size = (_NUM_CHECK_IMAGES, *classifier.shape)
-        return np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    store = open_store(os.fspath(data))
-    manifest = list_images(store)
-    chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
-    return np.stack(readable_images(store, manifest.select(chosen), classifier.shape, classifier.cropping))
+@torch.no_grad()
+def _logits_of(network: torch.nn.Module, images: Pixels) -> Logits:
+    return network(torch.from_numpy(images)).numpy()
+
+
+# One function for each format: it returns the file's content, and a function that runs this content on images.
+
+
+def _as_pt2(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    # torch.export keeps other files beside the program: the names of the classes, and the preprocessing.
+    content = io.BytesIO()
+    documents = {"classes.json": classifier.classes, "preprocessing.json": preprocessing(classifier)}
+    extra_files = {name: json.dumps(document) for name, document in documents.items()}
+    torch.export.save(_trace(classifier, run), content, extra_files=extra_files)
+    content.seek(0)
+    return content.getvalue(), partial(_logits_of, torch.export.load(content).module())
+
+
+def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise UsageError(
+            f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} is not installed; install "
+            "raytrain[onnx] (`uv sync --extra onnx`), or use an --output that ends in .pt2."
+        )
+    import onnxruntime
+
+    # ONNX has metadata, texts by name, for the same two.
+    program = _trace(classifier, run)
+    exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
+    assert exported is not None
+    exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
+    exported.model.metadata_props["preprocessing"] = json.dumps(preprocessing(classifier))
+
+    content = exported.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return content, lambda images: np.asarray(session.run(["logits"], {"images": images})[0])
+
+
+def _as_weights(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    content = to_safetensors(classifier.network.state_dict(), classifier.classes)
+    weights, _ = from_safetensors(content)
+
+    # The file has weights alone: it is tried in a copy of the network, preprocessing included.
+    other = copy.deepcopy(classifier)
+    other.network.load_state_dict(weights or {})
+    return content, partial(_logits_of, other)
 
 
 def _trace(classifier: Classifier, run: str) -> ExportedProgram:
-    example = torch.zeros((2, *classifier.shape), dtype=torch.uint8)
+    """Return the network as a program for any number of images. Raise UsageError if its code cannot be traced."""
+    images = torch.zeros((2, *classifier.shape), dtype=torch.uint8)
     try:
-        return torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # torch.export raises many kinds
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
@@ -169,61 +226,8 @@ def _trace(classifier: Classifier, run: str) -> ExportedProgram:
         ) from error
 
 
-@torch.no_grad()
-def _logits_of(network: torch.nn.Module, images: Pixels) -> Logits:
-    return network(torch.from_numpy(images)).numpy()
-
-
-def _to_weights(classifier: Classifier, run: str) -> bytes:
-    return to_safetensors(classifier.network.state_dict(), classifier.classes)
-
-
-def _open_weights(content: bytes, classifier: Classifier) -> RunFile:
-    other = copy.deepcopy(classifier)
-    weights, _ = from_safetensors(content)
-    other.network.load_state_dict(weights or {})
-    return partial(_logits_of, other)
-
-
-def _to_pt2(classifier: Classifier, run: str) -> bytes:
-    file = io.BytesIO()
-    documents = {"classes.json": classifier.classes, "preprocessing.json": preprocessing(classifier)}
-    extra_files = {name: json.dumps(document) for name, document in documents.items()}
-    torch.export.save(_trace(classifier, run), file, extra_files=extra_files)
-    return file.getvalue()
-
-
-def _open_pt2(content: bytes, classifier: Classifier) -> RunFile:
-    return partial(_logits_of, torch.export.load(io.BytesIO(content)).module())
-
-
-def _to_onnx(classifier: Classifier, run: str) -> bytes:
-    _check_onnx_packages()
-    program = _trace(classifier, run)
-    exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
-    assert exported is not None
-    exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
-    exported.model.metadata_props["preprocessing"] = json.dumps(preprocessing(classifier))
-    return exported.model_proto.SerializeToString()
-
-
-def _open_onnx(content: bytes, classifier: Classifier) -> RunFile:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda batch: np.asarray(session.run(["logits"], {"images": batch})[0])
-
-
-def _check_onnx_packages() -> None:
-    if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
-        raise UsageError(
-            f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} is not installed; install "
-            "raytrain[onnx] (`uv sync --extra onnx`), or use an --output that ends in .pt2."
-        )
-
-
-_FORMATS: dict[str, tuple[Callable[[Classifier, str], bytes], Callable[[bytes, Classifier], RunFile]]] = {
-    ".pt2": (_to_pt2, _open_pt2),
-    ".onnx": (_to_onnx, _open_onnx),
-    SUFFIX: (_to_weights, _open_weights),
+_FORMATS: dict[str, Callable[[Classifier, str], tuple[bytes, RunFile]]] = {
+    ".pt2": _as_pt2,
+    ".onnx": _as_onnx,
+    SUFFIX: _as_weights,
 }

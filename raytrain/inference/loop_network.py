@@ -1,4 +1,9 @@
-"""The network that a loop of the user's own prepares: the loop is run as far as its first epoch, and trains nothing."""
+"""The network that a loop of the user's own prepares: the loop is run as far as its first epoch, and trains nothing.
+
+A checkpoint has the weights of such a network and no code. The loop has the code: it builds its networks, gives them to
+``run.prepare``, and then asks for ``run.epochs()``. Here it gets a run that notes what it prepares by the names that
+checkpoints give, and leaves the loop by an exception as soon as it asks for an epoch.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +25,17 @@ from raytrain.training.checkpoint_state import MEASURED
 from raytrain.training.model import build_model, initialise_lazy_layers
 from raytrain.training.optimisation import build_optimizer, build_scheduler
 from raytrain.training.prepared_metrics import is_metric
-from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.random_numbers import kept_generators
+from raytrain.training.weight_average import WeightAverage
 
 
 class _EpochsReached(BaseException):
-    """Not an Exception, which a loop might catch."""
+    """Leaves the loop. It is no Exception, which a loop might catch."""
 
 
 @dataclasses.dataclass
 class _Preparing:
-    """What a loop sees of a run until it asks for its epochs: one worker on the CPU, whose states nobody restores."""
+    """A run as a loop sees it until it asks for its epochs: one worker on the CPU, nothing restored."""
 
     config: ResolvedConfig
     classes: tuple[str, ...]
@@ -61,6 +66,7 @@ class _Preparing:
 
     def prepare(self, thing: Any) -> Any:
         """Note ``thing`` under the name that checkpoints give it."""
+        # The same rule as in PreparedModels: a name for each kind, and a number from the second one on.
         if isinstance(thing, WeightAverage):
             self.networks[self._name("average" if thing.source is self._first else "state")] = thing.model
         elif isinstance(thing, nn.Module) and not is_metric(thing):
@@ -84,13 +90,17 @@ def loop_network(
 ) -> nn.Module:
     """Return the network that ``loop`` prepares under ``name``, as in checkpoints, with weights that nobody trained.
 
-    Raises UsageError if the loop fails before it asks for its epochs, or prepares no such network.
+    Raise UsageError if the loop fails before it asks for its epochs, or prepares no such network.
     """
+    # The plan has one image: schedules are built by its number of epochs, and no batch is ever asked for.
     plan = BatchPlan(1, config.batch_size, config.epochs, config.seed)
     run = _Preparing(config, classes, plan)
     failed = "The loop, run as far as its first epoch for its network, failed"
     with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
         loop(run)
+
+    # Runs are evaluated with the average of their weights, if there is one. If an evaluation had weights that the
+    # network has lost since, checkpoints keep them under the network's name with a suffix.
     wanted = (name or ("average" if "average" in run.networks else "model")).removesuffix(MEASURED)
     if wanted not in run.networks:
         raise UsageError(

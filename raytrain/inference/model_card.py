@@ -1,9 +1,8 @@
-"""What comes with exported weights: a model card as Markdown, and lines of Python that use them without raytrain."""
+"""Model card of exported weights as Markdown, and lines of Python that use an exported file without raytrain."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from raytrain.config import ResolvedConfig
@@ -12,6 +11,7 @@ from raytrain.inference.classifier import Classifier
 from raytrain.runs.outcome import train_command
 from raytrain.runs.redact import one_line
 from raytrain.training.checkpoint import Checkpoint
+from raytrain.training.weights_source import SUFFIX
 
 _CARD = """---
 library_name: {library}
@@ -67,11 +67,29 @@ _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, o
 
 
 def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str) -> str:
-    """The card of the weights in ``file``, those that ``checkpoint`` of ``run`` is evaluated with.
+    """Return the card of the weights in ``file``, those that ``checkpoint`` of ``run`` was evaluated with.
 
-    ``lines`` of Python classify an image with the network.
+    ``lines`` of Python, those of :func:`example`, classify an image with the network.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
+
+    # The last evaluation counts only if it is of these very weights.
+    result = "not measured"
+    if progress.evaluated_step == progress.step and None not in (progress.test_accuracy, progress.test_loss):
+        result = f"accuracy {progress.test_accuracy:.2%}, loss {progress.test_loss:.4g}"
+
+    # From the file of an image to the input of the network, in words.
+    height, width = config.full_image_size
+    colours = "grey" if config.channels == 1 else "RGB"
+    part = _RESIZE.get(config.resize, f"the central {config.crop_fraction:g} of the image")
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (config.mean, config.std))
+    preprocessing = (
+        f"Images are decoded as {colours} and resized to {height}×{width} pixels ({part}; {config.interpolation}). "
+        f"Pixels in 0..1, minus {mean}, divided by {std}, are the input: float32 "
+        f"(batch, {config.channels}, {height}, {width})."
+    )
+
+    # Names of classes, runs and networks may hold any text: one line of printable characters is left of each.
     return _CARD.format(
         library="timm" if timm_name(config.model) else "pytorch",
         title=one_line(run),
@@ -81,46 +99,18 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
-        result=_result(checkpoint) + "".join(_TEST_VIEWS[view] for view in config.test_views),
+        result=result + "".join(_TEST_VIEWS[view] for view in config.test_views),
         digest=one_line(identity.manifest_digest),
-        preprocessing=_preprocessing(config),
+        preprocessing=preprocessing,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
-        use=f"{_use(config, len(identity.classes), one_line(file))}\n\n# Then, for an image:\n{lines}",
+        use=lines,
         command=one_line(train_command(config)),
     )
 
 
-def _result(checkpoint: Checkpoint) -> str:
-    progress = checkpoint.progress
-    if progress.evaluated_step != progress.step or progress.test_accuracy is None or progress.test_loss is None:
-        return "not measured"
-    return f"accuracy {progress.test_accuracy:.2%}, loss {progress.test_loss:.4g}"
-
-
-def _preprocessing(config: ResolvedConfig) -> str:
-    height, width = config.full_image_size
-    seen = _RESIZE.get(config.resize, f"the central {config.crop_fraction:g} of the image")
-    colours = "grey" if config.channels == 1 else "RGB"
-    return (
-        f"Images are decoded as {colours} and resized to {height}×{width} pixels ({seen}; {config.interpolation}). "
-        f"Pixels in 0..1, minus {_numbers(config.mean)}, divided by {_numbers(config.std)}, are the input: float32 "
-        f"(batch, {config.channels}, {height}, {width})."
-    )
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
-
-
-def _use(config: ResolvedConfig, num_classes: int, file: str) -> str:
-    """Lines of Python that load the weights without raytrain, if the network is a library's."""
-    name = timm_name(config.model)
-    load = f"weights = safetensors.torch.load_file({file!r})"
-    if name is not None:
-        make = f"model = timm.create_model({name!r}, num_classes={num_classes}, in_chans={config.channels})"
-        return f"import safetensors.torch\nimport timm\n\n{load}\n{make}\nmodel.load_state_dict(weights)"
-    return f"import safetensors.torch\n\n{load}  # for model.load_state_dict"
-
+# The lines of Python that :func:`example` puts together. They repeat what data/images/decode.py does: a JPEG is decoded
+# at a fraction of its size (draft) if that is still large enough, and turned as its EXIF data say; then the part that
+# the network sees is resized to its input.
 
 _DRAFT = """\
 width, height = image.size[:: -1 if image.getexif().get(274, 1) > 4 else 1]
@@ -167,8 +157,9 @@ pixels = torch.from_numpy(np.array(image)[{axes}])
 logits = model(pixels).detach().numpy()[0]
 classes = json.loads(files["classes.json"])
 """,
-    ".safetensors": """\
+    SUFFIX: """\
 pixels = (np.asarray(image, np.float32)[{axes}] / 255 - {mean}) / {std}
+model.load_state_dict(safetensors.torch.load_file({file!r}))  # a network as the card names it
 logits = model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))).detach().numpy()[0]
 """,
 }
@@ -179,6 +170,7 @@ scores /= scores.sum()
 _SIGMOID = """\
 scores = 1 / (1 + np.exp(-logits))
 """
+_RUNTIMES = {".onnx": "onnxruntime", ".pt2": "torch", SUFFIX: "safetensors.torch\nimport torch"}
 _IMPORTS = """\
 import json
 import math
@@ -192,7 +184,7 @@ image = Image.open("photo.jpg")
 
 
 def preprocessing(classifier: Classifier) -> dict[str, Any]:
-    """How the network wants its images, as plain values: the metadata of an exported file."""
+    """Return how the network wants its images, as plain values: the metadata of an exported file."""
     cropping = classifier.cropping
     return {
         "image_size": list(classifier.shape.size),
@@ -207,7 +199,10 @@ def preprocessing(classifier: Classifier) -> dict[str, Any]:
 
 
 def example(classifier: Classifier, file: str, suffix: str) -> str:
-    """Lines that classify ``photo.jpg`` with the network in ``file``; the scores are those of ``predict``."""
+    """Return lines of Python that classify ``photo.jpg`` with the network in ``file``, without raytrain.
+
+    The scores are those of ``predict``. Weights (.safetensors) need a network beside the file, ``model``.
+    """
     cropping, shape = classifier.cropping, classifier.shape
     values = {
         **preprocessing(classifier),
@@ -216,13 +211,16 @@ def example(classifier: Classifier, file: str, suffix: str) -> str:
         "h": shape.height,
         "fraction": cropping.crop_fraction,
         "mode": "L" if shape.channels == 1 else "RGB",
-        "axes": "None, ..., None" if shape.channels == 1 else "None",
+        "axes": "None, ..., None" if shape.channels == 1 else "None",  # a batch of one, with an axis of channels
         "interpolation": cropping.interpolation.upper(),
     }
+
+    # First the image: how far a JPEG may be shrunk while it is decoded, and how it is resized then.
     values["scale"] = _SCALES[cropping.resize].format(**values)
-    imports = _IMPORTS.format(runtime="onnxruntime" if suffix == ".onnx" else "torch")
     lines = _DRAFT + _RESIZE_LINES[cropping.resize] + _RUN[suffix]
+
+    # Programs hold the names of their classes; of weights, the lines list them.
     end = _SOFTMAX if classifier.thresholds is None else _SIGMOID
-    names = json.dumps(list(classifier.classes)) if suffix == ".safetensors" else "classes"
+    names = json.dumps(list(classifier.classes)) if suffix == SUFFIX else "classes"
     shown = f"print(dict(zip({names}, scores.tolist())))"
-    return f"{imports}{lines.format(**values)}{end}{shown}"
+    return f"{_IMPORTS.format(runtime=_RUNTIMES[suffix])}{lines.format(**values)}{end}{shown}"

@@ -18,14 +18,14 @@ from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
-from raytrain.inference.classification_metrics import chosen_thresholds, label_columns
+from raytrain.inference.classification_metrics import chosen_thresholds, predicted_labels
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
-_SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])
+_SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # parts of a URL that all images must share
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class PredictionResult:
     table: pa.Table = field(repr=False)
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values, with the rows if they were not written to a file."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "table"}
+        """Return the result as plain values, with the rows if they were not written to a file."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "table"}
         return values if self.output else {**values, "rows": self.table.to_pylist()}
 
 
@@ -85,7 +85,13 @@ def predict(
     Raises:
         UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
             be written.
+
+    Example::
+
+        for row in raytrain.predict("first", "photos").table.to_pylist():
+            print(row["key"], row["label"], row["score"])
     """
+    # Everything that can be refused is refused before an image is read.
     if output is not None:
         output = os.fspath(output)
         check_output(output, (".parquet", ".csv"))
@@ -96,31 +102,44 @@ def predict(
     if trained.config.multi_label and top_k > 1:
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)
+
+    # The network sees all images, here or on a cluster.
     images, manifest = _open_images(data)
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, top_k=top_k)
     if trained.config.multi_label:
-        predictions = label_columns(trained, table, thresholds)
+        predictions = predicted_labels(trained, table, thresholds)
     else:
         predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
-    columns = _output_columns(table, predictions)
+
+    # A row for each image, in the manifest's order; an image that could not be read has its error alone.
+    is_readable = table["error"].is_null()
+    known = {
+        name: pc.if_else(is_readable, predictions[name], pa.nulls(len(table), predictions[name].type))
+        for name in predictions.column_names
+    }
+    rows = pa.table({"key": table["key"], **known, "error": table["error"]})
     if output is not None:
-        write_output(output, encode_table(columns, output))
+        write_output(output, encode_table(rows, output))
     num_errors = len(table) - table["error"].null_count
     left_out = lost_files(manifest.left_out) or None
-    return PredictionResult(run, images.url, trained.checkpoint, output, len(table), num_errors, left_out, columns)
+    return PredictionResult(run, images.url, trained.checkpoint, output, len(table), num_errors, left_out, rows)
 
 
 def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
-    """The images below a folder or URL, or the files that are named, and the store that has them."""
+    """Return the images below a folder or URL, or the files that are named, and the store that has them."""
+    # One folder or URL: all images below it.
     is_one = isinstance(data, (str, os.PathLike))
-    files = [os.fspath(data)] if is_one else [os.fspath(each) for each in data]
+    files = [os.fspath(data)] if is_one else [os.fspath(file) for file in data]
     if is_one and (os.path.isdir(files[0]) or not files[0].lower().endswith(SUFFIXES)):
         images = open_store(files[0])
         return images, list_images(images)
+
+    # Image files: their keys are the paths below the folder that they share, which the store is opened at.
     if not files:
         raise UsageError("No image is named; give a folder, a URL, or image files.")
     if folder := next((file for file in files if os.path.isdir(file)), None):
         raise UsageError(f"{folder} is a folder, and image files are expected; give a folder by itself (--data).")
+    # Folders of the paths are compared level by level, from the root on, as far as they are the same.
     paths = [file if "://" in file else str(Path(file).expanduser().absolute()) for file in files]
     levels = takewhile(lambda names: len(set(names)) == 1, zip(*(path.split("/")[:-1] for path in paths), strict=False))
     shared = [names[0] for names in levels]
@@ -128,13 +147,3 @@ def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
         raise UsageError("The image files are not all in one bucket; predict those of each bucket by themselves.")
     images = open_store("/".join(shared) or "/")
     return images, named_images(images, ["/".join(path.split("/")[len(shared) :]) for path in paths])
-
-
-def _output_columns(table: pa.Table, predictions: pa.Table) -> pa.Table:
-    """The columns of the output: key, predictions, but none for images that could not be read, and error."""
-    readable = table["error"].is_null()
-    columns = {
-        name: pc.if_else(readable, predictions[name], pa.nulls(len(table), predictions[name].type))
-        for name in predictions.column_names
-    }
-    return pa.table({"key": table["key"], **columns, "error": table["error"]})

@@ -22,7 +22,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
 from raytrain.storage.store import Store
 
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 
 
 def serve(
@@ -59,30 +59,43 @@ def serve(
     Raises:
         UsageError, StorageError: Ray Serve is not installed, there is no such run, it is not trusted, or it cannot be
             served at that port.
+
+    Example::
+
+        raytrain.serve("first", port=8000)  # curl --data-binary @photo.jpg http://127.0.0.1:8000/first
     """
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
+
+    # The port is tried before Ray starts, which takes seconds.
     with Connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.launch.ray.coordinator import serving_credentials  # these import Ray
         from raytrain.launch.ray.model_server import serving
 
         placement = trained.placement(workers, cluster_hardware())
+
+        # Replicas of the network get the credentials of this process, and new ones before those expire.
         scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
         with serving_credentials([trained.store], scope) as (served, lender):
             model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)
+
+            # Ctrl-C ends the loop, also while the network is still being loaded.
             with StopSignals() as signals, serving(model, placement, host, port, signals) as url:
                 if signals.stop_request is None:
                     ready(url)
                 while signals.stop_request is None:
-                    time.sleep(_LOOK_EVERY_S)
+                    time.sleep(_POLL_EVERY_S)
                     lender.lend_if_due()
 
 
 def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floats) -> ServedModel:
-    """The network of a run, with the thresholds of its classes, (C,). Whoever serves it loads it from ``store``."""
+    """Return the description of a run's network that each replica loads it by, from ``store``.
+
+    ``thresholds`` (C,) are the probabilities from which on an image has a class, if it may have several.
+    """
     num_shown = min(top_k, len(trained.classes))
     return ServedModel(
         run=trained.name,
@@ -98,6 +111,7 @@ def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floa
 
 def _check_free(host: str, port: int) -> None:
     """Raise UsageError unless a server may listen at ``host`` and ``port`` of this machine."""
+    # SO_REUSEADDR: a port whose last server has just ended counts as free.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,9 @@
-"""Choice of a run's cache: decoded in memory, as files on a disk, or none."""
+"""Choice of a run's cache: decoded in memory, as files on a disk, or none.
+
+Decoded images are the fastest and take the most room: 150 kB for one of 224 pixels. Files of a bucket on a disk of the
+machine save the network, but are decoded again in each epoch. With ``--cache auto``, images that are used only once are
+streamed; the test images are used in each evaluation.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +26,41 @@ from raytrain.runs.history import History
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 from raytrain.storage.temporary_files import TemporaryFolder
 
-_AUTO_FRACTION = 0.4  # of that memory; the rest is for blocks that are streamed
-_DISK_FRACTION = 0.5  # of what is free
+_AUTO_FRACTION = 0.4  # of the memory for decoded images; the rest is for blocks that are streamed
+_SHARED_FRACTION = 0.8  # of the memory for decoded images, for runs that train at once on the same ones
+_DISK_FRACTION = 0.5  # of the free space of a disk
 _LEAST_DISK_BYTES = 1 << 30
-_SHARED_FRACTION = 0.8  # of that memory, for runs that train at once on the same images
 
 
 @dataclass(frozen=True)
 class ImageCache:
-    """The orders in which decoded images are kept, None if they are streamed; and files of a bucket on a disk."""
+    """What a machine keeps of a run's images.
+
+    Attributes:
+        train: the order in which decoded training images are kept; None if they are streamed.
+        test: the same of the test images.
+        disk: where files of a bucket are kept; None if they are not.
+        folder: where decoded images are kept, but for those in Ray's object store.
+    """
 
     train: CacheOrder | None = None
     test: CacheOrder | None = None
     disk: DiskCache | None = None
-    folder: str = ""  # of the decoded images, but for those in Ray's object store
+    folder: str = ""
+
+
+def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
+    """Choose what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed."""
+    parent, memory_bytes = image_memory()
+    cache = choose_cache(config, data, first_step, memory_bytes)
+    return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
 
 
 def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int) -> ImageCache:
-    """Decide what is kept if a machine has ``memory_bytes`` for decoded images; raises UsageError if too little."""
+    """Choose what is kept if a machine has ``memory_bytes`` for decoded images.
+
+    Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` cannot be had.
+    """
     train_bytes, test_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + test_bytes > memory_bytes:
         raise UsageError(
@@ -48,29 +70,29 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
     plan = data.plan(config)
     train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
     test = CacheOrder(data.test_plan(1), 0, data.test.rows_per_block(data.test_format.shape))
+
+    # What the user has chosen.
     if config.cache == "disk":
         return ImageCache(disk=_disk_cache(config, data))
     if config.cache != "auto":
         return ImageCache(train, test) if config.cache == "memory" else ImageCache()
-    room = _AUTO_FRACTION * memory_bytes
+
+    # Decoded training images are worth their room if they are used in more than one epoch, and do not change with it.
+    room_bytes = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
-    keeps_train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
-    read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
+    keeps_train = used_again and not config.crops_originals and train_bytes + test_bytes <= room_bytes
+
+    # Otherwise their files, if any is read twice: several blocks need images of the same packed shard.
+    read_again = used_again or data.train.packing is not None
     disk = None
     if read_again and not keeps_train:
         with suppress(UsageError):  # the images are in a folder, or the disk has no room
             disk = _disk_cache(config, data)
-    return ImageCache(train if keeps_train else None, test if test_bytes <= room else None, disk)
-
-
-def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
-    """Whether runs that train at once on the same images keep them decoded, once for all, in ``memory_bytes``."""
-    fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
-    return config.cache == "memory" or (config.cache == "auto" and fits)
+    return ImageCache(train if keeps_train else None, test if test_bytes <= room_bytes else None, disk)
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
-    """The cache that ``--cache disk`` asks for. Raises UsageError if it cannot be used on this machine."""
+    """Return the cache that ``--cache disk`` asks for; raise UsageError if it cannot be used on this machine."""
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
     folder = os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
@@ -82,9 +104,10 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
         raise UsageError(
             f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
         ) from None
-    room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
     if config.cache_limit_gb is not None:
         return DiskCache(folder, int(config.cache_limit_gb * 1e9), time.time())
+    # What earlier runs keep there counts as free: it is given up for what this one needs.
+    room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
     if room_bytes < _LEAST_DISK_BYTES:
         raise UsageError(
             f"--cache is disk, and the disk of {folder} has {room_bytes / 1e9:.1f} GB to spare; make room there, or "
@@ -93,17 +116,16 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     return DiskCache(folder, int(_DISK_FRACTION * room_bytes), time.time())
 
 
-def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
-    """Decide what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed."""
-    parent, memory_bytes = image_memory()
-    cache = choose_cache(config, data, first_step, memory_bytes)
-    return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
+def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
+    """Return whether runs that train at once on the same images keep them decoded in ``memory_bytes``, once for all."""
+    fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
+    return config.cache == "memory" or (config.cache == "auto" and fits)
 
 
 class SharedImages(RunMonitor):
-    """Images that runs of this machine share, decoded once, while it is open; ``cache`` is None if they do not fit.
+    """Images that runs of this machine share, decoded once, while it is open.
 
-    It monitors the images that no run can use.
+    ``cache`` is None if they do not fit. As a monitor, it takes the images that no run can use.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
@@ -121,6 +143,9 @@ class SharedImages(RunMonitor):
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
 
-    def look(self) -> tuple[Snapshot, str | None]:
-        """How many images cannot be used, with a request to stop all runs; and why they have to end, if that is so."""
+    def poll(self) -> tuple[Snapshot, str | None]:
+        """Return a snapshot, with the images that cannot be used and a request to stop all runs; and why they must end.
+
+        The reason is None if they may continue.
+        """
         return self.snapshot(), self.failure

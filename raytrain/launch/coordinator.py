@@ -15,8 +15,8 @@ from raytrain.runs.outcome import Outcome
 from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
-_logger = logging.getLogger(__name__)
-_DIFFERENT_PLACES = (
+_log = logging.getLogger(__name__)
+_WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
 )
@@ -24,11 +24,15 @@ _DIFFERENT_PLACES = (
 
 @dataclass
 class Ending:
-    """What is known of a run's end: ``outcome`` and ``error`` are the workers' last words, at most one of them.
+    """How a run ends, as far as it is known.
 
-    ``trace`` is the error's traceback. ``failure`` is why the run has to end although its workers could continue, and
-    ``lost`` why they failed last.
-    ``is_checked``: the network, its weights and the options fit together, so that the run may be written down.
+    Attributes:
+        is_checked: the network, its weights and the options fit together, so that the run may be written down.
+        outcome: the end that the workers reported; None if they have not, or if ``error`` is known.
+        error: an error of the user's that ends the run.
+        trace: the traceback of ``error``.
+        failure: why the run has to end although its workers could continue, by the monitor.
+        lost: why the workers of the last attempt that failed did so.
     """
 
     is_checked: bool = False
@@ -40,7 +44,7 @@ class Ending:
 
     @property
     def has_come(self) -> bool:
-        """Whether the workers have nothing more to say."""
+        """Whether the workers have nothing more to report."""
         return self.outcome is not None or self.error is not None
 
     @property
@@ -50,39 +54,43 @@ class Ending:
 
     @property
     def accumulate(self) -> int | None:
-        """In how many parts a global batch may fit into memory, if it did not."""
+        """The number of microbatches with which a run that ran out of memory may fit; None if it did not."""
         return self.error.accumulate if isinstance(self.error, OutOfMemory) else None
 
 
 class Coordinator(RunMonitor):
-    """The monitor of the run in ``store``, with what it has ``known`` from the start, and what its workers say."""
+    """The monitor of the run in ``store``, which also hears from its workers how they end.
+
+    ``known`` is what :class:`RunMonitor` is told of the run from the start.
+    """
 
     def __init__(self, name: str, store: Store, **known: Any) -> None:
         super().__init__(name, history=History(store), **known)
         self._ending = Ending()
         self._end_has_come = threading.Event()
-        self._first_told: dict[str, int] = {}  # the start in which a failure of the loop was told first
-        self._places: dict[int, str | None] = {}  # where each worker waits for the others
-        self._still: set[int] = set()  # the workers that still did after the last of them had begun
-        self._told: str | None = None  # by the first worker that failed, since the workers were started last
+        self._first_attempt_with_error: dict[str, int] = {}  # by the sentence of the error
+        self._wait_location_of_rank: dict[int, str | None] = {}
+        self._ranks_seen_twice: set[int] = set()  # that waited still after the last worker had begun to wait
+        self._first_worker_failure: str | None = None  # of the present attempt
 
     def checked(self) -> None:
-        """The network, its weights and the options fit together."""
+        """Note that the network, its weights and the options fit together."""
         self._ending.is_checked = True
 
     def conclude(self, outcome: Outcome) -> None:
-        """The run is over for its workers."""
+        """Note how the run ended for its workers."""
         self._ending.outcome = outcome
         self._end_has_come.set()
 
     def give_up(self, error: RaytrainError, trace: str = "") -> bool:
-        """A worker met an error of the user's; returns whether the run ends by it, for a start would end the same way.
+        """Note an error of the user's that a worker met; return whether the run ends by it.
 
-        A loop that fails after some steps is started again, unless an earlier start ended by the same failure.
+        It does if another attempt would end the same way. A loop that fails after some steps gets another attempt,
+        unless an earlier attempt ended by the same error.
         """
-        told_in = self._first_told.setdefault(str(error), self._attempt)
-        if isinstance(error, LoopFailed) and error.may_pass and told_in == self._attempt:
-            self._told = self._told or str(error)
+        first_attempt = self._first_attempt_with_error.setdefault(str(error), self._attempt)
+        if isinstance(error, LoopFailed) and error.restart_may_help and first_attempt == self._attempt:
+            self._first_worker_failure = self._first_worker_failure or str(error)
             return False
         if self._ending.error is None:
             self._ending.error, self._ending.trace = error, trace
@@ -90,36 +98,45 @@ class Coordinator(RunMonitor):
         return True
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        """A worker waits long for the others in a ``place`` of the loop. If all do, in different places, give up."""
-        if place is None or self._places.get(rank) != place:
-            self._places[rank] = place
-            self._still.clear()
+        """Note that a worker waits long for the others at ``place`` in the loop; None: it does so no more.
+
+        If all workers wait, in different places, they do so for ever: then the run ends. A worker reports its place
+        again and again, and all must have done so after the last of them began: the first reports may have crossed.
+        """
+        if place is None or self._wait_location_of_rank.get(rank) != place:
+            self._wait_location_of_rank[rank] = place
+            self._ranks_seen_twice.clear()
         else:
-            self._still.add(rank)
-        first_in = {self._places.get(each): each for each in reversed(range(num_workers))}
-        if self._still.issuperset(range(num_workers)) and len(first_in) > 1:
-            found = sorted((rank, place) for place, rank in first_in.items())
-            self.give_up(UsageError(_DIFFERENT_PLACES.format(*found[0], *found[1])))
+            self._ranks_seen_twice.add(rank)
+
+        # The lowest rank in each place, for the sentence.
+        rank_in = {self._wait_location_of_rank.get(other): other for other in reversed(range(num_workers))}
+        if self._ranks_seen_twice.issuperset(range(num_workers)) and len(rank_in) > 1:
+            first, second = sorted((rank, place) for place, rank in rank_in.items())[:2]
+            self.give_up(UsageError(_WAIT_IN_DIFFERENT_PLACES.format(*first, *second)))
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
-        """A worker cannot continue; its neighbours end, too."""
-        _logger.debug("worker %d failed: %s", rank, redact(trace))
-        self._told = self._told or f"worker {rank} failed: {reason}"
+        """Note that a worker cannot continue. Its neighbours end, too."""
+        _log.debug("worker %d failed: %s", rank, redact(trace))
+        self._first_worker_failure = self._first_worker_failure or f"worker {rank} failed: {reason}"
 
     def workers_lost(self, dead: dict[int, str]) -> None:
-        """All workers have ended, and start again unless they have failed too often; ``dead`` says how, by rank."""
+        """Note that all workers have ended, and start again unless they have failed too often.
+
+        ``dead`` says by rank how workers died that could not report it.
+        """
         lost = (
             " and ".join(f"worker {rank} {how}" for rank, how in dead.items())
-            or self._told
+            or self._first_worker_failure
             or "the workers exited without an error message"
         )
-        self._ending.lost, self._told = lost, None
+        self._ending.lost, self._first_worker_failure = lost, None
         self.event(WorkerFailed(lost))
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` seconds until the workers have said how the run ends."""
+        """Wait at most ``timeout_s`` seconds until the workers have reported how the run ends."""
         self._end_has_come.wait(timeout_s)
 
     def ending(self) -> Ending:
-        """How the run ends, as far as this is known."""
+        """Return how the run ends, as far as it is known."""
         return replace(self._ending, failure=self.failure)

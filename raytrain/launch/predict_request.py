@@ -1,6 +1,10 @@
-"""Predicting images: what is asked for, and threads that read blocks of images ahead of a network.
+"""Predicting images: the request, and threads that read blocks of images ahead of a network.
 
 A process does all of it, or each actor of a cluster does a share of the blocks. Imports neither Ray nor torch.
+
+Work is divided twice by the same rule, which keeps the order of the manifest: of n that share it, number i has the
+blocks i, i + n, i + 2n, …, and :func:`in_turn` takes one result of each after the other. Networks share the blocks, and
+the readers of a network share its blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +32,8 @@ _AHEAD = 1  # blocks of each thread, besides the one that it works at
 _CLOSE_S = 10.0
 _MAX_READERS = 8  # more of them would keep the network from the interpreter
 
-
 BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
-"""Returns a table with a row for each of the images, uint8 (n, H, W, C), whose classes are the labels (n,)."""
+"""Returns a table with a row for each of the images, uint8 (n, H, W, C), whose classes are the labels, int64 (n,)."""
 LoadPredictor = Callable[[Store, int, int], BlockPredictor]
 """Loads a predictor from the store of a run, with a number of threads, or on the GPU of a number. Can be pickled."""
 
@@ -46,7 +49,7 @@ class PredictRequest:
     load_predictor: LoadPredictor
 
     def blocks(self, first: int, stride: int) -> list[Manifest]:
-        """Every ``stride``-th block of images, from block ``first`` on."""
+        """Return every ``stride``-th block of images, from block ``first`` on."""
         rows, count = self.manifest.rows_per_block(self.format.shape), len(self.manifest)
         starts = range(first * rows, count, stride * rows)
         return [self.manifest.select(np.arange(start, min(start + rows, count))) for start in starts]
@@ -56,7 +59,7 @@ class PredictRequest:
 class ServedModel:
     """A network that answers requests with its ``top_k`` likeliest classes: that of ``run``, loaded from ``store``.
 
-    ``thresholds`` are the probability of each class from which on an image has it; None if an image has one class.
+    ``thresholds`` are, for each class, the probability from which on an image has it; None if an image has one class.
     """
 
     run: str
@@ -69,16 +72,23 @@ class ServedModel:
     thresholds: tuple[float, ...] | None = None
 
     def answer(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The answer as JSON for a row of the predictor: ``label`` and ``score``, or ``labels``; and ``classes``."""
+        """Return the answer, to be sent as JSON, for a row of the predictor.
+
+        It has ``label`` and ``score``, or ``labels`` if an image may have several; and ``classes``, the likeliest ones.
+        """
+        # One class per image: the predictor's columns are label and score, label_2 and score_2, and so on.
         if self.thresholds is None:
             suffixes = ["", *(f"_{rank}" for rank in range(2, self.top_k + 1))]
             likeliest = [{"label": row[f"label{suffix}"], "score": row[f"score{suffix}"]} for suffix in suffixes]
             return {**likeliest[0], "classes": likeliest}
-        columns = zip(self.classes, row["probabilities"], self.thresholds, strict=True)
-        ranked = sorted(columns, key=lambda column: column[1], reverse=True)
-        labels = [label for label, score, threshold in ranked if score >= threshold]
-        keys = ("label", "score", "threshold")
-        return {"labels": labels, "classes": [dict(zip(keys, each, strict=True)) for each in ranked[: self.top_k]]}
+        # Several classes: those from their thresholds on, beside the likeliest ones whether they reach them or not.
+        scores = zip(self.classes, row["probabilities"], self.thresholds, strict=True)
+        ranked = [
+            {"label": label, "score": score, "threshold": threshold}
+            for label, score, threshold in sorted(scores, key=lambda scored: scored[1], reverse=True)
+        ]
+        labels = [scored["label"] for scored in ranked if scored["score"] >= scored["threshold"]]
+        return {"labels": labels, "classes": ranked[: self.top_k]}
 
 
 def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.Table]:
@@ -87,13 +97,16 @@ def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.T
     Yields tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
     those of the predictor, which mean nothing if there is an error.
     """
-    workers = placement.num_workers
-    readers = max(1, min(_MAX_READERS, cores()) // workers)
+    # All readers of this machine together are few, and each network has at least one.
+    num_networks = placement.num_workers
+    num_readers = max(1, min(_MAX_READERS, cores()) // num_networks)
     with ExitStack() as opened:
         yield from in_turn(
             [
-                _ahead(predict_blocks(request, placement.threads, readers, worker, workers, gpu=worker), opened)
-                for worker in range(workers)
+                _ahead(
+                    predict_blocks(request, placement.threads, num_readers, network, num_networks, gpu=network), opened
+                )
+                for network in range(num_networks)
             ]
         )
 
@@ -101,19 +114,26 @@ def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.T
 def predict_blocks(
     request: PredictRequest, num_threads: int, num_readers: int, first: int = 0, stride: int = 1, *, gpu: int = 0
 ) -> Iterator[pa.Table]:
-    """Predict every ``stride``-th block from block ``first`` on with one network; see :func:`predict_here`."""
+    """Predict every ``stride``-th block, from block ``first`` on, with one network; see :func:`predict_here`."""
+
+    def read(reader: int) -> Iterator[tuple[Manifest, Pixels, dict[int, str]]]:
+        # In a process of its own: nobody would start this one again if an image killed it.
+        with ImageReader(request.images, *request.format, isolated=True) as image_reader:
+            for manifest in request.blocks(first + reader * stride, num_readers * stride):
+                yield manifest, *image_reader.read(manifest)
+
+    # The readers begin while the network is loaded.
     with ExitStack() as opened:
-        each = range(num_readers)  # reader i has the blocks i, i + num_readers, … of these: the order is kept
-        tables = [_ahead(_read(request, first + i * stride, num_readers * stride), opened) for i in each]
+        blocks = [_ahead(read(reader), opened) for reader in range(num_readers)]
         predict = request.load_predictor(request.run_store, num_threads, gpu)
-        for wanted, pixels, bad in in_turn(tables):
-            errors = string_array([bad.get(position) for position in range(len(wanted))])
-            predictions = predict(pixels, wanted.labels.astype(np.int64))
-            yield predictions.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)
+        for manifest, pixels, bad in in_turn(blocks):
+            errors = string_array([bad.get(position) for position in range(len(manifest))])
+            predictions = predict(pixels, manifest.labels.astype(np.int64))
+            yield predictions.append_column("key", manifest.keys.cast(pa.string())).append_column("error", errors)
 
 
 def in_turn(sources: Sequence[Iterator[T]]) -> Iterator[T]:
-    """One item of each source after the other, until the next one has none."""
+    """Yield one item of each source after the other, until the next one has none."""
     for source in cycle(sources):
         try:
             yield next(source)
@@ -121,18 +141,8 @@ def in_turn(sources: Sequence[Iterator[T]]) -> Iterator[T]:
             return
 
 
-def _read(request: PredictRequest, first: int, stride: int) -> Iterator[tuple[Manifest, Pixels, dict[int, str]]]:
-    """Images, their pixels, and why some cannot be read.
-
-    They are decoded in a process of their own: nobody would start this one again if an image killed it.
-    """
-    with ImageReader(request.images, *request.format, isolated=True) as reader:
-        for wanted in request.blocks(first, stride):
-            yield wanted, *reader.read(wanted)
-
-
 def _ahead(items: Iterator[T], opened: ExitStack) -> Iterator[T]:
-    """``items``, produced ahead by a thread that ends with ``opened``."""
+    """Return ``items``, produced ahead by a thread that ends with ``opened``."""
     produced = Prefetch(items, _AHEAD)
     opened.callback(produced.close, _CLOSE_S)
     return produced

@@ -1,4 +1,11 @@
-"""Everything before a run starts: one ordered pass of checks, its images, its place in storage and its owner."""
+"""Everything before a run starts, in the order in which :func:`raytrain.train` calls it.
+
+1. :func:`check_options` refuses options that no run can start with. It reads nothing.
+2. :func:`settle_options` names the run, and asks storage what few requests tell: may the run be there, are there
+   images, and with which options was it started, if it resumes. After it a cluster may start.
+3. :func:`already_trained` ends a resume that has nothing to do.
+4. :func:`prepare` lists the images, which may take minutes, and makes the run this process's own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.marks import Mark
 from raytrain.config.network import Precision, Resizer, timm_name
+from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
 from raytrain.launch.placement import Placement, fastest_precision
@@ -22,7 +31,7 @@ from raytrain.runs.documents import (
     SUMMARY,
     SWEEP,
     check_name,
-    is_own,
+    is_run_file,
     known_fields,
     new_name,
     read_config,
@@ -44,9 +53,10 @@ if TYPE_CHECKING:
     from raytrain.trackers.tracking import NamedTracker
     from raytrain.training.run import Run
 
-_LOG = logging.getLogger("raytrain")
+_log = logging.getLogger("raytrain")
 
-Loop = Callable[["Run"], None]  # A training loop: called on every worker with its part of the run
+Loop = Callable[["Run"], None]
+"""A training loop: called on every worker with its part of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +72,18 @@ class RunGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class TrainRequest:
     """What the caller of :func:`raytrain.train` wants besides the options.
 
-    ``loop`` is his own function, if any, and ``started_at`` when the user started the run, as ``time.monotonic()``
-    tells the time. ``restarting`` says that this process started the run before, and lost it: requests to stop it are
-    still valid. ``group`` is that of the runs beside which it trains, if any.
+    Attributes:
+        loop: the caller's own training loop, if any.
+        view: called about twice a second with the run's snapshot.
+        signals: where requests to stop the run come from.
+        trackers: where its metrics are sent, already opened.
+        started_at: when the user started the run, by ``time.monotonic()``.
+        restarting: this process has trained the run before, and lost its coordinator: requests to stop the run that are
+            in storage are still valid.
+        group: the group of the runs beside which it trains, if any.
     """
 
     loop: Loop | None = None
@@ -79,11 +95,228 @@ class Start:
     group: RunGroup | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedRun(Start):
-    """A run that may start: its place in storage is its own until the context manager is left, and its data is there.
+def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
+    """Raise UsageError for options that no run can start with, as far as they alone show it.
 
-    ``log`` keeps what this process prints; None if the run trains beside others.
+    Reads nothing from storage, and does not import torch.
+    """
+    from raytrain.config.user_code import check_loop, check_module
+    from raytrain.training import evaluation_metrics
+    from raytrain.training.model_names import check_model_name, check_optimizer_name
+    from raytrain.training.weights_source import check_weights_source
+
+    check_named(config)
+    # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+        check_model_name(config.model)
+        check_optimizer_name(config.optimizer)
+        metrics = evaluation_metrics.LABEL_METRICS if config.multi_label else evaluation_metrics.CLASS_METRICS
+        if config.best_metric not in metrics:
+            raise UsageError(
+                f"--best is {config.best_metric}, and evaluations measure {', '.join(metrics)}; name one of these."
+            )
+    elif loop is not None:
+        check_loop(loop)
+    elif config.loop is not None and ":" in config.loop:
+        check_module("--loop", config.loop)
+    if config.weights is not None and not config.resume:  # a run that resumes has them in its checkpoints
+        check_weights_source(config.weights)
+
+
+def check_named(config: TrainConfig) -> None:
+    """Raise UsageError if the data or the name is missing, or the name is not allowed."""
+    if not config.data:
+        raise UsageError(
+            "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
+        )
+    if config.resume and not config.name:
+        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
+    if config.name:
+        check_name(config.name)
+
+
+def settle_options(config: TrainConfig) -> TrainConfig:
+    """Return the options with a name; if the run resumes, with those that it keeps from its last attempt.
+
+    Raises UsageError or StorageError if storage cannot be written, the name is taken, the run was made with other
+    options, or there are no images: all that few requests tell, before a cluster starts.
+    """
+    from raytrain.storage.open import open_store
+
+    name = config.name or new_name(config.recipe)
+    image_stores = [open_store(url) for url in (config.data, config.test_data) if url]  # refuses URLs before it writes
+    open_store(config.storage).check_writable()
+    store = run_store(config.storage, name)
+
+    # A run that ended before its first step gives its name away: nothing of it can be resumed.
+    if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
+        status = read_status(store)
+        if status.status in ("failed", "stopped") and not status.step and newest_checkpoint(store) is None:
+            _log.warning("Run %r has ended before its first step; a new one takes its place.", name)
+            delete_run(config.storage, name)
+    _check_free(config, name, store)
+
+    # Images within the run would be deleted with it, and documents of a run within the images would be listed as such.
+    for images in image_stores:
+        images_url, run_url = (within.url.rstrip("/") + "/" for within in (images, store))
+        if images_url.startswith(run_url) or run_url.startswith(images_url):
+            raise UsageError(
+                f"The run would be stored in {store.url}, and the images are in {images.url}: one is within the other; "
+                "choose another --storage."
+            )
+        images.check_readable()
+
+    config = dataclasses.replace(config, name=name)
+    if config.resume and not store.exists(CONFIG):
+        _log.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
+    elif config.resume:
+        before = read_config(store)
+        config = resumed_options(config, before)
+        # The workers would compare them with a checkpoint, but only after the run's documents have been replaced.
+        Identity.of(config).check(Identity.of(before), f"Run {name!r}")
+    return config
+
+
+def _check_free(config: TrainConfig, name: str, store: Store) -> None:
+    """Raise UsageError if a new run exists already, or if other files are where it would be stored."""
+    if store.exists(CONFIG):
+        if config.resume:
+            return
+        raise UsageError(
+            f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
+        )
+    # Somebody's folder: the documents of a run do not belong among other files.
+    if foreign := next((stored.path for stored in store.list() if not is_run_file(stored.path)), None):
+        raise UsageError(
+            f"{store.url} is where the run would be stored, and holds files that no run wrote, such as {foreign}; "
+            "choose another --name or --storage."
+        )
+
+
+def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
+    """Return the options of a run that resumes: those that ``config`` leaves open are as ``before``.
+
+    On another number of workers, a run thus keeps its global batch and its learning rate. Raises UsageError if one
+    differs that decides how the state in checkpoints is laid out.
+    """
+    # The state in its checkpoints is laid out by these options.
+    for option in options_with(Mark.SHAPES_STATE):
+        asked, stored = getattr(config, option), getattr(before, option)
+        if asked != stored:
+            raise UsageError(
+                f"{flag(option)} is {asked}, and the run was started with {stored}; resume with that, or start another "
+                "run from its --weights."
+            )
+    undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
+    return dataclasses.replace(
+        config,
+        precision=before.precision if config.precision == "auto" else config.precision,
+        resizer=before.resizer if config.resizer == "auto" else config.resizer,
+        **{option: getattr(before, option) for option in undecided},
+    )
+
+
+def already_trained(config: TrainConfig) -> TrainResult | None:
+    """Return how a resumed run ended that has all the epochs that ``config`` asks for; None if it lacks some."""
+    store = run_store(config.storage, config.name or "")
+    if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
+        return None
+    before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
+    if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
+        return None
+
+    # It finished with as many epochs, or was stopped in an attempt at more.
+    steps_per_epoch = -(-status.num_steps // before.epochs)
+    has_all = status.status == "finished" and config.epochs <= before.epochs
+    has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
+    if not (has_all or has_more):
+        return None
+    stop_reason = stop_reason_of(summary)
+    try:
+        result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
+    except TypeError:  # its summary is not there, or damaged
+        return None
+    _log.warning(
+        "Run %r has %g epochs already, and --epochs is %d: there is nothing to do, and nothing was changed.",
+        config.name,
+        result.epochs,
+        config.epochs,
+    )
+    return result
+
+
+def prepare(config: TrainConfig, request: TrainRequest | None = None) -> PreparedRun:
+    """List the images of a run, and make the run this process's own.
+
+    Takes options that :func:`settle_options` has returned. Writes nothing to the run but the claim. Raises UsageError
+    if the images are other ones than before, or if another process owns the run.
+
+    Example:
+        >>> with prepare(settle_options(config)) as prepared:
+        ...     print(len(prepared.data.train), prepared.first_step)
+    """
+    from raytrain.data.dataset import open_dataset
+
+    assert config.name
+    name, request = config.name, request or TrainRequest()
+    store = run_store(config.storage, name)
+
+    # The runs of a group have listed the images together.
+    if request.group is not None:
+        data = request.group.data
+    else:
+        config = with_preprocessing_of_weights(config)
+        STARTUP.info("listing the images …")
+        data = open_dataset(config, store)
+        if data.stored is not None:  # a resume: other images are refused before a document is replaced
+            listed, stored = (
+                Identity.of(config, images.classes, images.digest, images.labels_digest)
+                for images in (data.train, data.stored)
+            )
+            listed.check(stored, f"Run {name!r}")
+
+    # Whoever owned the run until now may have begun it meanwhile, or written a checkpoint.
+    claim = claim_run(store, name)
+    try:
+        _check_free(config, name, store)
+        first_step = newest_step(store)
+    except BaseException:
+        claim.close()
+        raise
+    return PreparedRun(
+        config=config,
+        name=name,
+        store=claim.owned_store,
+        data=data,
+        first_step=first_step,
+        claim=claim,
+        log=None if request.group else DriverLog(claim.owned_store),
+        **vars(request),
+    )
+
+
+def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
+    """Return the options, with the image size, cropping and normalisation of timm's weights if they are left open."""
+    name = timm_name(config.model)
+    if name is None or config.weights != DEFAULT:
+        return config
+    from raytrain.training.model import preprocessing  # imports torch and timm
+
+    defaults = preprocessing(name, config.channels)
+    return dataclasses.replace(
+        config, **{option: value for option, value in defaults.items() if getattr(config, option) is None}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(TrainRequest):
+    """A run that may start: its data is listed, and this process owns it until the context manager is left.
+
+    Attributes:
+        store: the run's place in storage, as only its owner may write to it.
+        first_step: completed steps of its newest checkpoint; 0 if it has none.
+        log: what this process prints, which is copied to storage; None if the run trains beside others.
     """
 
     config: TrainConfig
@@ -105,7 +338,7 @@ class PreparedRun(Start):
         self.claim.close()
 
     def copy_log(self) -> None:
-        """Copy what the run's owner has printed: the run is about to end, and those who follow it with it."""
+        """Copy what this process has printed, for those who follow the run: it is about to end."""
         if self.log is not None:
             self.log.copy()
 
@@ -116,7 +349,10 @@ class PreparedRun(Start):
         fastest_precision: Callable[[str], Precision] = fastest_precision,
         fastest_resizer: Callable[[], Resizer] = fastest_resizer,
     ) -> ResolvedConfig:
-        """The options with everything decided. The last two are only called if it is up to us."""
+        """Return the options with everything decided.
+
+        The last two functions, which may ask all nodes of a cluster, are only called if the options are ``auto``.
+        """
         resolved = self.config.resolve(
             name=self.name,
             num_workers=num_workers,
@@ -127,251 +363,22 @@ class PreparedRun(Start):
             # The runs of a group share decoded images.
             fastest_resizer=fastest_resizer() if self.config.resizer == "auto" and not self.group else "pillow",
         )
+
+        # Allowed, as a small data set is a good first test, but hardly ever meant.
         if resolved.batch_size > (num_images := len(self.data.train)):
-            sentence = "--batch-size is %s for %s training images: each step takes all of them, and is an epoch."
-            _LOG.warning(sentence, f"{resolved.batch_size:,}", f"{num_images:,}")
+            _log.warning(
+                "--batch-size is %s for %s training images: each step takes all of them, and is an epoch.",
+                f"{resolved.batch_size:,}",
+                f"{num_images:,}",
+            )
         return resolved
 
     def scope(self) -> Scope | None:
-        """What lent credentials are good for: reading the images, and the run's own place. None: no limit."""
+        """Return what lent credentials are good for: reading the images, and the run's own place. None: no limit."""
         reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
         return Scope(reads, (f"{self.store.url}/",)) if self.config.scope_keys else None
 
     def skip_limit(self) -> SkipLimit:
-        """How many images may be skipped."""
+        """Return how many of the images may be skipped."""
         num_images = len(self.data.train) + len(self.data.test)
         return SkipLimit(num_images=num_images, max_bad_fraction=self.config.max_bad_fraction)
-
-
-def check_asked(config: TrainConfig, loop: Loop | None = None) -> None:
-    """Raise UsageError for options that no run can start with, as far as they alone show it. Reads nothing."""
-    check_named(config)
-    if loop is None and config.loop is None:
-        config.check_learning_rate()
-    check_functions(config, loop)
-
-
-def check_places(config: TrainConfig) -> TrainConfig:
-    """The same options with a name; those of a run that resumes keep what it started with.
-
-    Raises UsageError or StorageError if storage cannot be written, the name is taken, the run was made with other
-    options, or there are no images: all that few requests tell, before a cluster starts.
-    """
-    from raytrain.storage.open import open_store
-
-    name = config.name or new_name(config.recipe)
-    data = [open_store(url) for url in (config.data, config.test_data) if url]  # refuses URLs before it writes
-    open_store(config.storage).check_writable()
-    store = run_store(config.storage, name)
-    if not config.resume:
-        _free_name(config.storage, name, store)
-    _check_free(config, name, store)
-    for images in data:
-        _check_apart(images, store)
-        images.check_readable()
-    config = dataclasses.replace(config, name=name)
-    if config.resume and not store.exists(CONFIG):
-        _LOG.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
-    elif config.resume:
-        before = read_config(store)
-        config = _resumed(config, before)
-        Identity.of(config).check(Identity.of(before), f"Run {name!r}")  # workers would, after a document is replaced
-    return config
-
-
-def already_trained(config: TrainConfig) -> TrainResult | None:
-    """Return how a resumed run ended that has all the epochs that ``config`` asks for; None if it lacks some."""
-    store = run_store(config.storage, config.name or "")
-    if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
-        return None
-    before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
-    if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
-        return None
-    steps_per_epoch = -(-status.num_steps // before.epochs)
-    has_all = status.status == "finished" and config.epochs <= before.epochs
-    has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
-    if not (has_all or has_more):
-        return None
-    stop_reason = stop_reason_of(summary)
-    try:
-        result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
-    except TypeError:  # its summary is not there, or damaged
-        return None
-    _LOG.warning(
-        "Run %r has %g epochs already, and --epochs is %d: there is nothing to do, and nothing was changed.",
-        config.name,
-        result.epochs,
-        config.epochs,
-    )
-    return result
-
-
-def prepare(config: TrainConfig, start: Start | None = None) -> PreparedRun:
-    """List the images of a run whose options :func:`check_places` has returned, and make the run this process's own.
-
-    Writes nothing to it but the claim. Raises UsageError if the images are other ones than before, or if another
-    process owns the run.
-    """
-    assert config.name
-    start = start or Start()
-    store = run_store(config.storage, config.name)
-    if start.group is None:
-        config = with_preprocessing_of_weights(config)
-    data = start.group.data if start.group else _listed(config, store)
-    claim, first_step = _own(config, store)
-    return PreparedRun(
-        config=config,
-        name=config.name or "",
-        store=claim.owned_store,
-        data=data,
-        first_step=first_step,
-        claim=claim,
-        log=None if start.group else DriverLog(claim.owned_store),
-        **vars(start),
-    )
-
-
-def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
-    """The options, with the image size, cropping and normalisation of timm's weights as far as they are left open."""
-    name = timm_name(config.model)
-    if name is None or config.weights != DEFAULT:
-        return config
-    from raytrain.training.model import preprocessing  # imports torch and timm
-
-    wanted = preprocessing(name, config.channels)
-    return dataclasses.replace(
-        config, **{option: value for option, value in wanted.items() if getattr(config, option) is None}
-    )
-
-
-def _listed(config: TrainConfig, store: Store) -> Dataset:
-    from raytrain.data.dataset import open_dataset
-
-    STARTUP.info("listing the images …")
-    data = open_dataset(config, store)
-    _check_images(config, data, f"Run {config.name!r}")
-    return data
-
-
-def _free_name(storage: str, name: str, store: Store) -> None:
-    """Delete a run that ended before its first step: nothing of it can be resumed."""
-    if not store.exists(CONFIG) or store.exists(SWEEP):
-        return
-    status = read_status(store)
-    if status.status in ("failed", "stopped") and not status.step and newest_checkpoint(store) is None:
-        _LOG.warning("Run %r has ended before its first step; a new one takes its place.", name)
-        delete_run(storage, name)
-
-
-def _check_free(config: TrainConfig, name: str, store: Store) -> None:
-    """Raise UsageError if a new run exists already."""
-    if store.exists(CONFIG):
-        if config.resume:
-            return
-        raise UsageError(
-            f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
-        )
-    if other := next((each.path for each in store.list() if not is_own(each.path)), None):
-        raise UsageError(
-            f"{store.url} is where the run would be stored, and holds files that no run wrote, such as {other}; choose "
-            "another --name or --storage."
-        )
-
-
-def _check_apart(images: Store, store: Store) -> None:
-    """Raise UsageError if the images are in the run's folder, or the run's folder is among the images."""
-    data, run = (each.url.rstrip("/") + "/" for each in (images, store))
-    if data.startswith(run) or run.startswith(data):
-        raise UsageError(
-            f"The run would be stored in {store.url}, and the images are in {images.url}: one is within the other; "
-            "choose another --storage."
-        )
-
-
-def _own(config: TrainConfig, store: Store) -> tuple[RunClaim, int]:
-    """Own the run, from its newest step on. Whoever owned it until now may have written a checkpoint since."""
-    name = config.name or ""
-    claim = claim_run(store, name)
-    try:
-        _check_free(config, name, store)
-        return claim, newest_step(store)
-    except BaseException:
-        claim.close()
-        raise
-
-
-def check_functions(config: TrainConfig, loop: Loop | None) -> None:
-    """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
-    from raytrain.config.user_code import check_loop, check_module
-    from raytrain.training.model_names import check_model_name, check_optimizer_name
-    from raytrain.training.weights_source import check_weights_source
-
-    if loop is not None:
-        check_loop(loop)
-    if loop is None and config.loop is not None and ":" in config.loop:
-        check_module("--loop", config.loop)
-    if loop is None and config.loop is None:  # a loop of the user's may train another network
-        check_model_name(config.model)
-        check_optimizer_name(config.optimizer)
-        _check_best(config)
-    if config.weights is not None and not config.resume:
-        check_weights_source(config.weights)
-
-
-def _check_best(config: TrainConfig) -> None:
-    """Raise UsageError if the built-in evaluation, which a loop of the user's may replace, lacks the best's metric."""
-    from raytrain.training import evaluation_metrics
-
-    metrics = evaluation_metrics.LABEL_METRICS if config.multi_label else evaluation_metrics.CLASS_METRICS
-    if config.best_metric not in metrics:
-        raise UsageError(
-            f"--best is {config.best_metric}, and evaluations measure {', '.join(metrics)}; name one of these."
-        )
-
-
-def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if the data or the name is missing, or the name is not allowed."""
-    if not config.data:
-        raise UsageError(
-            "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
-        )
-    if config.resume and not config.name:
-        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
-    if config.name:
-        check_name(config.name)
-
-
-def refuse_sweep(config: TrainConfig) -> None:
-    """Raise UsageError if a sweep is to be resumed as if it were a run."""
-    if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
-        raise UsageError(
-            f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
-        )
-
-
-def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
-    """Raise UsageError if ``what`` was started with other images or labels, also before a document is overwritten."""
-    if data.stored is not None:
-        now, then = (
-            Identity.of(config, images.classes, images.digest, images.labels_digest)
-            for images in (data.train, data.stored)
-        )
-        now.check(then, what)
-
-
-def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
-    """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
-    for option in ("freeze", "head_learning_rate_factor", "layer_decay", "decay_norms_and_biases", "ema_decay", "best"):
-        now, then = getattr(config, option), getattr(before, option)
-        if now != then:  # the state in its checkpoints is laid out by them
-            raise UsageError(
-                f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run "
-                "from its --weights."
-            )
-    kept = ("batch_size", "learning_rate", "image_size", "resize", "crop_fraction", "interpolation", "mean", "std")
-    return dataclasses.replace(
-        config,
-        precision=before.precision if config.precision == "auto" else config.precision,
-        resizer=before.resizer if config.resizer == "auto" else config.resizer,
-        **{option: getattr(before, option) for option in kept if getattr(config, option) is None},
-    )

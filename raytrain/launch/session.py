@@ -1,10 +1,29 @@
-"""A run from its first document to its last, whoever trains it: the one loop that shows it, keeps it and ends it."""
+"""A run from its first document to its last, whoever trains it: the one loop that shows it, records it and ends it.
+
+A :class:`RunSession` stands between a run's workers and everybody else. The workers, and how they are started and
+ended, are behind a :class:`Launch`: on Ray, or on this machine without it. What they report arrives at the run's
+coordinator, which may be in another process. Every half second the session
+
+1. takes a snapshot of the coordinator, queues its new rows for the trackers, and calls the caller's view;
+2. has the documents written that are due, in a thread of its own: storage may hang, and a stop must not wait for it;
+3. passes on requests to stop, in both directions: signals and requests in storage go to the workers, and what the
+   coordinator has got (``raytrain stop --address``) goes to the signals, which the caller may share with others;
+4. asks the coordinator whether the run ends.
+
+A run passes through the phases of :class:`RunPhase`. It stays unknown, and leaves nothing in storage, until its workers
+have found that its network, its weights and its options fit together: an error before that is raised as it is, as if
+the run had never been started. From then on, every end is written down: the result of the workers; that of the
+monitor, if too many images are bad or the loss is not finite; or what is known of workers that died without a word. If
+the session itself is interrupted, only a status is written. If the coordinator is lost, this status is "starting": the
+driver starts the run again, or marks it as failed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from contextlib import suppress
+from enum import Enum, auto
 from typing import Protocol
 
 from raytrain.config import ResolvedConfig
@@ -19,13 +38,10 @@ from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sent
 from raytrain.runs.redact import printable, redact
 from raytrain.trackers.tracking import Tracking
 
-_logger = logging.getLogger(__name__)
-LOOK_EVERY_S = 0.5
+_log = logging.getLogger(__name__)
+_POLL_EVERY_S = 0.5
 _ABORTED_WITHIN_S = 5.0
-_STATUS_AFTER: dict[object, str] = {
-    KeyboardInterrupt: "interrupted",
-    CoordinatorLost: "starting",  # the driver starts the run again, or marks it as failed
-}
+_STATUS_AFTER: dict[object, str] = {KeyboardInterrupt: "interrupted", CoordinatorLost: "starting"}
 
 
 class Launch(Protocol):
@@ -37,20 +53,20 @@ class Launch(Protocol):
     def start(self) -> Coordinator:
         """Start the workers, and what they read and report to.
 
-        The coordinator may be in another process: then what is returned in its place asks it, and raises
-        :class:`CoordinatorLost` if it has died.
+        The coordinator may be in another process. Then an object is returned that passes on each call, and raises
+        :class:`CoordinatorLost` if that process has died.
         """
         ...
 
-    def look(self, snapshot: Snapshot) -> None:
-        """Do what is to be done about twice a second."""
+    def poll(self, snapshot: Snapshot) -> None:
+        """Do what is to be done about twice a second while the workers train."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the processes of the workers have ended; returns whether they have."""
+        """Wait until the processes of the workers have ended, at most ``timeout_s``; return whether they have."""
         ...
 
     def failure(self) -> str | None:
-        """Why they ended, if they have ended without saying so themselves."""
+        """Return why the workers ended, if they have ended without saying so themselves."""
 
     def end_workers(self) -> None:
         """See the workers to their end: nothing more of them may reach the run's documents."""
@@ -59,8 +75,26 @@ class Launch(Protocol):
         """Leave nothing of the run behind; unless it is ``finished``, its workers may still train."""
 
 
+class RunPhase(Enum):
+    """How far a session has come with its run."""
+
+    UNKNOWN = auto()
+    """Nothing of the run is in storage."""
+    RECORDED = auto()
+    """The run's documents are in storage, and kept up to date."""
+    CONCLUDED = auto()
+    """The run has a result. Its workers may still be there: they did not say that it was over."""
+    OVER = auto()
+    """The run has a result, and its workers have ended by themselves."""
+
+
 class RunSession:
-    """A run that trains while the session is open: its views, its trackers, its documents, and its end."""
+    """A run that trains while the session is open: its views, its trackers, its documents, and its end.
+
+    Example:
+        >>> with RunSession(prepared, LocalLaunch(prepared, agent)) as session:
+        ...     result = session.watch()
+    """
 
     def __init__(self, prepared: PreparedRun, launch: Launch) -> None:
         self._prepared = prepared
@@ -68,125 +102,125 @@ class RunSession:
         self._plan = prepared.data.plan(launch.config)
         self._recorder = RunRecorder(prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at)
         self._tracking = Tracking(prepared.trackers)
-        self._documents = Background(self._keep)  # storage may hang, and a stop must not wait for it
-        self._seen = START
-        self._has_begun = False
-        self._ends_early = False  # by a stop request before the workers train
-        self._is_concluded = False
-        self._is_over = False
+        self._recording = Background(self._record)  # storage may hang, and a stop must not wait for it
+        self._cursor = START  # of the rows that the view has
+        self._phase = RunPhase.UNKNOWN
 
     def __enter__(self) -> RunSession:
         self._monitor = self._launch.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None:
-            self._abandon(_STATUS_AFTER.get(kind, "failed"))
-        self._launch.close(finished=self._is_over)
-        del self._launch  # otherwise what it holds in a cluster stays until Python looks for cycles of references
-
     def watch(self) -> TrainResult:
-        """See the run to its end: show it, pass on stop requests, keep its documents.
+        """See the run to its end: show it, pass on requests to stop, write its documents.
 
-        A stop that comes before the workers train ends the run at once. Raises TrainingFailed if it ends early, and
-        :class:`CoordinatorLost` if that is because its coordinator died.
+        A stop that comes before the workers train ends the run at once. Raises TrainingFailed if the run fails, and
+        :class:`CoordinatorLost` if its coordinator dies.
         """
         signals = self._prepared.signals
         ending = self._monitor.ending()
+        stopped_before_training = False
+        # A request that was meant for the attempt before. What is left of the run may take less than a second.
         if self._prepared.restarting and (stored := self._recorder.stop_request()) is not None:
             signals.request_stop(stored)
-            self._monitor.request_stop(stored)  # what is left of the run may take less than a second
-        while not ending.has_come and not self._launch.wait(LOOK_EVERY_S):
-            snapshot = self._look()
-            stored = self._documents(snapshot) if ending.is_checked else None
+            self._monitor.request_stop(stored)
+
+        while not ending.has_come and not self._launch.wait(_POLL_EVERY_S):
+            snapshot = self._show()
+            stored = self._recording(snapshot) if ending.is_checked else None
             if (request := snapshot.stop_request or stored) is not None:
                 signals.request_stop(request)
             if signals.stop_request is not None and snapshot.stop_request is None:
                 self._monitor.request_stop(signals.stop_request)
-                self._ends_early = self._monitor.snapshot(START).status == "starting"  # now, not a moment ago
-                if self._ends_early:
+                # The snapshot is some time old: workers that began to train meanwhile stop by themselves.
+                stopped_before_training = self._monitor.snapshot(START).status == "starting"
+                if stopped_before_training:
                     break
-            self._launch.look(snapshot)
+            self._launch.poll(snapshot)
             ending = self._monitor.ending()
-        return self._end()
 
-    def _end(self) -> TrainResult:
+        # From here on, nothing more of the workers may reach the run's documents.
         self._launch.end_workers()
         ending = self._monitor.ending()
         if ending.error is not None:
-            _logger.debug("a worker failed: %s", printable(redact(ending.trace)))
+            _log.debug("a worker failed: %s", printable(redact(ending.trace)))
             if not ending.is_checked:
                 raise ending.error
-        outcome = self._outcome(ending, self._monitor.snapshot(START))
+        outcome = self._outcome(ending, stopped_before_training=stopped_before_training)
         self._prepared.copy_log()
         result = successful(self._conclude(outcome))
-        self._is_over = ending.has_come
+        if ending.has_come:
+            self._phase = RunPhase.OVER
         return result
 
-    def _outcome(self, ending: Ending, snapshot: Snapshot) -> Outcome:
-        """What the workers said, or why they could not say anything."""
-        reason = ending.reason
-        if reason is None and ending.outcome is not None:
-            return ending.outcome
-        progress = progress_of(snapshot, self._prepared.first_step)
-        if reason is None and self._ends_early:
-            return Outcome(status="stopped", progress=progress)
-        reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
-        prepared = self._prepared
-        sentence = failure_sentence(prepared.config, reason, prepared.loop, has_checkpoint=self._has_checkpoint())
-        if ending.outcome is not None:
-            return dataclasses.replace(ending.outcome, status="failed", error=sentence)
-        return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
-
-    def _has_checkpoint(self) -> bool:
-        """Whether there is one to resume from; storage that does not answer may have one."""
-        with suppress(StorageError):
-            return newest_checkpoint(self._prepared.store.fail_fast()) is not None
-        return True
-
-    def _look(self) -> Snapshot:
-        """Show how the run stands, and queue what is new for the trackers."""
-        snapshot = self._monitor.snapshot(self._seen)
-        self._seen = snapshot.cursor
+    def _show(self) -> Snapshot:
+        """Return a snapshot of the run, after its rows are queued for the trackers and its view has seen it."""
+        snapshot = self._monitor.snapshot(self._cursor)
+        self._cursor = snapshot.cursor
         self._tracking.update(snapshot)
         if self._prepared.view is not None:
             self._prepared.view(snapshot)
         return snapshot
 
-    def _keep(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due, in the background; returns a stop request that lay in storage."""
-        self._begin()
+    def _record(self, snapshot: Snapshot) -> StopReason | None:
+        """Write the documents that are due, in the background; return a stop request that lay in storage."""
+        self._make_known()
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
-    def _begin(self) -> None:
-        """Make the run known, once. A stop request is kept only if this process starts the run again."""
-        if not self._has_begun:
+    def _make_known(self) -> None:
+        """Write the first documents of the run, once. A stop request in storage stays if this process restarts it."""
+        if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
             prepared.data.write(prepared.store)
             self._recorder.begin(self._launch.config, restarting=prepared.restarting)
             self._tracking.begin(self._launch.config, prepared.store, self._monitor.event)
-            self._has_begun = True
+            self._phase = RunPhase.RECORDED
+
+    def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
+        """Return the outcome that the workers reported; if they could not, what is known of their end."""
+        prepared, reason = self._prepared, ending.reason
+        if reason is None and ending.outcome is not None:
+            return ending.outcome
+        progress = progress_of(self._monitor.snapshot(START), prepared.first_step)
+        if reason is None and stopped_before_training:
+            return Outcome(status="stopped", progress=progress)
+
+        # A failure. Its sentence says how to resume the run; storage that does not answer may have a checkpoint.
+        reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
+        has_checkpoint = True
+        with suppress(StorageError):
+            has_checkpoint = newest_checkpoint(prepared.store.fail_fast()) is not None
+        sentence = failure_sentence(prepared.config, reason, prepared.loop, has_checkpoint=has_checkpoint)
+        if ending.outcome is not None:
+            return dataclasses.replace(ending.outcome, status="failed", error=sentence)
+        return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
 
     def _conclude(self, outcome: Outcome) -> TrainResult:
-        """Write the summary and the rest of the history, and finalize trackers; StorageError unless the run failed."""
-        self._is_concluded = True
-        self._documents.close()
-        unheard = suppress(*([StorageError] if outcome.error else []))  # why it failed matters more; it may be storage
-        with unheard:
-            self._begin()
-        result = self._recorder.result(outcome, self._monitor.snapshot(self._seen), self._launch.num_workers)
+        """Write the summary and the rest of the history, and end the trackers; return the result.
+
+        Raises StorageError if storage is out of reach, unless the run failed: then the reason of that matters more, and
+        may be storage itself.
+        """
+        self._recording.close()
+        unless_failed = suppress(*([StorageError] if outcome.error else []))
+        with unless_failed:
+            self._make_known()
+        self._phase = RunPhase.CONCLUDED
+        result = self._recorder.result(outcome, self._monitor.snapshot(self._cursor), self._launch.num_workers)
         self._monitor.finish(outcome.status, result)
-        last = self._look()
-        with unheard:
-            self._recorder.conclude(result, last)
+        snapshot = self._show()
+        with unless_failed:
+            self._recorder.conclude(result, snapshot)
         self._tracking.finish(result)
-        self._recorder.log_events(self._look())  # what trackers said at the end
+        self._recorder.log_events(self._show())  # what trackers reported at the end
         return result
 
-    def _abandon(self, status: str) -> None:
-        """Write ``status`` if the run has begun and has no result; the trackers end as those of a failed run."""
-        self._tracking.abort()
-        if self._documents.close(_ABORTED_WITHIN_S) and self._has_begun and not self._is_concluded:
-            with suppress(RaytrainError):  # the reason why the run ends matters more
-                self._recorder.write_status(status, fail_fast=True)
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None:
+            # Interrupted: the trackers end as those of a failed run, and a run without a result gets a status.
+            self._tracking.abort()
+            if self._recording.close(_ABORTED_WITHIN_S) and self._phase is RunPhase.RECORDED:
+                with suppress(RaytrainError):  # the reason why the session ends matters more
+                    self._recorder.write_status(_STATUS_AFTER.get(kind, "failed"), fail_fast=True)
+        self._launch.close(finished=self._phase is RunPhase.OVER)
+        del self._launch  # otherwise what it holds in a cluster stays until Python looks for cycles of references

@@ -1,4 +1,10 @@
-"""`raytrain.train`, `raytrain.stop`, and a run beside its caller with a handle."""
+"""`raytrain.train`, `raytrain.stop`, and a run beside its caller with a handle.
+
+The path of a run, each function named by what it adds: :func:`train` checks what was asked, :func:`start_run` opens
+trackers and starts again with more microbatches if memory does not suffice, ``_train_with_restarts`` starts again if
+the coordinator is lost, and ``_train_on_ray`` or ``_train_locally`` prepares the run, starts its workers, and sees it
+to its end.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,19 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
-from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
 from raytrain.config.values import Location
-from raytrain.errors import CoordinatorLost, TrainingFailed
+from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
-from raytrain.launch.prepare import Start, already_trained, check_asked, check_places, prepare, refuse_sweep
+from raytrain.launch.prepare import TrainRequest, already_trained, check_options, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals, request_stop
+from raytrain.runs.documents import SWEEP, run_store
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.status import mark_failed
@@ -33,7 +39,7 @@ from raytrain.trackers.open_trackers import Trackers, open_trackers
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-_LOG = logging.getLogger("raytrain")
+_log = logging.getLogger("raytrain")
 
 
 def train(
@@ -57,81 +63,101 @@ def train(
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
         trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
             with the methods of :class:`raytrain.trackers.tracker.Tracker`, such as Lightning's loggers.
-        started_at: since when the run's time counts, as ``time.monotonic()`` tells it; now by default.
+        started_at: when the run's time begins, by ``time.monotonic()``; now by default.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the run ended early; the sentence says why and how to resume.
+
+    Example:
+        >>> result = raytrain.train(TrainConfig(data="s3://bucket/images", epochs=5))
+        >>> print(result.test_accuracy)
     """
     started_at = time.monotonic() if started_at is None else started_at
-    start = Start(loop=loop, view=view, signals=signals or StopSignals(), started_at=started_at)
-    check_asked(config, loop)
-    refuse_sweep(config)
-    return start_run(config, start, trackers)
+    check_options(config, loop)
+    if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
+        raise UsageError(
+            f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
+        )
+    request = TrainRequest(loop=loop, view=view, signals=signals or StopSignals(), started_at=started_at)
+    return start_run(config, request, trackers)
 
 
-def start_run(config: TrainConfig, start: Start, trackers: Trackers = ()) -> TrainResult:
-    """Train, again in more parts as long as the memory does not suffice."""
+def start_run(config: TrainConfig, request: TrainRequest, trackers: Trackers = ()) -> TrainResult:
+    """Train; with ``--accumulate auto``, start again with more microbatches as long as memory does not suffice."""
     fits_by_trial = config.accumulate == "auto"
     while True:
+        # A tracker ends with the attempt that it was opened for.
         opened = open_trackers(config.track, trackers)
         try:
-            return _train(config, dataclasses.replace(start, trackers=opened))
+            return _train_with_restarts(config, dataclasses.replace(request, trackers=opened))
         except TrainingFailed as failed:
-            if not fits_by_trial or failed.summary.get("accumulate") is None:
+            name, microbatches = failed.summary.get("name"), failed.summary.get("accumulate")
+            if not fits_by_trial or microbatches is None:
                 raise
-            config = _in_more_parts(config, failed)
+            # The workers have found a number of microbatches that may fit.
+            _log.warning(
+                "Run %r does not fit into memory: it goes on from its last checkpoint with --accumulate %d.",
+                name,
+                microbatches,
+            )
+            config = dataclasses.replace(config, name=name, resume=True, accumulate=microbatches)
 
 
-def _train(config: TrainConfig, start: Start) -> TrainResult:
-    """Train, and start the run again if its coordinator is lost, as long as that may help."""
-    attempts_left = 1 + config.max_failures
+def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainResult:
+    """Train; start the run again if its coordinator is lost, up to ``--max-failures`` times."""
     train_once = _train_locally if config.backend == "local" else _train_on_ray
+    restarts_left = config.max_failures
     while True:
-        config = check_places(config)
-        if start.group is None and not start.restarting and (result := already_trained(config)) is not None:
+        config = settle_options(config)
+        # Runs of a sweep have been asked already, and a restart has work left.
+        if request.group is None and not request.restarting and (result := already_trained(config)) is not None:
             return result
         try:
-            return train_once(config, start)
+            return train_once(config, request)
         except CoordinatorLost as lost:
-            attempts_left -= 1
-            if not attempts_left:
+            if restarts_left <= 0:
                 mark_failed(config.storage, lost.name)
                 raise
+            restarts_left -= 1
             config = dataclasses.replace(config, resume=True)
-            start = dataclasses.replace(start, restarting=True)
+            request = dataclasses.replace(request, restarting=True)
 
 
-def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
-    """The options with which a run continues for which the memory did not suffice."""
-    name, parts = failed.summary["name"], failed.summary["accumulate"]
-    _LOG.warning(
-        "Run %r does not fit into memory: it goes on from its last checkpoint with --accumulate %d.", name, parts
-    )
-    return dataclasses.replace(config, name=name, resume=True, accumulate=parts)
+def _train_locally(config: TrainConfig, request: TrainRequest) -> TrainResult:
+    """Train on this machine. The agent that starts the workers imports torch while the images are listed."""
+    from raytrain.launch.local.local_launch import AgentProcess, LocalLaunch
+
+    # Refused before a process is started.
+    check_room(config, machine_hardware(config.gpus))
+    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
+    with closing(agent), prepare(config, request) as prepared:
+        STARTUP.info("starting the workers …")
+        with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
+            return session.watch()
 
 
-def stop(name: str, *, storage: Location = "./runs", address: str | None = None, reason: str | None = None) -> None:
-    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
+def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
+    """Train on a Ray cluster. It starts, and Ray and torch are imported, while the images are listed."""
+    hardware = machine_hardware(config.gpus)
+    with _cluster(config, lambda: check_room(config, hardware)) as join, prepare(config, request) as prepared:
+        # The images are listed: now wait for what was started meanwhile.
+        STARTUP.info("importing Ray and torch …")
+        cluster = join()
+        from raytrain.launch.ray.cluster_watch import wait_for_machines
+        from raytrain.launch.ray.ray_launch import RayLaunch
 
-    Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
-    this host.
-    """
-    storage = os.fspath(storage)
-    request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
-    if address is None:
-        request_stop(storage, name, request)
-        return
-    with Connection(address) as cluster:
-        cluster.connect()
-        from raytrain.launch.ray.coordinator import request_stop_in_cluster
-
-        request_stop_in_cluster(name, storage, address, request)
+        # From here on, Ctrl-C asks the run to stop.
+        with prepared.signals as signals:
+            STARTUP.info("starting the workers …")
+            wait_for_machines(config, lambda: signals.stop_request is not None)
+            with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
+                return session.watch()
 
 
 @contextmanager
 def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> Iterator[Callable[[], Connection]]:
-    """A cluster, while open; yields a function that joins it. Imports Ray and torch, which is slow, while it starts."""
+    """Open a cluster, and yield a function that joins it. Meanwhile Ray and torch are imported, which takes seconds."""
     with Connection(config.address, config.gpus, check) as cluster:
         # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
         importing = Thread(target=importlib.import_module, args=("raytrain.launch.ray.ray_launch",), name="imports")
@@ -147,9 +173,9 @@ def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> It
 
 @contextmanager
 def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
-    """The machines of several runs, while open; yields a function that waits for them and returns their hardware."""
+    """Open the machines of several runs, and yield a function that waits for them and returns their hardware."""
     if config.backend == "local":
-        yield partial(machine_hardware, config.gpus)
+        yield lambda: machine_hardware(config.gpus)
         return
     with _cluster(config) as join:
 
@@ -162,38 +188,37 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
         yield hardware
 
 
-def _train_locally(config: TrainConfig, start: Start) -> TrainResult:
-    """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
-    from raytrain.launch.local.local_launch import AgentProcess, LocalLaunch
+def stop(name: str, *, storage: Location = "./runs", address: str | None = None, reason: str | None = None) -> None:
+    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
 
-    check_room(config, machine_hardware(config.gpus))
-    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
-    with closing(agent), prepare(config, start) as prepared:
-        STARTUP.info("starting the workers …")
-        with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
-            return session.watch()
+    Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
+    this host.
 
+    Example:
+        >>> raytrain.stop("digits", reason="accurate enough")
+    """
+    storage = os.fspath(storage)
+    request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
+    # A run looks into its storage every second. Its cluster passes the request on at once.
+    if address is None:
+        request_stop(storage, name, request)
+        return
+    with Connection(address) as cluster:
+        cluster.connect()
+        from raytrain.launch.ray.coordinator import request_stop_in_cluster
 
-def _train_on_ray(config: TrainConfig, start: Start) -> TrainResult:
-    """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
-    check = partial(check_room, config, machine_hardware(config.gpus))
-    with _cluster(config, check) as join, prepare(config, start) as prepared:
-        STARTUP.info("importing Ray and torch …")
-        cluster = join()
-        from raytrain.launch.ray.cluster_watch import wait_for_machines
-        from raytrain.launch.ray.ray_launch import RayLaunch
-
-        with prepared.signals as signals:
-            STARTUP.info("starting the workers …")
-            wait_for_machines(config, lambda: signals.stop_request is not None)
-            with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
-                return session.watch()
+        request_stop_in_cluster(name, storage, address, request)
 
 
 class RunHandle:
     """A run that trains in a thread of this process; :func:`raytrain.start` makes one.
 
     ``await handle`` is :meth:`result` for asynchronous code. In a notebook it leaves the kernel free for a Stop button.
+
+    Example:
+        >>> handle = raytrain.start(config)
+        >>> handle.stop()
+        >>> result = handle.result()
     """
 
     def __init__(
@@ -209,7 +234,7 @@ class RunHandle:
         self._trackers = trackers
         self._signals = StopSignals()
         self.snapshot: Snapshot | None = None
-        """How the run stands, half a second old at most; None while it is starting."""
+        """The state of the run, half a second old at most; None while it is starting."""
         self._result: Future[TrainResult] = Future()
         self._thread = Thread(target=self._train, args=(config, loop), name="raytrain", daemon=True)
         self._thread.start()
@@ -220,11 +245,14 @@ class RunHandle:
         return self._result.done()
 
     def stop(self, reason: str = "stop() of its handle") -> None:
-        """Ask the run to stop with a checkpoint; returns at once."""
+        """Ask the run to stop with a checkpoint; return at once."""
         self._signals.request_stop(StopReason("caller", reason))
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
-        """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
+        """Wait for the run's end, and return its result.
+
+        Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s`` seconds.
+        """
         wait([self._result], timeout_s)
         if not self.done:  # not the future's own: in Python 3.10 that is no TimeoutError
             raise TimeoutError(f"The run has not ended within {timeout_s} s; stop() asks it to.")

@@ -25,24 +25,24 @@ class Event:
         cls.kind = _WORD_START.sub("_", cls.__name__).lower()
 
     def __str__(self) -> str:
-        """The kind and the fields, as logs have them: ``checkpoint_written path=… step=20``."""
+        """Return the kind and the fields, as logs have them: ``checkpoint_written path=… step=20``."""
         known = (f"{name}={value}" for name, value in vars(self).items() if value is not None)
         return " ".join([self.kind, *known])
 
     def fields(self) -> dict[str, Any]:
-        """The fields that are known, as plain values."""
+        """Return the fields that are known, as plain values."""
         known = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: v.to_json() if isinstance(v, StopReason) else v for name, v in known.items()}
+        return {name: value.to_json() if isinstance(value, StopReason) else value for name, value in known.items()}
 
     def redacted(self) -> Event:
-        """The event without the secrets in its texts, which may be messages of others."""
+        """Return the event without the secrets in its texts, which may be messages of others."""
         texts = {name: redact(value) for name, value in vars(self).items() if isinstance(value, str)}
         return dataclasses.replace(self, **texts)
 
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """A worker group starts; after a resume or a failure, after ``step`` completed steps."""
+    """An attempt starts; after a resume or a failure, after ``step`` completed steps."""
 
     num_workers: int
     step: int = 0
@@ -200,12 +200,16 @@ class TimedEvent(NamedTuple):
     event: Event
 
     def to_json(self) -> dict[str, Any]:
-        """A line of events.jsonl, whose place in the file is the number."""
+        """Return a line of events.jsonl, whose place in the file is the number."""
         return {"at_s": round(self.at_s, 3), "kind": self.event.kind, **self.event.fields()}
 
 
 def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
-    """What a line of events.jsonl says; raises KeyError, TypeError or ValueError if it is no event."""
+    """Return the seconds and the event of a line of events.jsonl.
+
+    Raise KeyError, TypeError or ValueError if it is no event. Fields that the event's class does not have are left out.
+    """
+    # The fields of the class say which types the values must have: the document may be damaged, or a stranger's.
     kind = _KINDS[document["kind"]]
     hints = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind) if field.name in document]

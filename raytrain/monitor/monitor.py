@@ -1,4 +1,8 @@
-"""The one place that knows how a run stands: metrics and stop requests come in, snapshots go out."""
+"""The one place that knows how a run stands: metrics and stop requests come in, snapshots go out.
+
+Workers call it (through the coordinator) with what happens, and it hands each row to the :class:`History`, which writes
+it in a thread of its own. Viewers ask for a :class:`Snapshot` about twice a second. Nobody is called from here.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,21 @@ _NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one afte
 class RunMonitor:
     """Collects the metrics of a run, keeps its history, answers with snapshots, and passes on the stop request.
 
-    Safe to call from several threads. Nothing here waits for storage or for the training, except for the first look at
-    a history that exists already. ``num_steps`` are those of the whole run, ``skip_limit`` says how many images may be
-    skipped (any number by default), and ``started_at`` when the user started the run, by ``clock``.
+    It is safe to call from several threads. No method waits for storage or for the training, except for the first look
+    at a history that exists already, and for :meth:`flush` and :meth:`finish`.
+
+    Args:
+        run_name: the run's name.
+        num_steps: the steps of the whole run.
+        steps_per_epoch: the steps of an epoch.
+        history: where rows, events and skipped images are written.
+        clock: the time in seconds.
+        skip_limit: how many images may be skipped; any number by default.
+        started_at: when the user started the run, by ``clock``; now by default.
+
+    Attributes:
+        stop_request: the request that the run should stop; None as long as there is none.
+        failure: why the run has to end although its workers could continue; None if it need not.
     """
 
     def __init__(
@@ -46,43 +62,68 @@ class RunMonitor:
         self._clock = clock
         self._skip_limit = skip_limit
         self._lock = threading.RLock()
-        self._stop_requested = threading.Event()
+
+        # Why the run should end, and how it has ended.
         self.stop_request: StopReason | None = None
-        """The request that the run should stop; None as long as there is none."""
         self.failure: str | None = None
-        """Why the run has to end although its workers could continue; None if it need not."""
-        self._num_retries = 0
+        self._stop_requested = threading.Event()
         self._status: Status = "starting"
         self._result: TrainResult | None = None
+
+        # What has happened in all attempts.
         self._events: deque[TimedEvent] = deque(maxlen=_NUM_EVENTS)
         self._num_events = 0
+        self._num_retries = 0
         self._reported_error: str | None = None
+
+        # How far the present attempt is.
         self._attempt = 0
-        self._machines: dict[int, MachineUse] = {}
         self._num_workers = 0
+        self._machines: dict[int, MachineUse] = {}  # by the ranks of the workers
         self._step = 0
+        self._first: MetricRow | None = None
         self._latest: MetricRow | None = None
         self._evaluation: MetricRow | None = None
         self._num_diverged = 0
+
+        # The clock of the run: it stands still between the attempts of a run that is resumed.
         self._elapsed_before_s = 0.0
         self._started_at = clock() if started_at is None else started_at
         self._startup_s: float | None = None
         self._ended_s: float | None = None
-        self._first: MetricRow | None = None  # of this attempt
 
     def started(self, num_workers: int, step: int) -> None:
-        """A worker group starts, or restarts, after ``step`` completed steps: metrics of later steps are dropped."""
+        """Begin an attempt with ``num_workers`` workers after ``step`` completed steps: later rows are dropped."""
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
             self._machines.clear()
-            self._continue_clock()
-            self._restore(step)
+
+            # The time in the rows goes on where it was. At first, that of the run's start-up is added to it: the rows
+            # of a run that is resumed are from another process. Later the monitor has counted all of it itself.
+            elapsed_s = self._elapsed_s()
+            rows_s = max([row.elapsed_s for row in self._history.sample.rows[-1:]], default=0.0)
+            if self._startup_s is None:
+                self._startup_s = elapsed_s
+                self._elapsed_before_s = rows_s + elapsed_s
+            else:
+                self._elapsed_before_s = max(rows_s, elapsed_s)
+            self._started_at = self._clock()
+
+            # Everything is as it was after ``step``.
+            self._history.rewind(step)
+            rows = self._history.sample.rows
+            self._step = step
+            self._first = None
+            self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
+            self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
+            self._num_diverged = 0
+
             self._status = "running"
             self.event(events.TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics, stamped with the seconds of training so far."""
+        """Add a row of metrics, stamped with the seconds of training so far, and judge its loss."""
         with self._lock:
             row = dataclasses.replace(row, elapsed_s=round(self._elapsed_s(), 3))
             self._history.record(row)
@@ -90,28 +131,47 @@ class RunMonitor:
             if row.kind == "evaluation":
                 self._evaluation = row
                 self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
-            else:
-                self._latest = row
-                self._first = self._first or row
-                self._check_loss(row)
+                return
+            self._latest = row
+            self._first = self._first or row
+
+            # A loss that is not finite is reported at once, and ends the run if it stays so for a few rows.
+            if row.loss is None or math.isfinite(row.loss):
+                self._num_diverged = 0
+                return
+            self._num_diverged += 1
+            if self._num_diverged == 1:
+                self.event(events.LossNotFinite(str(row.loss), row.step))
+            elif self._num_diverged == _NUM_DIVERGED_ROWS and self.failure is None:
+                rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
+                self.failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
+                self.request_stop(StopReason("diverged", self.failure))
 
     def measured(self, use: MachineUse) -> None:
-        """Note what a worker makes of its machine, in place of what it said before."""
+        """Note a worker's use of its machine, in place of what the worker said before."""
         with self._lock:
             self._machines[use.rank] = use
             self._step = max(self._step, use.step or 0)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
-        """Note images that could not be used, each once; if too many, ask the run to stop: see :attr:`failure`."""
+        """Note images that could not be used, each once. Ask the run to stop if they are too many."""
         with self._lock:
-            first = not self._history.skipped_images
+            # Only the first image is an event: skipped.jsonl has all of them.
+            is_first = not self._history.skipped_images
             new = self._history.skip(images)
-            if first and new:
+            if is_first and new:
                 self.event(events.ImageSkipped(new[0].key, new[0].reason))
+
+            # With too many of them a data set is damaged, and the run ends with a checkpoint.
             if self._skip_limit and self.failure is None:
                 self.failure = self._skip_limit.exceeded(self._history.skipped_images)
                 if self.failure:
                     self.request_stop(StopReason("too_many_bad_images", self.failure))
+
+    def skipped_images(self) -> list[SkippedImage]:
+        """Return the images that could not be used so far."""
+        with self._lock:
+            return self._history.skipped_images
 
     def retried(self, num_requests: int) -> None:
         """Note requests for images that failed and were retried."""
@@ -129,7 +189,7 @@ class RunMonitor:
             self._history.note(timed.to_json())
 
     def flush(self) -> None:
-        """Return when everything recorded so far is in storage; raises what storage raises."""
+        """Wait until everything recorded so far is in storage. Raise what storage raises."""
         self._history.flush()
 
     def request_stop(self, request: StopReason) -> None:
@@ -139,11 +199,6 @@ class RunMonitor:
                 self.stop_request = request
                 self.event(events.StopRequested(request))
                 self._stop_requested.set()
-
-    def skipped_images(self) -> list[SkippedImage]:
-        """The images that could not be used so far."""
-        with self._lock:
-            return self._history.skipped_images
 
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         """Wait at most ``timeout_s`` seconds for a stop request; return :attr:`stop_request`."""
@@ -161,9 +216,21 @@ class RunMonitor:
             self.event(events.DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """How the run stands, with the rows that a viewer at ``since`` lacks: all of them if a failure undid some."""
+        """Return how the run stands, with the rows that a viewer at ``since`` lacks: all if an attempt undid some."""
         with self._lock:
-            self._report_storage_errors()
+            # The history is written in another thread, whose trouble with storage becomes events here.
+            for problem in self._history.take_problems():
+                self.event(events.HistoryDamaged(problem))
+            error = self._history.error
+            if error != self._reported_error:
+                self.event(events.StorageWaits(error) if error else events.StorageBack())
+                self._reported_error = error
+
+            # The time left is by the first and the last row of this attempt, evaluations and checkpoints included.
+            elapsed_s, left_s = self._elapsed_s(), None
+            if self._first is not None and self._latest is not None and self._ended_s is None:
+                left_s = time_left_s([self._first, self._latest], self._num_steps, elapsed_s)
+
             first_row, rows = self._history.sample.since(since.row if since.attempt == self._attempt else 0)
             return Snapshot(
                 name=self._name,
@@ -172,9 +239,9 @@ class RunMonitor:
                 num_steps=self._num_steps,
                 steps_per_epoch=self._steps_per_epoch,
                 num_workers=self._num_workers,
-                elapsed_s=self._elapsed_s(),
+                elapsed_s=elapsed_s,
                 startup_s=self._startup_s,
-                time_left_s=self._time_left_s(),
+                time_left_s=left_s,
                 attempt=self._attempt,
                 first_row=first_row,
                 rows=tuple(rows),
@@ -189,55 +256,7 @@ class RunMonitor:
                 machines=tuple(use for _, use in sorted(self._machines.items())),
             )
 
-    def _report_storage_errors(self) -> None:
-        for problem in self._history.take_problems():
-            self.event(events.HistoryDamaged(problem))
-        error = self._history.error
-        if error != self._reported_error:
-            self.event(events.StorageWaits(error) if error else events.StorageBack())
-            self._reported_error = error
-
-    def _continue_clock(self) -> None:
-        """Add the time of a run that is resumed to that of its start-up; the clock never goes back."""
-        elapsed_s = self._elapsed_s()
-        rows_s = max([row.elapsed_s for row in self._history.sample.rows[-1:]], default=0.0)
-        if self._startup_s is None:
-            self._startup_s = elapsed_s
-            self._elapsed_before_s = rows_s + elapsed_s
-        else:
-            self._elapsed_before_s = max(rows_s, elapsed_s)
-        self._started_at = self._clock()
-
-    def _restore(self, step: int) -> None:
-        """Rewind to the state after ``step``."""
-        self._history.rewind(step)
-        rows = self._history.sample.rows
-        self._step = step
-        self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
-        self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
-        self._first = None
-        self._num_diverged = 0
-
-    def _check_loss(self, row: MetricRow) -> None:
-        """Report a loss that is not finite, and ask the run to stop after a few rows of them."""
-        if row.loss is None or math.isfinite(row.loss):
-            self._num_diverged = 0
-            return
-        self._num_diverged += 1
-        if self._num_diverged == 1:
-            self.event(events.LossNotFinite(str(row.loss), row.step))
-        elif self._num_diverged == _NUM_DIVERGED_ROWS and self.failure is None:
-            rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
-            self.failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
-            self.request_stop(StopReason("diverged", self.failure))
-
     def _elapsed_s(self) -> float:
         if self._ended_s is not None:
             return self._ended_s
         return self._elapsed_before_s + self._clock() - self._started_at
-
-    def _time_left_s(self) -> float | None:
-        """Extrapolated from the first and the last row of this attempt, evaluations and checkpoints included."""
-        if self._first is None or self._latest is None or self._ended_s is not None:
-            return None
-        return time_left_s([self._first, self._latest], self._num_steps, self._elapsed_s())

@@ -19,8 +19,8 @@ from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 from raytrain.storage.store import Store
 
-_LOOK_EVERY_S = 1.0
-_logger = logging.getLogger(__name__)
+_POLL_EVERY_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -33,7 +33,7 @@ class RunRecorder:
         self._started_at = time.monotonic() if started_at is None else started_at
         self._throttle = Throttle()
         self._num_logged = 0
-        self._unwritten: TrainConfig | None = None
+        self._unwritten: TrainConfig | None = None  # options that replace those in storage when workers have started
         self._machines: MachineHistory | None = None
 
     def begin(self, config: TrainConfig, *, restarting: bool = False) -> None:
@@ -43,7 +43,7 @@ class RunRecorder:
         not fit the new ones.
         """
         if not restarting:
-            self._store.delete(STOP_REQUEST)  # it was meant for an earlier start
+            self._store.delete(STOP_REQUEST)  # it was meant for an earlier attempt
         self.write_status("starting")
         if self._store.exists(CONFIG):
             self._unwritten = config
@@ -55,20 +55,27 @@ class RunRecorder:
         self.log_events(snapshot)
         with suppress(StorageError):
             self._replace_config(snapshot)
-            self._add_machines(snapshot)
+
+            # The history of the machines grows in memory, from what an earlier attempt left in storage.
+            if snapshot.machines and self._throttle.due("machines", MEASURE_EVERY_S):
+                self._machines = self._machines or read_machine_history(self._store.fail_fast())
+                self._machines.add(snapshot.elapsed_s, snapshot.machines)
+
+            # Requests that fail are not tried again: the next heartbeat says more than this one.
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
                 self._write_machines(self._store.fail_fast(), snapshot)
 
     def stop_request(self) -> StopReason | None:
-        """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
+        """Return a stop request from storage, which is read at most once a second; None if it is out of reach."""
         with suppress(StorageError):
-            if self._throttle.due("stop request", _LOOK_EVERY_S):
+            if self._throttle.due("stop request", _POLL_EVERY_S):
                 return read_stop_request(self._store.fail_fast())
         return None
 
     def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int) -> TrainResult:
-        """How the run ended, as its summary says it."""
+        """Return how the run ended, as its summary says it."""
+        # Workers that were lost have named no checkpoint; the newest one in storage is theirs, too.
         progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
         checkpoint, request = outcome.checkpoint, snapshot.stop_request
         with suppress(StorageError):
@@ -95,6 +102,7 @@ class RunRecorder:
 
     def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
+        # The status is written last: whoever reads that the run is over finds all other documents.
         self.log_events(snapshot)
         self._step = result.steps
         self._replace_config(snapshot)
@@ -102,10 +110,21 @@ class RunRecorder:
         write_json(self._store, SUMMARY, result.summary())
         self.write_status(result.status, snapshot)
 
-    def _add_machines(self, snapshot: Snapshot) -> None:
-        if snapshot.machines and self._throttle.due("machines", MEASURE_EVERY_S):
-            self._machines = self._machines or read_machine_history(self._store.fail_fast())  # of a run that resumes
-            self._machines.add(snapshot.elapsed_s, snapshot.machines)
+    def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
+        """Write the status with the steps, epochs and workers of ``snapshot``; without one, with what is planned."""
+        known: dict[str, Any] = {"num_steps": self._num_steps}
+        if snapshot is not None:
+            self._step = max(self._step, snapshot.step)
+            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
+        store = self._store.fail_fast() if fail_fast else self._store
+        write_status(store, RunStatus(status=status, step=self._step, **known))
+
+    def log_events(self, snapshot: Snapshot) -> None:
+        """Log the events that no snapshot before has had."""
+        for event in snapshot.events:
+            if event.number >= self._num_logged:
+                _log.info("%s: %s", snapshot.name, event.event)
+                self._num_logged = event.number + 1
 
     def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
         if self._machines is not None:
@@ -117,25 +136,10 @@ class RunRecorder:
             write_config(self._store, self._unwritten)
             self._unwritten = None
 
-    def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
-        """Write the status with what ``snapshot`` knows."""
-        known: dict[str, Any] = {"num_steps": self._num_steps}
-        if snapshot is not None:
-            self._step = max(self._step, snapshot.step)
-            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
-        store = self._store.fail_fast() if fail_fast else self._store
-        write_status(store, RunStatus(status=status, step=self._step, **known))
-
-    def log_events(self, snapshot: Snapshot) -> None:
-        """Log the events that are new."""
-        for event in snapshot.events:
-            if event.number >= self._num_logged:
-                _logger.info("%s: %s", snapshot.name, event.event)
-                self._num_logged = event.number + 1
-
 
 def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
-    """How far a run has come whose workers could not say it; ``first_step`` if they have not begun."""
+    """Return how far a run has come whose workers could not say it; ``first_step`` if they have not begun."""
+    # Rows of later steps were undone.
     step = max(snapshot.step, first_step)
     rows = [row for row in snapshot.rows if row.step <= step]
     tested = next((row for row in reversed(rows) if row.kind == "evaluation"), None)

@@ -1,4 +1,8 @@
-"""Reader of a run's documents, again and again, for whoever watches from elsewhere."""
+"""Reader of a run's documents, again and again, for whoever watches from elsewhere.
+
+A run that trains in another process is known by its documents alone. A :class:`RunReader` makes the same
+:class:`Snapshot` of them that a :class:`RunMonitor` makes in the run's own process, so that all views show both kinds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
 from raytrain.runs.machine_history import read_machines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.outcome import TrainResult, stop_reason_of
-from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.status import read_status
 from raytrain.runs.stored_rows import RowParser, rows_of_kind
 from raytrain.storage.store import Store
 
@@ -27,14 +31,14 @@ T = TypeVar("T")
 
 _READ_EVERY_S = 1.0
 _NUM_ROWS_TIMED = 50  # latest rows from whose pace the time left is extrapolated
-_END_BYTES = 1000
+_END_BYTES = 1000  # by which a document is recognised that was replaced
 
 
 class RunReader:
-    """Reads a run, wherever it trains, as :class:`Snapshot`: what a :class:`RunMonitor` gives in the run's own process.
+    """Reads a run, wherever it trains, as :class:`Snapshot`.
 
-    Of the metrics only what is new is read and parsed, so that :meth:`snapshot` may be called every second, and none of
-    it is kept. Its documents may be damaged, or somebody else's: what cannot be used is left out.
+    Only new metrics are read and parsed, so that :meth:`snapshot` may be called every second, and they are not kept.
+    The documents may be damaged, or somebody else's: what cannot be used is left out.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -49,38 +53,55 @@ class RunReader:
         self._exists = False
 
     def exists(self) -> bool:
-        """Whether there is such a run already."""
+        """Return True once there is such a run."""
         self._exists = self._exists or self.store.exists(CONFIG)
         return self._exists
 
     @property
     def behind(self) -> bool:
-        """Whether there are more rows already: the latest snapshot had only some of a long history."""
+        """True if there are more rows already: the latest snapshot had only some of a long history."""
         return self._rows.behind
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """How the run stands, with the rows that a viewer at ``since`` lacks, or some of them. Raises StorageError."""
-        status = read_status(self.store)  # before the rows: a run that is over has all of them
+        """Return how the run stands, with the rows that a viewer at ``since`` lacks, or some of them.
+
+        Raise StorageError if storage is out of reach.
+        """
+        # The status comes first: if it says that the run is over, the rows that are read after it are all rows.
+        status = read_status(self.store)
         first_row, rows = self._read_rows(since)
         self._events.read_all()
         self._skipped.read_all()
-        latest = [row for row in (*list(self._steps)[-1:], self._evaluation) if row is not None]
+
+        # The documents are written one after the other, so the furthest of them counts.
+        latest_step = next(reversed(self._steps), None)
+        latest = [row for row in (latest_step, self._evaluation) if row is not None]
         step = max([status.step, *(row.step for row in latest)])
-        result = None if status.active else _result(self.store)
+        elapsed_s = max([0.0, *(row.elapsed_s for row in latest), *(at_s for at_s, _ in self._events.parsed)])
+        by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
+
+        # Only a run that is over has a result; it may lack the summary, or have a damaged one.
+        result = None
+        if not status.active:
+            summary = read_json(self.store, SUMMARY)
+            with suppress(TypeError):
+                known = known_fields(TrainResult, summary) | {"stop_reason": stop_reason_of(summary)}
+                result = TrainResult(**cast("dict[str, Any]", known))
+
         return Snapshot(
             name=self.name,
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
             step=step,
             num_steps=max(1, status.num_steps, step),
-            steps_per_epoch=self._count_steps_per_epoch(status),
+            steps_per_epoch=max(self._steps_per_epoch, by_status),
             num_workers=status.num_workers,
-            elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(at_s for at_s, _ in self._events.parsed)]),
+            elapsed_s=elapsed_s,
             time_left_s=time_left_s(self._steps, status.num_steps) if status.active else None,
-            attempt=self._rows.generation,
+            attempt=self._rows.version,
             first_row=first_row,
             rows=rows,
             num_rows=self._rows.num_parsed,
-            latest=next(reversed(self._steps), None),
+            latest=latest_step,
             evaluation=self._evaluation,
             num_skipped=len(self._skipped.parsed),
             num_retries=result.num_retries if result else 0,
@@ -91,12 +112,15 @@ class RunReader:
         )
 
     def _read_rows(self, since: RowCursor) -> tuple[int, Sequence[MetricRow]]:
-        """The next rows for a viewer at ``since``, and the index of the first one."""
-        if since != (self._rows.generation, self._rows.num_parsed):
+        """Read the next rows for a viewer at ``since``. Return the index of the first one, and the rows."""
+        # A viewer that is not where the last one was gets the history from its beginning.
+        if since != (self._rows.version, self._rows.num_parsed):
             self._rows.restart()
         self._rows.parsed = []
         self._rows.read()
         rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
+
+        # Of all rows, only the last few steps and the last evaluation are kept.
         if first_row == 0:
             self._steps.clear()
             self._evaluation = None
@@ -106,15 +130,12 @@ class RunReader:
         self._steps_per_epoch = max(self._steps_per_epoch, steps_per_epoch([*evaluations, *self._steps]))
         return first_row, rows
 
-    def _count_steps_per_epoch(self, status: RunStatus) -> int:
-        by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
-        return max(self._steps_per_epoch, by_status)
-
 
 def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
     """Show a run of another process to ``view`` until it is over; storage that is out of reach may be back later."""
     cursor = START
     while True:
+        # A long history comes in pieces, without a pause between them.
         with suppress(StorageError):
             snapshot = reader.snapshot(cursor)
             cursor = snapshot.cursor
@@ -129,34 +150,38 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 class _GrowingLines(Generic[T]):
     """A document of JSON lines that mostly grows, read in pieces.
 
-    ``parsed`` is what ``parse`` makes of its lines, apart from what was forgotten.
-    ``generation`` counts how often the document was replaced by another one, as by a run that resumes.
+    ``parsed`` are the results of ``parse`` for its lines, apart from those that were forgotten. ``version`` counts how
+    often the document was replaced by another one, as by a run that resumes: the last bytes that were read before are
+    read again, and are others then.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:
-        self.generation = 1
-        self._open = partial(StoredLines, store, path)
+        self.version = 1
+        self._store = store
+        self._path = path
         self._parse = parse
         self.restart()
 
     def restart(self) -> None:
-        """Read the document from its beginning."""
-        self._lines = self._open()
+        """Forget everything, so that the document is read from its beginning."""
+        self._lines = StoredLines(self._store, self._path)
         self.parsed: Sequence[T] = []
         self.num_parsed = 0
         self.behind = False  # the last piece did not reach the end
         self._num_bytes = 0
-        self._end = b""  # of what was parsed
+        self._end = b""  # of the bytes that were parsed
 
     def read(self) -> None:
         """Parse what is new, or a piece of it."""
-        data = self._piece()
+        data = self._read_piece()
         if not data.startswith(self._end):
             self.restart()
-            self.generation += 1
-            data = self._piece()
+            self.version += 1
+            data = self._read_piece()
+
+        # The last line may still be growing: only whole lines are parsed.
         new = data[len(self._end) :]
-        whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
+        whole = new[: new.rfind(b"\n") + 1]
         parsed = self._parse(whole.splitlines())
         self.parsed = [*self.parsed, *parsed] if self.parsed else parsed
         self.num_parsed += len(parsed)
@@ -170,19 +195,10 @@ class _GrowingLines(Generic[T]):
         while self.behind:
             self.read()
 
-    def _piece(self) -> bytes:
-        """The end of what was parsed, and what follows."""
+    def _read_piece(self) -> bytes:
+        """Return the end of what was parsed, and what follows; nothing if there is no such document."""
         start = self._num_bytes - len(self._end)
         try:
             return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)
         except FileNotFoundError:
             return b""
-
-
-def _result(store: Store) -> TrainResult | None:
-    """The summary of a run that is over; None if it has none, or a damaged one."""
-    document = read_json(store, SUMMARY)
-    with suppress(TypeError):
-        known = known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)}
-        return TrainResult(**cast("dict[str, Any]", known))
-    return None

@@ -39,7 +39,7 @@ class Snapshot:
     num_steps: int
     steps_per_epoch: int
     num_workers: int
-    elapsed_s: float  # since the user started the run, and in its earlier lives
+    elapsed_s: float  # since the user started the run, and in all attempts before
     startup_s: float | None = None  # of it, until the workers trained; None if they do not yet, or nobody knows
     time_left_s: float | None
     attempt: int
@@ -57,7 +57,7 @@ class Snapshot:
 
     @property
     def cursor(self) -> RowCursor:
-        """What to ask for the next snapshot with, to get the rows after these."""
+        """The cursor to ask for the next snapshot with, to get the rows after these."""
         return RowCursor(self.attempt, self.num_rows)
 
     @property
@@ -72,7 +72,7 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended, one way or another."""
+        """True if the run has ended, one way or another."""
         return self.status not in ("starting", "running")
 
 
@@ -80,14 +80,18 @@ View = Callable[[Snapshot], None]  # shows a run: called about twice a second wi
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
-    """The epoch, counted from 1, that the ``step``-th step of a run (counted from 1) belongs to."""
+    """Return the epoch, counted from 1, that the ``step``-th step of a run (counted from 1) belongs to."""
     return max(1, math.ceil(step / steps_per_epoch))
 
 
 def time_left_s(rows: Sequence[MetricRow], num_steps: int, now_s: float | None = None) -> float | None:
-    """Extrapolated from the pace of ``rows``, at ``now_s`` or at the last one; None if they are too few."""
+    """Extrapolate the seconds until ``num_steps`` from the pace of ``rows``, as of ``now_s`` or of the last row.
+
+    Return None if the rows are too few.
+    """
     if len(rows) < 2 or rows[-1].step <= rows[0].step:
         return None
     seconds_per_step = (rows[-1].elapsed_s - rows[0].elapsed_s) / (rows[-1].step - rows[0].step)
+    # The time since the last row is spent already.
     since_s = 0.0 if now_s is None else now_s - rows[-1].elapsed_s
     return max(0.0, (num_steps - rows[-1].step) * seconds_per_step - since_s)

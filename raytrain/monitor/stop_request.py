@@ -19,7 +19,8 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 
 
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
-    """Leave a stop request in the storage of a run; raises UsageError if there is no such run, or it does not train."""
+    """Leave a stop request in the storage of a run. Raise UsageError if there is no such run, or it does not train."""
+    # Only a run that trains reads the request.
     store = open_run(storage, name)
     status = read_status(store)
     if not status.active:
@@ -29,7 +30,7 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
 
 
 def read_stop_request(store: Store) -> StopReason | None:
-    """The stop request that lies in a run's storage, if there is one."""
+    """Return the stop request that lies in a run's storage, if there is one."""
     with suppress(ValueError):
         return StopReason.from_json(read_json(store, STOP_REQUEST))
     return None
@@ -52,6 +53,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {}
+        # Handlers that were there before are put back at the end.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -61,6 +63,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Only a signal that comes well after the first one is a second Ctrl-C.
         if self._signalled_at_s is None:
             self._signalled_at_s = monotonic()
         elif monotonic() - self._signalled_at_s >= _ONE_STOP_S:

@@ -9,17 +9,23 @@ from typing import Generic, TypeVar
 
 
 class Throttle:
-    """Remembers when each thing was done last."""
+    """Limit how often things are done.
+
+    Example:
+        >>> throttle = Throttle()
+        >>> throttle.due("heartbeat", every_s=10.0), throttle.due("heartbeat", every_s=10.0)
+        (True, False)
+    """
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last_time: dict[str, float] = {}
 
-    def due(self, what: str, every_s: float) -> bool:
-        """Whether to do ``what`` now: the first time, and whenever ``every_s`` seconds have passed since the last."""
-        now = time.monotonic()
-        if now - self._last.get(what, -every_s) < every_s:
+    def due(self, action: str, every_s: float) -> bool:
+        """Return True the first time, and whenever ``every_s`` seconds have passed since it last returned True."""
+        time_s = time.monotonic()
+        if time_s - self._last_time.get(action, -every_s) < every_s:
             return False
-        self._last[what] = now
+        self._last_time[action] = time_s
         return True
 
 
@@ -28,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Argument, Result]):
-    """Calls ``function`` in a thread, one call at a time."""
+    """Call ``function`` in a thread, one call at a time."""
 
     def __init__(self, function: Callable[[Argument], Result]) -> None:
         self._function = function
@@ -36,14 +42,17 @@ class Background(Generic[Argument, Result]):
         self._running: Future[Result] | None = None
 
     def __call__(self, argument: Argument) -> Result | None:
-        """Start a call unless one runs; returns or raises what the one before did, None if it still runs."""
-        before = self._running
-        if before is not None and not before.done():
+        """Start a call unless one runs, and return or raise what the call before it did.
+
+        Returns None, and starts nothing, while a call runs.
+        """
+        previous = self._running
+        if previous is not None and not previous.done():
             return None
         self._running = self._executor.submit(self._function, argument)
-        return before.result() if before is not None else None
+        return previous.result() if previous is not None else None
 
     def close(self, within_s: float | None = None) -> bool:
-        """Wait until the last call has ended, however long that takes by default; returns whether it has."""
+        """Wait until the last call has ended, however long that takes by default; return whether it has."""
         self._executor.shutdown(wait=within_s is None)
         return self._running is None or not wait([self._running], within_s).not_done

@@ -1,4 +1,9 @@
-"""A run's documents: their names, and how they are opened, read and written."""
+"""A run's documents: their names, and how they are opened, read and written.
+
+A run is a folder of a storage, named by its name, and exists once its options are there (``config.json``). Whoever
+reads a document may be another version of raytrain, or find it half copied: a value that is unknown or damaged is left
+out, and a ``report`` gets a sentence about it. Only options are required to be whole.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.store import Store
@@ -41,9 +47,11 @@ TRACE = "trace/"
 TRACKERS = "trackers/"
 
 Config = TypeVar("Config", bound=TrainConfig)
+T = TypeVar("T")
+Report = Callable[[str], None]  # gets a line about each document, or part of one, that cannot be used
 
-_MOST_NAMES = 10  # in one line
-_OWN = re.compile(
+_MAX_NAMES_IN_LINE = 10
+_RUN_FILE = re.compile(
     "|".join(
         [
             *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES]),
@@ -57,83 +65,25 @@ _OWN = re.compile(
     )
 )
 
-T = TypeVar("T")
-Report = Callable[[str], None]  # gets a line about each document, or part of one, that cannot be used
+
+def is_run_file(path: str) -> bool:
+    """Return whether a run writes a file of this name into its folder: nothing else there is ever deleted."""
+    return _RUN_FILE.fullmatch(path) is not None
 
 
-def is_own(path: str) -> bool:
-    """Whether a run writes a file of this name into its folder: nothing else there is ever deleted."""
-    return _OWN.fullmatch(path) is not None
+# Runs by name
 
 
-def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
-    """JSON lines of ``documents``; a number that is not finite becomes null."""
-    return b"".join(json.dumps(plain(document), allow_nan=False).encode() + b"\n" for document in documents)
+def new_name(recipe: str) -> str:
+    """Return a name for a run that was given none: its recipe, the time, and a random end.
 
-
-def ignore(problem: str) -> None:
-    """The report of a caller that continues with what is whole."""
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``; raises ValueError with what is wrong with it."""
-    if not data.strip(b"\0"):
-        raise ValueError("it is empty")
-    try:
-        document = json.loads(data.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
-    return cast(dict[str, Any], document)
-
-
-def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
-    """What ``parse`` makes of a line; None if it is damaged, or ``parse`` raises KeyError, TypeError or ValueError."""
-    with suppress(KeyError, TypeError, ValueError):
-        return parse(plain(parse_object(line)))
-    return None
-
-
-def parse_lines(parse: Callable[[dict[str, Any]], T], lines: Iterable[bytes]) -> list[T]:
-    """What ``parse`` makes of each line that is whole, as :func:`parse_line` says it."""
-    return [row for line in lines if (row := parse_line(line, parse)) is not None]
-
-
-def plain(value: Any) -> Any:
-    """``value`` as lists, dictionaries and what JSON has, with None in place of every number that is not finite.
-
-    Records (dataclasses and named tuples) become dictionaries, and arrays lists.
+    Two runs may start in the same second.
     """
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in cast(dict[Any, Any], value).items()}
-    if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if hasattr(value, "_asdict"):
-        return plain(value._asdict())
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in cast(list[Any], value)]
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
-
-
-def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of ``document`` that the dataclass ``kind`` has a field for, if they are of the field's type."""
-    hints = get_type_hints(kind)
-    return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
-
-
-@cache
-def warn_once(problem: str) -> None:
-    """Warn of ``problem``, once in each process."""
-    logging.getLogger("raytrain").warning("%s", problem)
+    return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def check_name(name: str) -> str:
-    """``name``, if a run may have it; raises UsageError otherwise."""
+    """Return ``name`` if a run may have it; raise UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         folder, slash, last = name.rstrip("/").rpartition("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
@@ -144,76 +94,82 @@ def check_name(name: str) -> str:
     return name
 
 
-def new_name(recipe: str) -> str:
-    """The name of a run that was given none: its recipe, the time, and a random end, as two may start in one second."""
-    return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-
-
 def run_store(storage: str, name: str) -> Store:
-    """The store of the run called ``name`` below ``storage``, whether the run exists or not."""
+    """Return the store of the run called ``name`` below ``storage``, whether the run exists or not.
+
+    Example:
+        >>> run_store("s3://bucket/runs", "digits").url
+        's3://bucket/runs/digits'
+    """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     return open_store(f"{storage.rstrip('/')}/{check_name(name)}")
 
 
 def open_run(storage: str, name: str) -> Store:
-    """The store of a run that exists; raises UsageError with the names that come close if it does not."""
+    """Return the store of a run that exists; raise UsageError with the names that come close if it does not."""
     store = run_store(storage, name)
     if not store.exists(CONFIG):
-        raise UsageError(_no_such_run(storage, name))
+        # All names are only listed for the sentence: that takes long in a large bucket.
+        from raytrain.storage.open import open_store
+
+        names = run_names(open_store(storage))
+        hint = "`raytrain runs` lists the runs" if names else "there are no runs yet"
+        raise UsageError(f"There is no run {name!r} in {storage}{did_you_mean(name, names)}; {hint}.")
     return store
 
 
 def run_names(store: Store) -> list[str]:
-    """The folders directly below ``store`` that hold a run's configuration."""
+    """Return the names of the folders directly below ``store`` that hold a run's options, sorted."""
     paths = (stored.path.split("/") for stored in store.list())
     return sorted(parts[0] for parts in paths if len(parts) == 2 and parts[1] == CONFIG)
 
 
+# The options of a run
+
+
+def ignore(problem: str) -> None:
+    """Do nothing: the report of a caller that continues with what is whole."""
+
+
+@cache
+def warn_once(problem: str) -> None:
+    """Warn of ``problem``, once in each process."""
+    logging.getLogger("raytrain").warning("%s", problem)
+
+
+def write_config(store: Store, config: TrainConfig) -> None:
+    """Write the options of a run, or of a sweep. By this document others know that the run exists."""
+    store.put(CONFIG, config.to_json().encode())
+
+
 def read_config(store: Store, report: Report = warn_once) -> TrainConfig:
-    """The options that the run last started with; ``report`` gets those that are unknown. UsageError if damaged."""
+    """Return the options of the run's last attempt; ``report`` gets a line if some of them are unknown.
+
+    Raises UsageError if the document is damaged.
+    """
     return _read_config(store, TrainConfig, report)
 
 
 def read_resolved_config(store: Store) -> ResolvedConfig:
-    """The same with everything decided; raises UsageError also for a sweep, whose trials each have their own."""
+    """Return the options of the run's last attempt, with everything decided.
+
+    Raises UsageError if the document is damaged, or belongs to a sweep, whose trials each have options of their own.
+    """
     if store.exists(SWEEP):
         raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
     return _read_config(store, ResolvedConfig, warn_once)
 
 
-def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
-    """The options in a ``config.json``, ``report`` gets those that are unknown; ValueError for a value."""
-    document = parse_object(data)
-    known = {field.name for field in dataclasses.fields(kind)}
-    if unknown := sorted(set(document) - known):
-        names = ", ".join(repr(name) for name in unknown[:_MOST_NAMES]) + (" …" if len(unknown) > _MOST_NAMES else "")
-        report(f"{CONFIG} has options that this version of raytrain does not know and ignores: {names}")
-    try:
-        return kind(**{name: value for name, value in document.items() if name in known})
-    except TypeError:  # an option without a default is missing
-        raise ValueError("it lacks options that a run has") from None
+def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
+    """Return the options of :func:`read_resolved_config`.
 
-
-def write_config(store: Store, config: TrainConfig) -> None:
-    """Write the options of a run, or of a sweep. Others know by this document that the run exists."""
-    store.put(CONFIG, config.to_json().encode())
-
-
-def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
-    """A document of the run; an empty one if it does not exist, or is damaged, which ``report`` gets a line about."""
-    try:
-        return plain(parse_object(store.get(path)))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        report(f"{path} cannot be used ({error})")
-        return {}
-
-
-def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
-    """Write a document of the run."""
-    store.put(path, (json.dumps(document, indent=2) + "\n").encode())
+    Raises UsageError if they name code of the run's author as the network, unless the user says ``trust``.
+    """
+    config = read_resolved_config(store)
+    if not trust and names_own_function(config.model):
+        raise stored_function_error("model", config.model, f"{store.url}/{CONFIG}", may_be_named=False)
+    return config
 
 
 def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
@@ -226,9 +182,104 @@ def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
         ) from None
 
 
-def _no_such_run(storage: str, name: str) -> str:
-    from raytrain.storage.open import open_store
+def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
+    """Return the options in the content of a ``config.json``; ``report`` gets a line if some of them are unknown.
 
-    names = run_names(open_store(storage))
-    others = "`raytrain runs` lists the runs" if names else "there are no runs yet"
-    return f"There is no run {name!r} in {storage}{did_you_mean(name, names)}; {others}."
+    Raises ValueError if it is damaged, or if an option has a value that it cannot have.
+    """
+    document = parse_object(data)
+    # A newer version of raytrain may have written it, or an older one with options that are gone.
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(document) - known):
+        names = ", ".join(repr(name) for name in unknown[:_MAX_NAMES_IN_LINE])
+        more = " …" if len(unknown) > _MAX_NAMES_IN_LINE else ""
+        report(f"{CONFIG} has options that this version of raytrain does not know and ignores: {names}{more}")
+    try:
+        return kind(**{name: value for name, value in document.items() if name in known})
+    except TypeError:  # an option without a default is missing
+        raise ValueError("it lacks options that a run has") from None
+
+
+# Documents of JSON
+
+
+def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
+    """Write a document of the run."""
+    store.put(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
+    """Return a document of the run; an empty one if there is none, or if it is damaged, which ``report`` hears of."""
+    try:
+        return plain(parse_object(store.get(path)))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        report(f"{path} cannot be used ({error})")
+        return {}
+
+
+def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``document`` for which the dataclass ``kind`` has a field of a type that they match."""
+    hints = get_type_hints(kind)
+    return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``data``; raise ValueError that says what is wrong with it."""
+    if not data.strip(b"\0"):  # a machine that loses its power may leave a file of zeros
+        raise ValueError("it is empty")
+    try:
+        document = json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return cast(dict[str, Any], document)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as lists, dictionaries and values of JSON, with None for every number that is not finite.
+
+    Records (dataclasses and named tuples) become dictionaries, and arrays lists.
+
+    Example:
+        >>> plain({"loss": float("nan"), "shape": (28, 28)})
+        {'loss': None, 'shape': [28, 28]}
+    """
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None  # JSON has no infinity, and browsers refuse Python's
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in cast(dict[Any, Any], value).items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):  # a named tuple
+        return plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in cast(list[Any], value)]
+    return plain(value.tolist()) if hasattr(value, "tolist") else value  # an array of numpy or torch
+
+
+# Documents of JSON lines
+
+
+def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return ``documents`` as JSON lines; a number that is not finite becomes null."""
+    return b"".join(json.dumps(plain(document), allow_nan=False).encode() + b"\n" for document in documents)
+
+
+def parse_lines(parse: Callable[[dict[str, Any]], T], lines: Iterable[bytes]) -> list[T]:
+    """Return ``parse`` of each line that is not damaged, in the sense of :func:`parse_line`."""
+    return [row for line in lines if (row := parse_line(line, parse)) is not None]
+
+
+def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return ``parse`` of the object in a line; None if the line is damaged.
+
+    It is, too, if ``parse`` raises KeyError, TypeError or ValueError.
+    """
+    with suppress(KeyError, TypeError, ValueError):
+        return parse(plain(parse_object(line)))
+    return None

@@ -32,6 +32,7 @@ class History:
         self.error: str | None = None
         self._store = store
         self._problems: list[str] = []
+        # One document for each kind of row, and one thread that writes all of them.
         self._metrics = LineFile(store, METRICS, MetricRow.from_json, MetricRow.to_json)
         self._skipped = LineFile(store, SKIPPED, SkippedImage.from_json, asdict)
         self._events = LineFile[dict[str, Any]](store, EVENTS, dict, dict)
@@ -43,7 +44,7 @@ class History:
 
     @cached_property
     def skipped_images(self) -> list[SkippedImage]:
-        """The skipped images so far, each once."""
+        """The images that were skipped so far, each once."""
         return read_skipped(self._store, self._problems.append)
 
     @cached_property
@@ -54,7 +55,7 @@ class History:
         return sample
 
     def take_problems(self) -> list[str]:
-        """What could not be read of the history that existed, each said once."""
+        """Return what could not be read of the history that existed, each problem once."""
         return [self._problems.pop(0) for _ in self._problems.copy()]
 
     def record(self, row: MetricRow) -> None:
@@ -70,9 +71,9 @@ class History:
 
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
         """Add the images that are not listed yet; return those."""
-        listed = self._skipped_keys
-        new = list({image.key: image for image in images if image.key not in listed}.values())
-        listed.update(image.key for image in new)
+        keys = self._skipped_keys
+        new = list({image.key: image for image in images if image.key not in keys}.values())
+        keys.update(image.key for image in new)
         self.skipped_images.extend(new)
         self._skipped.extend(new)
         self._changed.set()
@@ -85,13 +86,13 @@ class History:
         self._changed.set()
 
     def flush(self) -> None:
-        """Write what storage does not have yet; raises what storage raises."""
+        """Write what storage does not have yet; raise what storage raises."""
         for file in self._files:
             file.write()
         self.error = None
 
     def close(self) -> None:
-        """Write the rest and end the thread; raises what storage raises. May be called twice."""
+        """Write the rest and end the thread; raise what storage raises. May be called twice."""
         self._closed.set()
         self._changed.set()
         self._writer.join()
@@ -116,7 +117,11 @@ class History:
 
 
 class Sample(Generic[T]):
-    """All rows of a short history; of a long one the ``size`` newest at least, and every n-th ``kind`` before."""
+    """All rows of a short history; of a long one at least the ``size`` newest, and every n-th of each kind before.
+
+    n is a power of two for each ``kind(row)``, the smallest with which at most ``size`` older rows of it are kept. So a
+    history of any length takes bounded memory, and adding rows takes constant time on average.
+    """
 
     def __init__(self, kind: Callable[[T], Hashable], size: int = SAMPLE_SIZE) -> None:
         self.num_rows = 0
@@ -133,21 +138,25 @@ class Sample(Generic[T]):
         return [*(row for row, _, _ in self._older), *self._newest]
 
     def since(self, row: int) -> tuple[int, list[T]]:
-        """What a reader of the first ``row`` rows lacks, or :attr:`rows` if not all are kept; and the number before."""
+        """Return the rows that a reader of the first ``row`` rows lacks, after the number of those that it has.
+
+        If some of them are no longer kept, returns 0 and all of :attr:`rows`.
+        """
         first = self.num_rows - len(self._newest)
         return (row, self._newest[row - first :]) if row >= first else (0, self.rows)
 
     def extend(self, rows: Iterable[T]) -> None:
         """Add rows."""
-        before = len(self._newest)
+        num_before = len(self._newest)
         self._newest.extend(rows)
-        self.num_rows += len(self._newest) - before
+        self.num_rows += len(self._newest) - num_before
+        # Thinned only when there are twice as many, so that each row is moved once.
         if len(self._newest) > 2 * self._size:
             self._thin(self._newest[: -self._size])
             del self._newest[: -self._size]
 
     def follow(self, first_row: int, rows: Iterable[T]) -> None:
-        """Add rows that :meth:`since` of another sample gave: if they are all of its rows, they replace these."""
+        """Add what :meth:`since` of another sample returned. All of its rows replace those of this one."""
         if first_row == 0:
             self.keep(lambda row: False)
         self.extend(rows)
@@ -155,27 +164,32 @@ class Sample(Generic[T]):
     def keep(self, wanted: Callable[[T], bool]) -> None:
         """Drop the rows that are not wanted; the others count as the whole history."""
         self._newest = [row for row in self._newest if wanted(row)]
-        self._older = [each for each in self._older if wanted(each[0])]
+        self._older = [older for older in self._older if wanted(older[0])]
         self._num_older = Counter({kind: number + 1 for _, kind, number in self._older})
         self.num_rows = len(self.rows)
 
     def _thin(self, more: Iterable[T]) -> None:
-        """Keep every n-th of each kind, also of ``more`` rows: n, a power of two, is as small as ``size`` allows."""
+        """Add ``more`` rows to the older ones, and keep every n-th of each kind."""
         for row in more:
             kind = self._kind(row)
             self._older.append((row, kind, self._num_older[kind]))
             self._num_older[kind] += 1
         every = {kind: 2 ** ((num - 1) // self._size).bit_length() for kind, num in self._num_older.items()}
-        self._older = [each for each in self._older if each[2] % every[each[1]] == 0]
+        self._older = [(row, kind, number) for row, kind, number in self._older if number % every[kind] == 0]
 
 
 def sample_of_rows(size: int | None = None) -> Sample[MetricRow]:
-    """An empty sample of metrics."""
+    """Return an empty sample of metrics, thinned for steps and evaluations apart."""
     return Sample(lambda row: row.kind, size or SAMPLE_SIZE)
 
 
 def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
-    """The metrics of a run, of a long one a :class:`Sample`; ``report`` gets a line if they are not whole."""
+    """Return the metrics of a run, of a long one a :class:`Sample`; ``report`` gets a line if they are not whole.
+
+    Example:
+        >>> [row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]
+    """
+    # Lines are thinned before they are parsed, which takes most of the time.
     lines = Sample[bytes](lambda line: b'"evaluation"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
@@ -183,13 +197,13 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
-    """The images that a run skipped, as far as the list is whole; ``report`` gets a line if it is not."""
+    """Return the images that a run skipped, as far as the list is whole; ``report`` gets a line if it is not."""
     lines = [line for block in StoredLines(store, SKIPPED).blocks() for line in block.splitlines()]
     return _whole(lines, SKIPPED, SkippedImage.from_json, report)
 
 
 def _whole(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
-    """What ``parse`` makes of lines; those that are damaged are left out and counted."""
+    """Return ``parse`` of each line that is not damaged; ``report`` gets the number of the others."""
     parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):
         report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")

@@ -1,4 +1,9 @@
-"""Logs of a run: what its driver and its workers print, copied to storage while it trains."""
+"""Logs of a run: what its driver and its workers print, copied to storage while it trains.
+
+Each process writes to a file of its machine: Ray's, that of torch's elastic agent, or that of a :class:`DriverLog`. A
+thread copies the files that have grown, every few seconds, without secrets. An attempt has logs of its own, whose names
+begin with the process and sort by time: ``worker-0-20250131T120000.err``.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +34,12 @@ MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # what they log is of level INFO
+_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # loggers of the log at level INFO
 _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 
 class LogFile(NamedTuple):
-    """A growing file of this machine, the name of its copy, and how many bytes of it were there before."""
+    """A growing file of this machine, the name of its copy, and the bytes of it that are of earlier processes."""
 
     path: Path
     name: str
@@ -42,18 +47,21 @@ class LogFile(NamedTuple):
 
 
 class LogCopies:
-    """Copies growing files into the storage of a run, once it has ``begun``, without secrets, every few seconds."""
+    """Copy growing files into the storage of a run, without secrets, every few seconds.
 
-    def __init__(self, store: Store, *, begun: bool = False) -> None:
+    With ``waits_for_run`` nothing is copied until the run's options are there: one that never begins leaves nothing.
+    """
+
+    def __init__(self, store: Store, *, waits_for_run: bool = False) -> None:
         self._store = store
-        self._waits_for_run = begun
+        self._waits_for_run = waits_for_run
         self._sizes: dict[str, int] = {}
         self._copying = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="log-copies")
 
     def files(self) -> Iterable[LogFile]:
-        """The files at present."""
+        """Return the files that there are at present."""
         raise NotImplementedError
 
     def __enter__(self) -> LogCopies:
@@ -68,19 +76,20 @@ class LogCopies:
     def copy(self) -> None:
         """Copy each file that has grown since the last time; an object is written again as a whole."""
         with self._copying, suppress(RaytrainError, OSError):
+            # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
             self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
-            for file in () if self._waits_for_run else self.files():
-                self._copy(*file)
-
-    def _copy(self, path: Path, name: str, start: int) -> None:
-        end = path.stat().st_size
-        if end == self._sizes.get(name, start):
-            return
-        with path.open("rb") as file:
-            file.seek(max(start, end - MAX_LOG_BYTES))
-            text = file.read(end - file.tell()).decode(errors="replace")
-        self._store.fail_fast().put(LOGS + name, redact(text).encode())
-        self._sizes[name] = end
+            if self._waits_for_run:
+                return
+            for path, name, start in self.files():
+                end = path.stat().st_size
+                if end == self._sizes.get(name, start):
+                    continue
+                # Of a long log, the end.
+                with path.open("rb") as file:
+                    file.seek(max(start, end - MAX_LOG_BYTES))
+                    text = file.read(end - file.tell()).decode(errors="replace")
+                self._store.fail_fast().put(LOGS + name, redact(text).encode())
+                self._sizes[name] = end
 
     def _copy_until_closed(self) -> None:
         closed = False
@@ -90,16 +99,21 @@ class LogCopies:
 
 
 class ProcessLog(LogCopies):
-    """What this process prints while this is open, by Python or C, in the files of Ray, and why it failed."""
+    """The log of a worker of Ray: what this process prints while this is open, by Python or C, and why it failed.
+
+    Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
+    """
 
     def __init__(self, store: Store, worker: int) -> None:
         super().__init__(store)
         started = stamp()
-        self._files = [
-            LogFile(path, log_name(worker_log(worker), started, stream), path.stat().st_size)
-            for stream, number in _STREAMS.items()
-            if (path := _file_of(number)) is not None
-        ]
+        self._files: list[LogFile] = []
+        for stream, descriptor in _STREAMS.items():
+            with suppress(OSError):
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+                    name = log_name(worker_log(worker), started, stream)
+                    self._files.append(LogFile(path, name, start=path.stat().st_size))
 
     def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
         if error is not None:
@@ -113,14 +127,15 @@ class ProcessLog(LogCopies):
 
 
 class WorkerLogs(LogCopies):
-    """The files that torch's elastic agent writes below ``folder``, for each start and worker."""
+    """The logs of workers of torch's elastic agent, which makes a file below ``folder`` for each attempt and worker."""
 
     def __init__(self, store: Store, folder: Path) -> None:
-        super().__init__(store, begun=True)
+        super().__init__(store, waits_for_run=True)
         self._folder = folder
         self._session = stamp()
 
     def files(self) -> Iterable[LogFile]:
+        # FOLDER/RUN/attempt_0/RANK/stdout.log
         for path in self._folder.glob("*/attempt_*/*/std*.log"):
             attempt, rank = path.parts[-3].removeprefix("attempt_"), int(path.parts[-2])
             started, stream = f"{self._session}a{attempt}", path.stem.removeprefix("std")
@@ -128,10 +143,13 @@ class WorkerLogs(LogCopies):
 
 
 class DriverLog(LogCopies):
-    """What this process prints and logs while this is open, by Python, but no pictures; and why it failed."""
+    """The log of the driver: what this process prints and logs while this is open, by Python, and why it failed.
+
+    It has no pictures of the run: what rich redraws in the terminal is not written.
+    """
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store, begun=True)
+        super().__init__(store, waits_for_run=True)
         self._name = log_name(DRIVER, stamp(), "log")
         self._writing = threading.Lock()
 
@@ -139,7 +157,7 @@ class DriverLog(LogCopies):
         with ExitStack() as opened:
             self._path = opened.enter_context(TemporaryFolder()) / "log"
             self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))
-            self._kept = opened.pop_all()
+            self._kept = opened.pop_all()  # until the last copy
             for stream in ("stdout", "stderr"):
                 opened.enter_context(_copied(stream, self.write))
             for logger in _INFORMING:
@@ -158,14 +176,19 @@ class DriverLog(LogCopies):
         return [LogFile(self._path, self._name)]
 
     def write(self, text: str) -> None:
-        """Add to the log, as to a stream."""
+        """Add to the log, as a stream does."""
         with self._writing:
             self._file.write(text)
             self._file.flush()
 
 
 class _Tee:
-    """A stream that also hands on what is written to it. In all else it is the ``stream`` itself."""
+    """A stream that also passes on what is written to it to ``keep``; in all else it is the ``stream`` itself.
+
+    Its other attributes cannot be written out: those of a terminal, of pytest's and of a notebook's streams differ, and
+    libraries ask for them by name. rich asks for the stream below its own while it redraws a part of the terminal, and
+    so passes this one by.
+    """
 
     def __init__(self, stream: TextIO, keep: Callable[[str], object]) -> None:
         self._stream = stream
@@ -176,14 +199,12 @@ class _Tee:
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> object:
-        # As while rich redraws a part of the terminal: it takes the stream below its own, so that the picture is not
-        # written here.
         return getattr(self._stream, name)
 
 
 @contextmanager
 def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
-    """Hand on what is written to the stream of :mod:`sys` with this name, also by handlers of loggers."""
+    """Pass on to ``keep`` what is written to the stream of :mod:`sys` with this name, also by handlers of loggers."""
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
     setattr(sys, name, tee)
@@ -192,21 +213,23 @@ def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
         yield
     finally:
         _redirect_handlers(tee, stream)
-        if getattr(sys, name) is tee:  # not so if somebody has replaced it since
+        if getattr(sys, name) is tee:  # somebody may have replaced it since
             setattr(sys, name, stream)
 
 
 def _redirect_handlers(before: TextIO, after: TextIO) -> None:
-    for handler in [each for name in _MAY_PRINT for each in logging.getLogger(name).handlers]:
+    """Have the handlers that write to the stream ``before`` write to ``after``."""
+    for handler in [handler for name in _MAY_PRINT for handler in logging.getLogger(name).handlers]:
         if getattr(handler, "stream", None) is before:
             cast("logging.StreamHandler[TextIO]", handler).setStream(after)
 
 
 @contextmanager
 def _informing(name: str, log: DriverLog) -> Generator[None]:
-    """Hand on what the logger with this name logs at INFO, which others see only if they would see it anyway."""
+    """Write what the logger with this name logs at INFO to ``log``; others see it only if they would see it anyway."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    # Set to INFO, the logger would pass on such lines to the handlers above, which do not ask for its own level.
     level, propagate = logger.level, logger.propagate
     logger.propagate = propagate and logger.isEnabledFor(logging.INFO)
     logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
@@ -221,7 +244,7 @@ def _informing(name: str, log: DriverLog) -> Generator[None]:
 
 @dataclass(frozen=True, order=True)
 class StoredLog:
-    """What one process printed in one start, as ``out`` and ``err``; what the driver printed and logged is ``log``."""
+    """The text that a process wrote in one attempt to a stream: ``out``, ``err``, or ``log`` for all of a driver's."""
 
     started: str
     stream: str
@@ -229,43 +252,42 @@ class StoredLog:
 
 
 class LogReader:
-    """Reads the logs of ``DRIVER`` or of a :func:`worker_log` again and again: only those that have changed."""
+    """Read the logs of a process again and again: each time only those that have changed.
 
-    def __init__(self, store: Store, whose: str) -> None:
-        self.whose = whose
+    ``process`` is ``DRIVER`` or a :func:`worker_log`.
+
+    Example:
+        >>> for log in LogReader(run_store("./runs", "digits"), worker_log(0)).read():
+        ...     print(log.text)
+    """
+
+    def __init__(self, store: Store, process: str) -> None:
+        self.process = process
         self._store = store
-        self._read: dict[str, tuple[str, StoredLog]] = {}
+        self._read: dict[str, tuple[str, StoredLog]] = {}  # ETag and log, by path
 
     def read(self) -> list[StoredLog]:
-        """The logs, the earliest start first. Raises StorageError."""
-        for found in self._store.list(LOGS):
-            match = _NAME.fullmatch(found.path.rpartition("/")[2])
-            if match is None or match[1] != self.whose:
+        """Return the logs, those of the earliest attempt first. Raises StorageError."""
+        for stored in self._store.list(LOGS):
+            match = _NAME.fullmatch(stored.path.rpartition("/")[2])
+            if match is None or match[1] != self.process:
                 continue
-            if self._read.get(found.path, ("",))[0] != found.etag:
+            if self._read.get(stored.path, ("",))[0] != stored.etag:
                 text = self._store.get(LOGS + match[0]).decode(errors="replace")
-                self._read[found.path] = found.etag, StoredLog(match[2], match[3], text)
+                self._read[stored.path] = stored.etag, StoredLog(match[2], match[3], text)
         return sorted(log for _, log in self._read.values())
 
 
 def stamp() -> str:
-    """The time in UTC, to the second, as part of a name."""
+    """Return the time in UTC, to the second, as part of a name: ``20250131T120000``."""
     return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
 
 
 def worker_log(rank: int) -> str:
-    """Whose log it is, in the names of a worker's logs."""
+    """Return the name of a worker's process in the names of its logs."""
     return f"worker-{rank}"
 
 
-def log_name(whose: str, started: str, stream: str) -> str:
-    """The name of a log; ``started`` tells the starts of a process apart, and sorts them."""
-    return f"{whose}-{started}.{stream}"
-
-
-def _file_of(number: int) -> Path | None:
-    """The file that a descriptor of this process writes to; None if it is a terminal or a pipe."""
-    with suppress(OSError):
-        if stat.S_ISREG(os.fstat(number).st_mode):
-            return Path(os.readlink(f"/proc/self/fd/{number}"))
-    return None
+def log_name(process: str, started: str, stream: str) -> str:
+    """Return the name of a log; ``started`` tells the attempts of a process apart, and sorts them."""
+    return f"{process}-{started}.{stream}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, matches, read_json, write_json
+from raytrain.config.values import matches
+from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, read_json, write_json
 from raytrain.storage.store import Store
 
 MEASURE_EVERY_S = 5.0
@@ -14,11 +15,11 @@ MEASURE_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class MachineUse:
-    """One worker's speed, and the use of its node and of its GPU. What is not known, or not there, is None.
+    """One worker's speed, and the use of its node and of its GPU. A value that is not known, or not there, is None.
 
-    ``step`` counts the completed steps. ``cpu_fraction`` is of all cores of the node, by whatever runs there,
-    and so is the memory. ``shared_memory_bytes`` is memory that processes share, as Ray's object store and other
-    decoded images. ``object_store_bytes`` is what that store of the node holds.
+    ``step`` counts the completed steps. CPU and memory are those of the whole node, by whatever runs there:
+    ``cpu_fraction`` is 1 if all cores are busy. ``shared_memory_bytes`` is memory that processes share, such as Ray's
+    object store and other decoded images. ``object_store_bytes`` are the bytes in that store of the node.
     """
 
     rank: int
@@ -37,18 +38,37 @@ class MachineUse:
     gpu_memory_bytes: int | None = None
     gpu_memory_total_bytes: int | None = None
 
+    def rates_and_fractions(self) -> dict[str, float]:
+        """Return the values that a history keeps, by name, without unknown ones: a rate, and fractions from 0 to 1."""
+        # Fractions, since the nodes of a cluster differ in what they have.
+        values = {
+            "images_per_s": self.images_per_s,
+            "data_wait_fraction": self.data_wait_fraction,
+            "cpu_fraction": self.cpu_fraction,
+            "memory_fraction": _fraction(self.memory_bytes, self.memory_total_bytes),
+            "shared_memory_fraction": _fraction(self.shared_memory_bytes, self.memory_total_bytes),
+            "object_store_fraction": _fraction(self.object_store_bytes, self.object_store_total_bytes),
+            "gpu_fraction": self.gpu_fraction,
+            "gpu_memory_fraction": _fraction(self.gpu_memory_bytes, self.gpu_memory_total_bytes),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _fraction(used: int | None, total: int | None) -> float | None:
+    return None if used is None or not total else used / total
+
 
 def write_machines(store: Store, uses: Sequence[MachineUse]) -> None:
-    """Write what the workers make of their machines, for those who watch the run from elsewhere."""
+    """Write how the workers use their machines now, for those who watch the run from elsewhere."""
     write_json(store, MACHINES, {"workers": [asdict(use) for use in uses]})
 
 
 def read_machines(store: Store) -> tuple[MachineUse, ...]:
-    """What :func:`write_machines` wrote last; what is damaged is left out."""
+    """Return what :func:`write_machines` wrote last, without workers whose values are damaged."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
-    known = [known_fields(MachineUse, cast("dict[str, Any]", each)) for each in documents if isinstance(each, dict)]
-    return tuple(MachineUse(**each) for each in known if len(each) == len(fields(MachineUse)))
+    known = [known_fields(MachineUse, cast("dict[str, Any]", use)) for use in documents if isinstance(use, dict)]
+    return tuple(MachineUse(**values) for values in known if len(values) == len(fields(MachineUse)))
 
 
 MAX_POINTS = 400
@@ -57,23 +77,29 @@ _DIGITS = 4
 
 
 class MachineHistory:
-    """Measurements of the first 16 workers: at most 400 points, each a mean of equally many."""
+    """Measurements of the first 16 workers over time: at most 400 points, each a mean of equally many measurements.
+
+    A point is at first one measurement. When there are 400, each two of them become one, and so on.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}  # by rank
-        self._every = 1  # measurements of a point
+        self._every = 1  # measurements in a point
         self._num_pending = 0  # the last measurements, which are no point yet
         self._times: list[float] = []
         self._columns: dict[tuple[int, str], list[float | None]] = {}  # by rank and name, a value for each time
 
     def add(self, elapsed_s: float, uses: Sequence[MachineUse]) -> None:
         """Add what the workers measured last, ``elapsed_s`` seconds after the start of the run."""
-        shown = uses[:MAX_WORKERS]
-        self._nodes |= {use.rank: use.node for use in shown}
-        values = {(use.rank, name): value for use in shown for name, value in _measured(use) if value is not None}
+        uses = uses[:MAX_WORKERS]
+        self._nodes |= {use.rank: use.node for use in uses}
+        values = {(use.rank, name): value for use in uses for name, value in use.rates_and_fractions().items()}
+        # A column that is new begins with None for the times before.
         for key in self._columns.keys() | values.keys():
             self._columns.setdefault(key, [None] * len(self._times)).append(values.get(key))
         self._times.append(round(elapsed_s, 1))
+
+        # The measurements since the last point become one when they are enough, and two points one when there are many.
         self._num_pending += 1
         if self._num_pending == self._every:
             self._merge(len(self._times) - self._every, self._every)
@@ -83,7 +109,7 @@ class MachineHistory:
             self._every *= 2
 
     def to_json(self) -> dict[str, Any]:
-        """The times of the points, and for each worker its rank, its node, and its values at these times."""
+        """Return the times of the points, and for each worker its rank, its node, and its values at these times."""
         end = len(self._times) - self._num_pending
         known = {key: column[:end] for key, column in sorted(self._columns.items())}
         workers = [
@@ -94,55 +120,35 @@ class MachineHistory:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MachineHistory:
-        """The inverse of :meth:`to_json`; of a damaged document, what can be used."""
+        """Return the inverse of :meth:`to_json`; of a damaged document, as much as can be used."""
         history = cls()
-        every, times = document.get("every"), document.get("elapsed_s")
-        if matches(every, int) and matches(times, list[float]) and len(cast(list[float], times)) <= MAX_POINTS:
-            history._every, history._times = max(1, cast(int, every)), cast(list[float], times)
-            for rank, node, name, column in _columns(document.get("workers"), len(history._times)):
-                history._nodes[rank] = node
-                history._columns[rank, name] = column
+        every, times, workers = (document.get(name) for name in ("every", "elapsed_s", "workers"))
+        if not (matches(every, int) and matches(times, list[float]) and len(cast(list[float], times)) <= MAX_POINTS):
+            return history
+        # Columns of another length than the times are left out.
+        history._every, history._times = max(1, cast(int, every)), cast(list[float], times)
+        for worker in cast(list[Any], workers)[:MAX_WORKERS] if isinstance(workers, list) else ():
+            if not matches(worker, dict[str, Any]):
+                continue
+            rank, node, columns = (worker.get(name) for name in ("rank", "node", "values"))
+            if type(rank) is int and isinstance(node, str) and matches(columns, dict[str, list[float | None]]):
+                for name, column in columns.items():
+                    if len(column) == len(history._times):
+                        history._nodes[rank] = node
+                        history._columns[rank, name] = column
         return history
 
     def _merge(self, first: int, size: int) -> None:
-        """Make one point of each ``size`` from ``first`` on: the mean of the values that are known."""
+        """Make one point of each ``size`` from ``first`` on: at the last time, with the means of the known values."""
         self._times[first:] = self._times[first + size - 1 :: size]
         for column in self._columns.values():
-            column[first:] = [_mean(column[place : place + size]) for place in range(first, len(column), size)]
+            merged: list[float | None] = []
+            for start in range(first, len(column), size):
+                known = [value for value in column[start : start + size] if value is not None]
+                merged.append(round(sum(known) / len(known), _DIGITS) if known else None)
+            column[first:] = merged
 
 
 def read_machine_history(store: Store) -> MachineHistory:
-    """The history of the run in ``store``; empty if there is none."""
+    """Return the history of the run in ``store``; empty if there is none."""
     return MachineHistory.from_json(read_json(store, MACHINE_HISTORY))
-
-
-def _measured(use: MachineUse) -> Iterable[tuple[str, float | None]]:
-    return (
-        ("images_per_s", use.images_per_s),
-        ("data_wait_fraction", use.data_wait_fraction),
-        ("cpu_fraction", use.cpu_fraction),
-        ("memory_fraction", _fraction(use.memory_bytes, use.memory_total_bytes)),
-        ("shared_memory_fraction", _fraction(use.shared_memory_bytes, use.memory_total_bytes)),
-        ("object_store_fraction", _fraction(use.object_store_bytes, use.object_store_total_bytes)),
-        ("gpu_fraction", use.gpu_fraction),
-        ("gpu_memory_fraction", _fraction(use.gpu_memory_bytes, use.gpu_memory_total_bytes)),
-    )
-
-
-def _fraction(used: int | None, total: int | None) -> float | None:
-    return None if used is None or not total else used / total
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(sum(known) / len(known), _DIGITS) if known else None
-
-
-def _columns(workers: object, length: int) -> Iterable[tuple[int, str, str, list[float | None]]]:
-    """Rank, node, name and values of each column of a document that is whole."""
-    for worker in cast(list[Any], workers)[:MAX_WORKERS] if isinstance(workers, list) else ():
-        if not matches(worker, dict[str, Any]):
-            continue
-        rank, node, columns = (worker.get(name) for name in ("rank", "node", "values"))
-        if type(rank) is int and isinstance(node, str) and matches(columns, dict[str, list[float | None]]):
-            yield from ((rank, node, name, column) for name, column in columns.items() if len(column) == length)

@@ -16,7 +16,7 @@ Kind = Literal["step", "evaluation"]
 class MetricRow:
     """One row of the history. A value that is not known, or was not finite when it was written, is None.
 
-    ``metrics`` holds what was measured, by name: ``loss``, ``accuracy`` and whatever else a training loop logs.
+    ``metrics`` are ``loss``, ``accuracy`` and whatever else a training loop logs, by name.
     """
 
     kind: Kind
@@ -31,61 +31,68 @@ class MetricRow:
 
     @property
     def loss(self) -> float | None:
-        """Mean loss over the images of the row."""
+        """The mean loss over the images of the row."""
         return self.metrics.get("loss")
 
     @property
     def accuracy(self) -> float | None:
-        """Fraction of the row's images that were classified correctly, 0 to 1."""
+        """The fraction of the row's images that were classified correctly, 0 to 1."""
         return self.metrics.get("accuracy")
 
     def value(self, name: str) -> float | None:
-        """The field or the metric called ``name``."""
+        """Return the field or the metric called ``name``; None if the row has none."""
         return getattr(self, name) if name in OWN_COLUMNS else self.metrics.get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a flat dictionary, metrics beside the fields; fields that are not known are left out."""
+        """Return the row as a flat dictionary, metrics beside the fields; fields that are None are left out."""
         known = {name: getattr(self, name) for name in OWN_COLUMNS if getattr(self, name) is not None}
         return plain({**known, **self.metrics})
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
-        """The inverse of :meth:`to_json`. Raises KeyError or ValueError if the document is no such row."""
+        """Return the inverse of :meth:`to_json`; raise KeyError or ValueError if the document is no such row."""
         kind, step, epoch = document["kind"], document["step"], document["epoch"]
         if kind not in ("step", "evaluation") or type(step) is not int or type(epoch) is not int:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
-        measured = (value for name, value in document.items() if name != "kind")
-        if step < 0 or epoch < 1 or not all(map(_is_measurement, measured)):
+        # Numbers that a table of Arrow can hold, so that both ways to read a history take the same rows.
+        are_numbers = all(
+            value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+            for name, value in document.items()
+            if name != "kind"
+        )
+        if step < 0 or epoch < 1 or not are_numbers:
             raise ValueError("a number is out of range, or something else")
         columns = {name: value for name in OWN_COLUMNS if (value := document.get(name)) is not None}
         metrics = {name: value for name, value in document.items() if name not in OWN_COLUMNS}
         return cls(**columns, metrics=metrics)
 
 
-def _is_measurement(value: object) -> bool:
-    return value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
-
-
 OWN_COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")
-"""What a row has besides metrics, which therefore cannot have these names."""
-
-
-_EVERYBODYS = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
+"""The fields of a row besides its metrics, which therefore cannot have these names."""
+_METRICS_OF_EVERY_RUN = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
 
 
 def own_metrics(train: MetricRow | None, test: MetricRow | None) -> dict[str, float | None]:
-    """What a loop logs, and what its evaluation measures, besides what every run has: by name, as it was last."""
+    """Return the last values, by name, of what a loop logs and its evaluation measures besides what every run has.
+
+    Example:
+        >>> own_metrics(MetricRow(kind="step", step=1, epoch=1, metrics={"loss": 2.3, "gradient_norm": 0.1}), None)
+        {'gradient norm': 0.1}
+    """
     rows = {"": train, "test ": test}
     return {
         f"{prefix}{name}".replace("_", " "): value
         for prefix, row in rows.items()
         for name, value in (row.metrics.items() if row else ())
-        if name not in _EVERYBODYS
+        if name not in _METRICS_OF_EVERY_RUN
     }
 
 
 def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
-    """The smallest number, at least 1, that puts every row into the epoch that it names; exact at an epoch's end."""
+    """Return the smallest number of steps, at least 1, that puts every row into the epoch that it names.
+
+    It is exact once a row is at the end of an epoch.
+    """
     return max((math.ceil(row.step / row.epoch) for row in rows), default=1)
 
 
@@ -98,7 +105,7 @@ class SkippedImage:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SkippedImage:
-        """The image of a line of skipped.jsonl. Raises TypeError if the line is something else."""
+        """Return the image of a line of skipped.jsonl; raise TypeError if the line is something else."""
         return cls(**known_fields(cls, document))
 
 
@@ -110,7 +117,7 @@ class SkipLimit:
     max_bad_fraction: float = 0.01
 
     def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
-        """Why a run that skipped these images must end, without a full stop; None if it may continue."""
+        """Return why a run that skipped these images must end, without a full stop; None if it may continue."""
         if not skipped:
             return None
         fraction = len(skipped) / self.num_images

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with
 from raytrain.config.user_code import names_own_function
 from raytrain.errors import TrainingFailed, option_name
 from raytrain.recipes import RECIPES
@@ -49,12 +51,12 @@ class StopReason:
         return "/".join(map(str, self.to_json().values()))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are known."""
+        """Return the fields that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_json(cls, document: object) -> StopReason:
-        """The inverse of :meth:`to_json`. Raises ValueError if the document is something else."""
+        """Return the inverse of :meth:`to_json`; raise ValueError if the document is something else."""
         known = known_fields(cls, cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
         if not known or known != document or "kind" not in known:
             raise ValueError(f"{document!r} is no reason to stop")
@@ -62,7 +64,7 @@ class StopReason:
 
 
 def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
-    """Why the run stopped, by its stored summary; None if it does not say so."""
+    """Return why the run stopped, by its stored summary; None if that does not say so."""
     with suppress(ValueError):
         return StopReason.from_json(summary.get("stop_reason"))
     return None
@@ -70,26 +72,31 @@ def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, and how well it does. With the seed and the batch plan, ``step`` determines the next sample."""
+    """How far a run is, and how well it does.
+
+    ``step`` counts the completed steps. With the seed and the batch plan, it determines the next draw.
+    """
 
     step: int = 0
     samples_seen: int = 0
     test_accuracy: float | None = None
     test_loss: float | None = None
     evaluated_step: int | None = None
-    score: float | None = None  # by --best, the larger the better
+    score: float | None = None  # of the last evaluation by --best, the larger the better
     best_score: float | None = None
-    num_worse: int = 0  # evaluations since that one
-    thresholds: tuple[float, ...] | None = None  # of the classes, if an image may have several: see label_metrics
-    network: str | None = None  # what was measured, by its name in checkpoints
+    num_worse: int = 0  # evaluations since the best one
+    thresholds: tuple[float, ...] | None = None
+    """Of each class, if an image may have several: the probability from which on an image has it."""
+    network: str | None = None  # the network that was evaluated, by its name in checkpoints
     is_own_network: bool = False  # built by the loop itself, not as the options name it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the workers of a run ended. ``checkpoint`` is the newest one's path in the run, ``error`` why they failed.
+    """How an attempt ended, by its workers.
 
-    ``accumulate`` is the number of parts of a global batch that may do if their memory did not suffice.
+    ``checkpoint`` is the path of the newest one, relative to the run, and ``error`` the reason of a failure.
+    ``accumulate`` is the number of microbatches with which a run that ran out of memory may fit.
     """
 
     status: EndStatus
@@ -117,73 +124,87 @@ class TrainResult:
     num_workers: int
     num_skipped: int = 0
     num_retries: int = 0
-    startup_seconds: float | None = None  # of ``seconds``, until the workers trained
+    startup_seconds: float | None = None  # the part of ``seconds`` before the workers trained
     stop_reason: StopReason | None = None
     error: str | None = None
-    accumulate: int | None = None  # with which the run may fit into memory, if it failed because it did not
+    accumulate: int | None = None  # microbatches with which a run that ran out of memory may fit
 
     def summary(self) -> dict[str, Any]:
-        """The result as a dictionary of plain values."""
+        """Return the result as a dictionary of plain values."""
         return dataclasses.asdict(self) | {"stop_reason": self.stop_reason and self.stop_reason.to_json()}
 
 
 def successful(result: TrainResult) -> TrainResult:
-    """``result``; raises TrainingFailed if the run failed."""
+    """Return ``result``; raise TrainingFailed if the run failed."""
     if result.error is not None:
         raise TrainingFailed(result.error, result.summary())
     return result
 
 
-DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
-"""Where a resumed run trains: each start decides on it."""
-OWN_CODE = ("model", "loop", "transforms", "track")
-"""Options that may name code of the user's own."""
-_NO_FLAGS = ("recipe", "resume")
-
-
-def train_command(config: TrainConfig) -> str:
-    """``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
-    command = ["raytrain", "train", config.recipe] if config.recipe in RECIPES else []
-    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _NO_FLAGS]
-    return shlex.join([*command, *_flags(config, names)])
-
-
-def resume_command(config: TrainConfig, command: str = "train") -> str:
-    """The shortest command that resumes a run: its documents hold its options, but for where it trains, and code."""
-    code = [name for name in OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))]
-    return shell_command(command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume")
-
-
-def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain") -> str:
-    """A command line as one types it here: with uv, which sets UV for what it runs, and with ``storage`` if needed."""
-    where = [] if storage == "./runs" else ["--storage", storage]
-    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words, *where])
-
-
 def failure_sentence(
     config: TrainConfig, reason: str, loop: object = None, *, has_checkpoint: bool = True, command: str = "train"
 ) -> str:
-    """Why a run failed, and how to resume it; no command knows a ``loop`` that was given as a function."""
+    """Return a sentence that says why a run failed, and how to resume it.
+
+    No command can name a ``loop`` that was given as a function: then it says how to call :func:`raytrain.train`.
+    """
     kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
     with_function = f"raytrain.train, the same loop, name={config.name!r} and resume=True"
     how = resume_command(config, command) if loop is None else with_function
     return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {how}"
 
 
+def resume_command(config: TrainConfig, command: str = "train") -> str:
+    """Return the shortest command that resumes a run.
+
+    It needs flags only for what a resume does not take from the run's documents: where it trains, and code.
+    """
+    code = [
+        name
+        for name in options_with(Mark.OWN_CODE)
+        if any(names_own_function(str(part)) for part in as_tuple(getattr(config, name)))
+    ]
+    names = ["name", "storage", *options_with(Mark.DECIDED_ANEW), *code]
+    return shell_command(command, *_flags(config, names), "--resume")
+
+
+def train_command(config: TrainConfig) -> str:
+    """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
+    command = ["raytrain", "train", config.recipe] if config.recipe in RECIPES else []
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("recipe", "resume")]
+    return shlex.join([*command, *_flags(config, names)])
+
+
+def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain") -> str:
+    """Return a command line as one types it on this machine.
+
+    It begins with ``uv run`` if this process runs under uv, which sets UV, and names ``storage`` if that is not the
+    default.
+
+    Example:
+        >>> shell_command("show", "digits", storage="s3://bucket/runs")
+        'raytrain show digits --storage s3://bucket/runs'
+    """
+    where = [] if storage == "./runs" else ["--storage", storage]
+    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words, *where])
+
+
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
-    """Flags for those of the options ``names`` that differ from the recipe's."""
+    """Return the flags, with their values, for those of the options ``names`` that differ from the recipe's."""
     recipe = RECIPES.get(config.recipe)
     defaults = vars(recipe()) if recipe else {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    values = {name: value for name in names if (value := getattr(config, name)) != defaults[name] and value is not None}
-    return [word for name, value in values.items() for word in _flag(option_name(name), value)]
-
-
-def _flag(name: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, as_tuple(value))]
+    words: list[str] = []
+    for name in names:
+        option, value = option_name(name), getattr(config, name)
+        if value is None or value == defaults[name]:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", *map(str, as_tuple(value))]
+    return words
 
 
 def as_tuple(value: object) -> tuple[object, ...]:
-    """The values of an option that may have several."""
+    """Return the values of an option that may have several."""
     return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)

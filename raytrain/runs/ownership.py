@@ -1,4 +1,26 @@
-"""Ownership of a run: one process at a time, and storage that only the owner writes to."""
+"""Ownership of a run: one process at a time, and storage that only the owner writes to.
+
+The owner of a run is named by the run's ``claim.json``. Three rules keep a run whole, whoever dies, sleeps or loses
+its connection in the middle of a request:
+
+1. *A claim changes only from the content that its writer has read* (``Store.put_if``, a conditional write). Of two
+   processes that claim a run at the same moment, one fails. Each renewal changes the content, too, so that nobody can
+   take over a run whose owner was heard of meanwhile.
+2. *A living owner renews its claim* every ``RENEW_EVERY_S`` seconds, from a thread. Another process may take over if
+   the owner has released the claim, if its process is known to be dead (same machine, same start of it), or if it saw
+   no renewal for ``LEASE_S`` seconds by its own monotonic clock. No times are compared between machines, whose clocks
+   may differ: what is compared is the content.
+3. *Each write checks the claim first.* A process that slept over its lease learns at its next write that the run has
+   another owner: ``fence``, the number of the owner, and ``token``, which is random, are no longer its own. It gets
+   :class:`OwnerChanged`, stops, and deletes nothing.
+
+Between the check and the write, another process may take over. In a folder the lock that the claim needs rules this
+out. In a bucket, the write itself is conditional. A checkpoint is too large for that, so an owner that took over from
+one that had not released the run uses names of its own: ``takeover`` is its ``fence``, and a part of the names of its
+checkpoints. What its predecessor still writes or deletes then has another name.
+
+Servers without conditional writes get the next best: the claim is read back a moment after it was written.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +46,9 @@ from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
 LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
-_LOOK_EVERY_S = 1.0
-_READ_BACK_AFTER_S = 1.0  # without conditional writes: longer than another process takes from its look to its write
-_logger = logging.getLogger(__name__)
+POLL_EVERY_S = 1.0  # seconds between two looks at the claim of an owner that may be dead
+_READ_BACK_AFTER_S = 1.0  # without conditional writes: longer than another process takes from its read to its write
+_log = logging.getLogger(__name__)
 _held: set[str] = set()  # the tokens of the claims that this process holds
 
 
@@ -34,8 +56,15 @@ _held: set[str] = set()  # the tokens of the claims that this process holds
 class Claim:
     """The content of ``claim.json``, and the guard of the owner's store.
 
-    ``fence`` counts the owners of the run, ``renewed`` the renewals of this one.
-    ``takeover`` is the number of the last owner that followed one which had not released the run; 0 if there is none.
+    Attributes:
+        token: 32 random characters, which no other owner has.
+        fence: the number of the owner, counted from 1.
+        renewed: how often the owner has renewed its claim.
+        released: the owner has ended, so that the next one need not wait.
+        takeover: the fence of the last owner that followed one which had not released the run; 0 if there is none.
+        host: name of the owner's host, for messages.
+        machine: :func:`machine_id` of the owner; empty if it is not known.
+        pid: the owner's process.
     """
 
     path: ClassVar[str] = CLAIM
@@ -49,34 +78,36 @@ class Claim:
     pid: int = 0
 
     def to_json(self) -> bytes:
-        """The claim as JSON."""
+        """Return the claim as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged unless the claim of the run in ``url`` has this ``content`` and names the same owner."""
+        """Raise OwnerChanged unless ``content``, that of the claim in the run at ``url``, still names this owner."""
+        # Gone: a run that was deleted is not made again by one more write.
         if content is None:
             raise OwnerChanged(
                 f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
                 "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
             )
-        found = json.loads(content)
-        if (found["token"], found["fence"]) != (self.token, self.fence):
+        # Renewals change other fields, and so does the release.
+        stored = json.loads(content)
+        if (stored["token"], stored["fence"]) != (self.token, self.fence):
             raise OwnerChanged(
-                f"Process {found['pid']} on {found['host']} took over the run in {url}, because this process had "
+                f"Process {stored['pid']} on {stored['host']} took over the run in {url}, because this process had "
                 "not been heard of; this one has stopped and deleted nothing, so let the other one train."
             )
 
 
 class RunClaim(AbstractContextManager["RunClaim"]):
-    """A claim that this process holds, renewed by a thread until it is closed. ``store`` is the run's place in storage.
+    """A claim that this process holds; a thread renews it until it is closed.
 
-    Writes through :attr:`owned_store` raise OwnerChanged once somebody else owns the run.
+    Made by :func:`claim_run`. Writes through :attr:`owned_store` raise OwnerChanged once another process owns the run.
     """
 
     def __init__(self, store: Store, claim: Claim) -> None:
         self._store = store
         self.claim = claim
-        """As it was renewed last."""
+        """The content of ``claim.json`` as this process wrote it last."""
         self._closed = threading.Event()
         _held.add(claim.token)
         self._renewer = threading.Thread(target=self._renew_until_closed, daemon=True, name="claim")
@@ -87,17 +118,17 @@ class RunClaim(AbstractContextManager["RunClaim"]):
 
     @property
     def owned_store(self) -> Store:
-        """The run's place in storage, as only its owner may write to it. Can be sent to other processes."""
+        """The store of the run, each write to which checks the claim first. Can be sent to other processes."""
         return self._store.guarded(self.claim)
 
     def renew(self) -> bool:
-        """Renew the claim; whether this process still owns the run."""
+        """Renew the claim; return whether this process still owns the run."""
         return self._replace(dataclasses.replace(self.claim, renewed=self.claim.renewed + 1))
 
     def close(self) -> None:
         """Release the claim, so that the next owner need not wait. May be called twice."""
         self._closed.set()
-        self._renewer.join()
+        self._renewer.join()  # before the release: both replace the claim
         if self.claim.token not in _held:
             return
         _held.discard(self.claim.token)
@@ -108,6 +139,7 @@ class RunClaim(AbstractContextManager["RunClaim"]):
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
+        """Write ``claim`` in place of the one that this process wrote last; return False if that is not there."""
         try:
             self._store.fail_fast().put_if(CLAIM, claim.to_json(), self.claim.to_json())
         except ObjectChanged:
@@ -123,31 +155,57 @@ class RunClaim(AbstractContextManager["RunClaim"]):
 
 
 def claim_run(store: Store, name: str) -> RunClaim:
-    """Make this process the owner of the run ``name`` in ``store``; UsageError if, after ``LEASE_S``, another is."""
+    """Make this process the owner of the run ``name`` in ``store``, and return its claim.
+
+    Waits up to ``LEASE_S`` seconds if the last owner may be alive. Raises UsageError if it is.
+
+    Example:
+        >>> with claim_run(store, "digits") as claim:
+        ...     claim.owned_store.put("config.json", b"{}")
+    """
     before = _read(store)
-    if before is not None and not before.released and not _is_known_dead(before):
-        before = _outlive(store, before, name)
-    fence, takeover = (before.fence + 1, before.takeover) if before else (1, 0)
+    if before is not None and not before.released:
+        # Process numbers mean the same only within one start of one machine. A claim of this process is dead, too, if
+        # nobody holds it: its number may be that of an owner which ended long ago.
+        is_known_dead = before.machine == machine_id() != "" and (
+            before.token not in _held if before.pid == os.getpid() else not psutil.pid_exists(before.pid)
+        )
+        if not is_known_dead:
+            before = _wait_for_lease(store, before, name)
+
+    # The first owner has the fence 1. One that follows an owner which has not released the run takes over.
+    fence = before.fence + 1 if before else 1
+    takes_over = before is not None and not before.released
     claim = Claim(
         token=secrets.token_hex(16),
         fence=fence,
-        takeover=fence if before and not before.released else takeover,
+        takeover=fence if takes_over else before.takeover if before else 0,
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine_id(),
         pid=os.getpid(),
     )
     try:
         store.put_if(CLAIM, claim.to_json(), before and before.to_json())
     except ObjectChanged:
-        raise _taken(name, _read(store)) from None
+        raise _is_training(name, _read(store)) from None
+
     if not store.has_conditional_puts():
-        _read_back(store, claim, name)
+        # Two processes may both have written: the claim that is there a moment later is that of the owner.
+        _log.info(
+            "%s has no conditional writes; two owners of run %r that start at the same moment are noticed by reading "
+            "back",
+            store.url,
+            name,
+        )
+        time.sleep(_READ_BACK_AFTER_S)
+        if (stored := _read(store)) != claim:
+            raise _is_training(name, stored)
     return RunClaim(store, claim)
 
 
-def _outlive(store: Store, claim: Claim, name: str) -> Claim | None:
-    """Watch the claim until its owner counts as dead; raises UsageError if the owner renews it. Returns the claim."""
-    _logger.warning(
+def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
+    """Poll ``claim`` until its lease is over, and return it as it is then; raise UsageError if its owner renews it."""
+    _log.warning(
         "waiting %.0f s to see whether the last owner of run %r (process %d on %s) is still alive",
         LEASE_S,
         name,
@@ -156,30 +214,18 @@ def _outlive(store: Store, claim: Claim, name: str) -> Claim | None:
     )
     deadline = time.monotonic() + LEASE_S
     while True:
-        over = time.monotonic() >= deadline  # before the look: this machine may have slept in between
-        now = _read(store)
-        if now is None or now.released:
-            return now
-        if now != claim:
-            raise _taken(name, now)
-        if over:
-            return now
-        time.sleep(_LOOK_EVERY_S)
+        is_over = time.monotonic() >= deadline  # before the claim is read: this machine may have slept in between
+        stored = _read(store)
+        if stored is None or stored.released:
+            return stored
+        if stored != claim:
+            raise _is_training(name, stored)
+        if is_over:
+            return stored
+        time.sleep(POLL_EVERY_S)
 
 
-def _read_back(store: Store, claim: Claim, name: str) -> None:
-    """The next best without conditional writes: see whether somebody else claimed the run at the same moment."""
-    _logger.info(
-        "%s has no conditional writes; two owners of run %r that start at the same moment are noticed by reading back",
-        store.url,
-        name,
-    )
-    time.sleep(_READ_BACK_AFTER_S)
-    if (found := _read(store)) != claim:
-        raise _taken(name, found)
-
-
-def _taken(name: str, claim: Claim | None) -> UsageError:
+def _is_training(name: str, claim: Claim | None) -> UsageError:
     where = f" (process {claim.pid} on {claim.host})" if claim else ""
     return UsageError(f"Run {name!r} is training at this moment{where}; `raytrain stop {name}` stops it.")
 
@@ -195,18 +241,9 @@ def _read(store: Store) -> Claim | None:
         ) from None
 
 
-def _is_known_dead(claim: Claim) -> bool:
-    """Whether the owner was a process of this machine, since it was started, and has ended."""
-    if not claim.machine or claim.machine != _machine():
-        return False
-    if claim.pid == os.getpid():
-        return claim.token not in _held
-    return not psutil.pid_exists(claim.pid)
-
-
 @cache
-def _machine() -> str:
-    """Where process IDs mean the same: this start of this machine, and the container; empty if that is not known."""
+def machine_id() -> str:
+    """Return where process numbers mean the same: this start of this machine, and the container; empty if not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

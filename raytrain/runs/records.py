@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from raytrain.runs.documents import (
     STATUS,
     SUMMARY,
     Report,
-    is_own,
+    is_run_file,
     open_run,
     parse_config,
     parse_object,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One line of the list of runs. ``problems`` says what of its documents cannot be used."""
+    """One line of the list of runs. ``problems`` are sentences about documents that cannot be used."""
 
     name: str
     config: TrainConfig | None
@@ -65,7 +65,7 @@ class RunRecord(RunInfo):
     """Everything that storage holds of a run, apart from its manifests."""
 
     images: dict[str, Any]
-    """How many images are for training and for test, and how many files are left out, by reason."""
+    """The numbers of images for ``training`` and for ``test``, and of files ``left_out``, by reason."""
     summary: dict[str, Any]
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
@@ -73,26 +73,44 @@ class RunRecord(RunInfo):
 
 
 def list_runs(storage: str) -> list[RunInfo]:
-    """Every run below ``storage``, newest heartbeat first. What one lacks hides no other; StorageError without any."""
+    """Return every run below ``storage``, newest heartbeat first.
+
+    A document that is damaged, or that storage refuses, is a problem of its run alone. Raises StorageError if storage
+    is out of reach, or refuses the options of all runs.
+
+    Example:
+        >>> [run.name for run in list_runs("s3://bucket/runs") if run.status.active]
+    """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     store = open_store(storage)
     names = run_names(store)
     documents = [store.get_many([f"{name}/{path}" for name in names]) for path in (CONFIG, STATUS, SUMMARY)]
-    for refused in documents[0][:1]:
-        if isinstance(refused, StorageError) and all(isinstance(each, StorageError) for each in documents[0]):
-            raise refused
-    runs = [_run_info(name, *found) for name, *found in zip(names, *documents, strict=True)]
+    # If storage refuses the options of all runs, it is out of reach, or the keys lack the right to read.
+    refusals = [config for config in documents[0] if isinstance(config, StorageError)]
+    if refusals and len(refusals) == len(names):
+        raise refusals[0]
+    runs = [_run_info(name, *contents) for name, *contents in zip(names, *documents, strict=True)]
     return sorted(runs, key=lambda run: run.status.heartbeat_at, reverse=True)
 
 
 def read_run(storage: str, name: str) -> RunRecord:
-    """All documents of a run, as far as they are whole; raises UsageError if there is no such run."""
+    """Return all documents of a run, as far as they are whole; raise UsageError if there is no such run.
+
+    Example:
+        >>> read_run("./runs", "digits").metrics[-1].accuracy
+        0.98
+    """
     store = open_run(storage, name)
     info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
     problems = [*info.problems]
+
+    # The numbers of images, none of them if the document cannot be used.
+    document = read_json(store, IMAGES)
+    numbers, left_out = {name: document.get(name) for name in ("training", "test")}, document.get("left_out")
+    are_known = matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
     more: dict[str, Any] = {
-        "images": _image_counts(read_json(store, IMAGES)),
+        "images": {**numbers, "left_out": left_out} if are_known else {},
         "summary": read_json(store, SUMMARY),
         "metrics": read_metrics(store, problems.append),
         "checkpoints": list_checkpoints(store),
@@ -102,15 +120,8 @@ def read_run(storage: str, name: str) -> RunRecord:
     return RunRecord(**vars(info) | more)
 
 
-def _image_counts(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's document says of its images; empty if it cannot be used."""
-    numbers = {name: document.get(name) for name in ("training", "test")}
-    left_out = document.get("left_out")
-    known = matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
-    return {**numbers, "left_out": left_out} if known else {}
-
-
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
+    # Each document by itself: what is wrong with one says nothing of the others.
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
     accuracy = (_parsed(SUMMARY, summary, parse_object, problems.append) or {}).get("test_accuracy")
@@ -123,12 +134,12 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     )
 
 
-def _parsed(path: str, found: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
-    """What ``parse`` makes of a document; None if it does not exist, or cannot be used."""
+def _parsed(path: str, content: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
+    """Return ``parse`` of a document; None if it does not exist, or cannot be used, which ``report`` hears of."""
     try:
-        if isinstance(found, Exception):
-            raise found
-        return parse(found)
+        if isinstance(content, Exception):
+            raise content
+        return parse(content)
     except FileNotFoundError:
         return None
     except (StorageError, ValueError) as error:
@@ -138,7 +149,7 @@ def _parsed(path: str, found: bytes | Exception, parse: Callable[[bytes], T], re
 
 SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "accuracy"]
 
-_KEYS: dict[SortKey, Callable[[RunInfo], Any]] = {
+_SORT_VALUES: dict[SortKey, Callable[[RunInfo], Any]] = {
     "heartbeat": lambda run: run.status.heartbeat_at,
     "name": lambda run: run.name,
     "recipe": lambda run: run.recipe,
@@ -147,45 +158,48 @@ _KEYS: dict[SortKey, Callable[[RunInfo], Any]] = {
     "accuracy": lambda run: -1.0 if run.test_accuracy is None else run.test_accuracy,
 }
 _DESCENDING = ("heartbeat", "step", "accuracy")
-_OPTIONS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}
+_FIELDS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}  # by the names of their flags
 
 
 def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str], sort: SortKey) -> list[RunInfo]:
-    """The runs that match ``conditions`` such as ``learning-rate=0.1``, sorted; UsageError for one it can't read."""
-    wanted = [_parse(condition) for condition in conditions]
-    found = [run for run in runs if all(_matches(run, name, value) for name, value in wanted)]
-    return sorted(found, key=_KEYS[sort], reverse=sort in _DESCENDING)
+    """Return the runs that meet all ``conditions``, sorted; raise UsageError for a condition that cannot be read.
+
+    Example:
+        >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"], "accuracy")
+    """
+    # All conditions are read first: a mistake is one even if there are no runs.
+    wanted: list[tuple[str, str]] = []
+    for condition in conditions:
+        name, equals, value = condition.partition("=")
+        if not equals:
+            raise UsageError(f"--filter {condition!r} has no =; write status=finished, tag=WORD or learning-rate=0.1.")
+        if name != "status" and name not in _FIELDS:
+            hint = did_you_mean(name, ["status", *_FIELDS])
+            raise UsageError(f"--filter {condition!r}: {name!r} is neither status nor an option of a run{hint}.")
+        wanted.append((name, value))
+    selected = [run for run in runs if all(_meets(run, name, value) for name, value in wanted)]
+    return sorted(selected, key=_SORT_VALUES[sort], reverse=sort in _DESCENDING)
 
 
-def _parse(condition: str) -> tuple[str, str]:
-    name, equals, value = condition.partition("=")
-    if not equals:
-        raise UsageError(f"--filter {condition!r} has no =; write status=finished, tag=WORD or learning-rate=0.1.")
-    if name != "status" and name not in _OPTIONS:
-        hint = did_you_mean(name, ["status", *_OPTIONS])
-        raise UsageError(f"--filter {condition!r}: {name!r} is neither status nor an option of a run{hint}.")
-    return name, value
-
-
-def _matches(run: RunInfo, name: str, value: str) -> bool:
+def _meets(run: RunInfo, name: str, value: str) -> bool:
+    """Return whether the status, or one of the values of an option, is ``value`` as the user typed it."""
     if name == "status":
         return run.status.status == value
-    found: object = getattr(run.config, _OPTIONS[name], None)
-    return any(_equals(part, value) for part in as_tuple(found))
-
-
-def _equals(found: object, value: str) -> bool:
-    """Whether an option is ``value`` as it is typed: 0.10 is 0.1, and none is None."""
-    if isinstance(found, (int, float)) and not isinstance(found, bool):
-        with suppress(ValueError):
-            return found == float(value)
-    return str(found).lower() == value.lower()
+    for stored in as_tuple(getattr(run.config, _FIELDS[name], None)):
+        if isinstance(stored, (int, float)) and not isinstance(stored, bool):
+            with suppress(ValueError):  # 0.10 is 0.1
+                if stored == float(value):
+                    return True
+                continue
+        if str(stored).lower() == value.lower():  # none is None, and true is True
+            return True
+    return False
 
 
 def tag_run(
     storage: str, name: str, add: Sequence[str] = (), remove: Sequence[str] = (), note: str | None = None
 ) -> TrainConfig:
-    """Change the tags of a run, and its note if one is given; returns its options. Raises UsageError without a run."""
+    """Change the tags of a run, and its note if one is given; return its options. Raises UsageError without a run."""
     store = open_run(storage, name)
     config = read_config(store)
     tags = tuple(tag for tag in dict.fromkeys([*config.tag, *add]) if tag not in remove)
@@ -196,7 +210,7 @@ def tag_run(
 
 
 def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
-    """Delete what a run wrote; returns how many files that were, and the paths of those that are left.
+    """Delete what a run wrote; return how many files that were, and the paths of those that are left.
 
     Files of other names, and what links lead to, are not the run's. Takes up to half a minute if its last owner may be
     alive. Raises UsageError if there is no such run, or it trains.
@@ -205,9 +219,10 @@ def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
 
     with claim_run(open_run(storage, name), name) as claim:  # its end deletes the claim of a run without options
         store = claim.owned_store
-        paths = [found.path for found in store.list() if found.path not in (CLAIM, CONFIG)]
-        left = sorted({path for path in paths if not is_own(path)}.union(links_out(open_run(storage, name), paths)))
-        own = sorted(set(paths).difference(left))
-        for path in [*own, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
+        paths = [stored.path for stored in store.list() if stored.path not in (CLAIM, CONFIG)]
+        foreign = {path for path in paths if not is_run_file(path)}
+        left = sorted(foreign.union(links_out(open_run(storage, name), paths)))
+        run_files = sorted(set(paths).difference(left))
+        for path in [*run_files, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
             store.delete(path)
-    return len(own) + 1, left
+    return len(run_files) + 1, left

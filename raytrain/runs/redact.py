@@ -18,9 +18,10 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _PLACE_NAME = re.compile("_(FILE|PATH|DIR|SOCK)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_URL_REST = re.compile(r"://\S+")
 _USER_INFO = re.compile(r"(?<=://)([^/\s:]*:\S*|[^/\s]+)@")  # a password may hold slashes and at signs
-_BUILT_LIKE_SECRETS = (
-    re.compile(r"()-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----(\\n)?", re.DOTALL),
+_PRIVATE_KEY_LIMIT = re.compile(r"-----(BEGIN|END) [A-Z ]*PRIVATE KEY-----(?:\\n)?")
+_NAMED_SECRETS = (
     re.compile(r"""(\bauthorization["']?\s*[:=]\s*["']?)\w+\s+[^\s"']+""", re.IGNORECASE),
     re.compile(
         r"""((?:password|passwd|passphrase|[_-]pass|secret|token|signature|(?:api|access|account|private|shared)"""
@@ -31,54 +32,61 @@ _BUILT_LIKE_SECRETS = (
 
 
 def redact(text: str) -> str:
-    """``text`` without secrets: values that this process's environment holds, in any encoding, and what looks like one.
+    """Return ``text`` with "…" in place of each secret: values of this process's environment, and what looks like one.
 
-    A variable holds secrets if its name says so, or its value is a URL with a password.
+    A variable of the environment holds secrets if its name says so, or if its value is a URL with a password. They are
+    found in the encodings of URLs, JSON, HTML, Python, hexadecimal and base64, too. Takes time that is linear in the
+    length of ``text``, however long its lines are.
+
+    Example:
+        >>> redact("cannot open postgres://me:hunter22@host/db")
+        'cannot open postgres://…@host/db'
     """
-    found = {spelling for name, value in os.environ.items() for spelling in _spellings_of_variable(name, value)}
-    for spelling in sorted(found, key=len, reverse=True):
+    spellings = {spelling for name, value in os.environ.items() for spelling in _spellings_of_secrets(name, value)}
+    for spelling in sorted(spellings, key=len, reverse=True):  # the longest first: a shorter one may be a part of it
         text = text.replace(spelling, "…")
-    text = _USER_INFO.sub("…@", text)
-    for pattern in _BUILT_LIKE_SECRETS:
+    text = _URL_REST.sub(lambda rest: _without_user_info(rest[0]), text)
+    text = _without_private_keys(text)
+    for pattern in _NAMED_SECRETS:
         text = pattern.sub(r"\1…", text)
     return text
 
 
 @lru_cache(maxsize=1024)
-def _spellings_of_variable(name: str, value: str) -> frozenset[str]:
-    secrets = {each for part in _secrets(name, value) for each in (part, part.strip(), unquote(part))}
-    return frozenset(spelling for each in secrets if len(each) >= _MIN_LENGTH for spelling in _spellings(each))
+def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
+    """Return every spelling of the secrets in a variable of the environment; none if it holds no secret."""
+    # The password, or else the user, of each URL: that is secret whatever the variable is called.
+    secrets: list[str] = []
+    for rest in _URL_REST.findall(value):
+        for user_info in _USER_INFO.findall(rest[: rest.rfind("@") + 1]):
+            secrets.append(user_info.partition(":")[2] or user_info)
+    if _SECRET_NAME.search(name) and not _PLACE_NAME.search(name):
+        secrets.append(value)
+        # A log may show single lines of a key, or one field of a connection string such as AccountName=…;AccountKey=….
+        lines = re.split(r"\\n|[\r\n\"]", value)
+        secrets += [line for line in lines if len(line) >= _MIN_LINE and "-----" not in line]
+        fields = [field.partition("=") for field in value.split(";")]
+        secrets += [secret for key, _, secret in fields if _SECRET_NAME.search(key)]
+    variants = {variant for secret in secrets for variant in (secret, secret.strip(), unquote(secret))}
 
+    encoded: set[str] = set()
+    for variant in variants:
+        if len(variant) >= _MIN_LENGTH:
+            in_bytes = variant.encode(errors="surrogateescape")
+            in_base64 = base64.b64encode(in_bytes).decode(), base64.urlsafe_b64encode(in_bytes).decode()
+            encoded |= {variant, in_bytes.hex(), *in_base64, *(text.rstrip("=") for text in in_base64)}
 
-def _secrets(name: str, value: str) -> Iterator[str]:
-    """The value of a variable, if it is secret, and the parts of it that are secret by themselves."""
-    for user_info in _USER_INFO.findall(value):
-        yield user_info.partition(":")[2] or user_info
-    if not _SECRET_NAME.search(name) or _PLACE_NAME.search(name):
-        return
-    yield value
-    yield from (line for line in re.split(r"\\n|[\r\n\"]", value) if len(line) >= _MIN_LINE and "-----" not in line)
-    for part in value.split(";") if "=" in value else ():
-        key, _, secret = part.partition("=")
-        if _SECRET_NAME.search(key):
-            yield secret
-
-
-def _spellings(secret: str) -> set[str]:
-    """``secret`` and how URLs, JSON, HTML and Python write it, each within each other, in hexadecimal and base64."""
-    in_bytes = secret.encode(errors="surrogateescape")
-    base64s = {base64.b64encode(in_bytes).decode(), *_within_base64(in_bytes)}
-    base64s |= {each.translate(str.maketrans("+/", "-_")) for each in base64s}
-    plain = {secret, in_bytes.hex(), *base64s, *(each.rstrip("=") for each in base64s)}
-    once = {spelling for each in plain for spelling in _escaped(each)}
-    return {spelling for each in once for spelling in _escaped(each)}
+    # Twice, as one format is often written within another: JSON in JSON, or a URL in HTML.
+    escaped_once = {spelling for text in encoded for spelling in _escaped(text)}
+    return frozenset(spelling for text in escaped_once for spelling in _escaped(text))
 
 
 def _escaped(text: str) -> Iterator[str]:
+    """Yield ``text`` as it is, and as URLs, JSON, HTML and Python write it."""
     yield text
     for safe in ("/", "", "!~*'()"):  # the last is JavaScript's
         yield (quoted := quote(text, safe, errors="surrogateescape"))
-        yield re.sub("%..", lambda found: found[0].lower(), quoted)
+        yield re.sub("%..", lambda escape: escape[0].lower(), quoted)
     yield quote_plus(text, errors="surrogateescape")
     yield json.dumps(text)[1:-1]
     yield json.dumps(text, ensure_ascii=False)[1:-1]
@@ -87,12 +95,25 @@ def _escaped(text: str) -> Iterator[str]:
     yield repr(text.encode(errors="surrogateescape"))[2:-1]
 
 
-def _within_base64(secret: bytes) -> Iterator[str]:
-    """The characters that ``secret`` alone decides, if it is a part of what is encoded, at each of three places."""
-    for before in range(3):
-        bits = 8 * (before + len(secret))
-        encoded = base64.b64encode(bytes(before) + secret).decode()
-        yield encoded[-(-8 * before // 6) : bits // 6]
+def _without_user_info(rest_of_url: str) -> str:
+    # No match can reach beyond the last "@". In the text before it, an attempt that fails ends at the next slash, so
+    # that the attempts of all URLs in one long word take linear time together.
+    before, at, after = rest_of_url.rpartition("@")
+    return _USER_INFO.sub("…@", before + at) + after
+
+
+def _without_private_keys(text: str) -> str:
+    # One pass over the first and last lines of keys. A pattern that spans a whole key would search to the end of the
+    # text for each first line that has no last line.
+    pieces: list[str] = []
+    position, key_start = 0, None
+    for limit in _PRIVATE_KEY_LIMIT.finditer(text):
+        if limit[1] == "BEGIN":
+            key_start = limit.start() if key_start is None else key_start
+        elif key_start is not None:
+            pieces += text[position:key_start], "…"
+            position, key_start = limit.end(), None
+    return "".join([*pieces, text[position:]])
 
 
 _LINE_ENDS = re.compile("[\t\n\u2028\u2029]")
@@ -101,15 +122,20 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 
 def one_line(text: str) -> str:
-    """Text from outside (a name, a message) as part of one line: with ␊ for a new line, and as :func:`printable`."""
+    """Return text from outside (a name, a message) as part of one line: with ␊ for a new line, and :func:`printable`.
+
+    Example:
+        >>> one_line("two\\nlines")
+        'two␊lines'
+    """
     return printable(_LINE_ENDS.sub(_picture, text))
 
 
 def printable(text: str) -> str:
-    """Lines of text that no terminal obeys: with ␛ for an escape character, and so on."""
+    """Return lines of text without control characters, which a terminal would obey: with ␛ for an escape, and so on."""
     return _CONTROLS.sub(_picture, text)
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _picture(control: re.Match[str]) -> str:
+    code = ord(control[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,8 @@
-"""``status.json``: a run's progress, rewritten every few seconds as a heartbeat."""
+"""``status.json``: a run's progress, rewritten every few seconds as a heartbeat.
+
+A process that is killed cannot write that it has ended. Readers therefore take a run that claims to be active for
+interrupted if its process is known to be gone, or if it has been silent for a minute.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How far a run is, as of ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` stamps.
+    """The progress of a run at ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` stamps.
 
     ``status`` is starting, running, finished, stopped or failed. A reader also sees interrupted: the run claims to be
     active, but its process (``pid`` on ``host``) is gone or has been silent for a minute.
@@ -41,7 +45,7 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """Whether the run is training, or about to."""
+        """Whether the run trains, or is about to."""
         return self.status in ("starting", "running")
 
     @property
@@ -54,44 +58,42 @@ class RunStatus:
 
 
 def read_status(store: Store, report: Report = ignore) -> RunStatus:
-    """How far the run is; ``report`` gets a line if its document is damaged."""
+    """Return how far the run is; ``report`` gets a line if its document is damaged."""
     return parse_status(read_json(store, STATUS, report), report)
 
 
 def write_status(store: Store, status: RunStatus) -> None:
     """Write how far the run is, stamped with the time and with this process."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    stamped = dataclasses.replace(status, heartbeat_at=now, host=socket.gethostname(), pid=os.getpid())
+    heartbeat_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    stamped = dataclasses.replace(status, heartbeat_at=heartbeat_at, host=socket.gethostname(), pid=os.getpid())
     write_json(store, STATUS, dataclasses.asdict(stamped))
 
 
 def mark_failed(storage: str, name: str) -> None:
-    """Mark a run that was to start again as failed; does nothing if storage is out of reach."""
+    """Mark a run that was to start again as failed; do nothing if storage is out of reach."""
     store = run_store(storage, name)
     with suppress(StorageError):
         write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
 def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """The status in a ``status.json``, interrupted if it is too old to be true; ``report`` gets what is damaged."""
+    """Return the status in a ``status.json``, interrupted if the run claims to be active and cannot be.
+
+    ``report`` gets a line if values have another type than a status has.
+    """
     known = known_fields(RunStatus, document)
     if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
         report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")
     status = RunStatus(**{**_INTERRUPTED, **known})
-    if status.active and (_is_silent(status) or _is_gone(status)):
-        return dataclasses.replace(status, status="interrupted")
-    return status
+    if not status.active:
+        return status
 
-
-def _is_silent(status: RunStatus) -> bool:
-    heartbeat = status.heartbeat
-    return heartbeat is None or datetime.now(timezone.utc) - heartbeat > _SILENT_AFTER
-
-
-def _is_gone(status: RunStatus) -> bool:
-    """Whether the process that trained ran on this machine and has ended."""
-    if status.host != socket.gethostname():
-        return False
-    with suppress(OverflowError):
-        return status.pid < 1 or not psutil.pid_exists(status.pid)
-    return True  # no process has such a number
+    # Its process is gone if it was on this machine and has ended. A damaged number may be one that no process has.
+    is_gone = False
+    if status.host == socket.gethostname():
+        try:
+            is_gone = status.pid < 1 or not psutil.pid_exists(status.pid)
+        except OverflowError:
+            is_gone = True
+    is_silent = status.heartbeat is None or datetime.now(timezone.utc) - status.heartbeat > _SILENT_AFTER
+    return dataclasses.replace(status, status="interrupted") if is_gone or is_silent else status

@@ -22,7 +22,7 @@ from raytrain.storage.store import Store
 pc: Any = pyarrow.compute  # whose functions are made at import
 
 _MANY = 1000  # lines from which on a table is worth its price
-_NUM_LOOKED_AT = 100
+_NUM_SAMPLED = 100  # lines whose metrics are taken for those of all
 _MAX_PART = 2**15  # rows that are read at once
 _MAX_NAMES = 64
 """Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""
@@ -35,7 +35,7 @@ FIELDS = {
 
 
 class StoredRows(Sequence[MetricRow]):
-    """Rows as a ``table``: one becomes a :class:`MetricRow` when somebody takes it."""
+    """Rows as a ``table`` of Arrow: a row becomes a :class:`MetricRow` when somebody takes it."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
@@ -47,7 +47,7 @@ class StoredRows(Sequence[MetricRow]):
         return [name for name in table.column_names if name not in FIELDS and table[name].null_count < len(self)]
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """A field or a metric of all rows, (len(self),); NaN if it is not known."""
+        """Return a field or a metric of all rows, float64 (len(self),); NaN where it is not known."""
         return self.table[name].cast("float64").to_numpy()
 
     def __len__(self) -> int:
@@ -70,16 +70,27 @@ class StoredRows(Sequence[MetricRow]):
 
 
 class RowParser:
-    """Parses lines of a metrics history into a table if they are many, else a list. Damaged ones are left out."""
+    """Parse lines of a metrics history into a table if they are many, else a list. Damaged ones are left out.
+
+    Example:
+        >>> rows = RowParser()([b'{"kind": "step", "step": 1, "epoch": 1, "loss": 2.3}'])
+        >>> rows[0].loss
+        2.3
+    """
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
+        self._names: dict[str, None] = {}  # of the metrics so far, in the order in which they came
 
     def __call__(self, lines: Sequence[bytes]) -> Sequence[MetricRow]:
         if len(lines) >= _MANY:
-            self._learn(parse_lines(MetricRow.from_json, lines[:_NUM_LOOKED_AT]))
-            if (rows := self._parse_together(lines)) is not None:
-                return rows
+            # Arrow must know the columns. It refuses the lines if one of them is damaged, or has another metric.
+            self._learn(parse_lines(MetricRow.from_json, lines[:_NUM_SAMPLED]))
+            schema = pa.schema({**FIELDS, **dict.fromkeys(self._names, pa.float64())})
+            options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+            with suppress(pa.ArrowInvalid):
+                table = json.read_json(pa.BufferReader(b"\n".join(lines)), parse_options=options)
+                if table.num_rows == len(lines) and _is_whole(table):
+                    return StoredRows(table)
         rows = parse_lines(MetricRow.from_json, lines)
         self._learn(rows)
         return rows
@@ -90,19 +101,17 @@ class RowParser:
                 if len(self._names) < _MAX_NAMES:
                     self._names[name] = None
 
-    def _parse_together(self, lines: Sequence[bytes]) -> StoredRows | None:
-        """The lines as a table; None if one of them does not fit, or is damaged."""
-        schema = pa.schema({**FIELDS, **dict.fromkeys(self._names, pa.float64())})
-        options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
-        with suppress(pa.ArrowInvalid):
-            table = json.read_json(pa.BufferReader(b"\n".join(lines)), parse_options=options)
-            if table.num_rows == len(lines) and _is_whole(table):
-                return StoredRows(table)
-        return None
+
+def _is_whole(table: pa.Table) -> bool:
+    """Return whether each row has what :meth:`MetricRow.from_json` asks for."""
+    if any(table[name].null_count for name in ("kind", "step", "epoch")):
+        return False
+    kinds = pc.is_in(table["kind"], pa.array(["step", "evaluation"]))
+    return pc.all(kinds).as_py() and pc.min(table["step"]).as_py() >= 0 and pc.min(table["epoch"]).as_py() >= 1
 
 
 def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
-    """All of the metrics history, in parts of bounded size."""
+    """Yield all of the metrics history, in parts of bounded size."""
     parse = RowParser()
     for block in StoredLines(store, METRICS).blocks():
         lines = block.splitlines()
@@ -111,7 +120,7 @@ def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
 
 
 def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
-    """The rows of one kind."""
+    """Return the rows of one kind."""
     if isinstance(rows, StoredRows):
         return StoredRows(rows.table.filter(pc.equal(rows.table["kind"], kind)))
     return [row for row in rows if row.kind == kind]
@@ -119,12 +128,3 @@ def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
 
 def _row(document: dict[str, Any]) -> MetricRow:
     return MetricRow.from_json({name: value for name, value in plain(document).items() if value is not None})
-
-
-def _is_whole(table: pa.Table) -> bool:
-    """Whether each row has what :meth:`MetricRow.from_json` asks for."""
-    needed = table["kind"], table["step"], table["epoch"]
-    if any(column.null_count for column in needed):
-        return False
-    kinds = pc.is_in(table["kind"], pa.array(["step", "evaluation"]))
-    return pc.all(kinds).as_py() and pc.min(table["step"]).as_py() >= 0 and pc.min(table["epoch"]).as_py() >= 1

@@ -1,4 +1,8 @@
-"""Storage below a prefix of a bucket, in any cloud: objects, their conditional writes, and their listings."""
+"""Storage below a prefix of a bucket, in any cloud: objects, their conditional writes, and their listings.
+
+Each method sends its requests through ``BucketStore._send``, which retries them, renews credentials that are refused,
+and makes one sentence of what went wrong.
+"""
 
 # obstore's types refer to arro3, which is not installed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -8,29 +12,29 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError, PreconditionError
 
-from raytrain.storage.bucket_client import DEFAULT, FAIL_FAST, BucketClient, RetryPolicy, UnusableNames, bucket_and_root
+from raytrain.errors import OwnerChanged, StorageError
+from raytrain.storage.bucket_client import BucketClient, BucketConnection, bucket_and_root, client_of
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, required
+from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, require_credentials
 from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.hedged_requests import threads
-from raytrain.storage.request_errors import http_status, names_no_bucket
+from raytrain.storage.request_errors import explain, http_status, is_transient, names_no_bucket, refuses_credentials
+from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, request_threads, with_retries
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta, UpdateVersion
+    from obstore import ObjectMeta, UpdateVersion
 
     from raytrain.storage.bucket_client import ObjectStore
 
@@ -41,9 +45,13 @@ _log = logging.getLogger("raytrain")
 _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
 _DOCUMENT_BYTES = 16 << 20  # an owner writes as much in one request, if nobody else has written meanwhile
 _OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the owner
-_MAX_CHANGES = 20
+_MAX_CHANGES = 20  # of an object by others, while its owner tries to write it
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
+
+
+class UnusableNames(StorageError):
+    """An object's name, or one in a listing, cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,9 @@ class BucketStore(Store):
     multipart: bool = False  # upload in parts, each of which obstore retries
     request_s: float | None = None  # most that a request may take; None: half an hour
     guard: Guard | None = field(default=None, compare=False)
-    disk: DiskCache | None = field(default=None, compare=False)
-    """Keeps what was read. Stores that differ in it share their connections."""
+    disk: DiskCache | None = field(default=None, compare=False)  # keeps what was read
+
+    # Reading. A fetch passes get, _fetch, _send and with_retries on its way to obstore.
 
     def get(self, path: str, etag: str = "") -> bytes:
         if self.disk is None:
@@ -69,94 +78,204 @@ class BucketStore(Store):
         return self.disk.get(name, lambda: self._fetch(path, etag))
 
     def _fetch(self, path: str, etag: str) -> bytes:
-        found, data = self._call(path, lambda client: _etag_and_content(client.get(path)))
-        if etag and found and _normalized(found) != _normalized(etag):
+        def request(client: ObjectStore) -> tuple[str | None, bytes]:
+            result = client.get(path)
+            return result.meta["e_tag"], bytes(result.bytes())  # here, so that a body that breaks off is retried
+
+        received_etag, content = self._send(path, request)
+        if etag and received_etag and _normalized(received_etag) != _normalized(etag):
             raise ObjectChanged(f"{self.url}/{path}")
-        return data
+        return content
+
+    def _send(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
+        """Call ``operation`` with retries, and once more with new credentials if these are refused.
+
+        Raises StorageError or FileNotFoundError, with a sentence about the object ``path``.
+        """
+        client = self._client()
+        with self._explained(path, client):
+            obstore = client.obstore
+            try:
+                return with_retries(partial(operation, obstore), self.retry_policy, is_transient)
+            except Exception as error:
+                if not refuses_credentials(error):
+                    raise
+            renewed = client.renewed(obstore)
+            return with_retries(partial(operation, renewed), self.retry_policy, is_transient)
+
+    @contextmanager
+    def _explained(self, path: str, client: BucketClient) -> Generator[None]:
+        """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
+        url = f"{self.url}/{path}".rstrip("/")
+        try:
+            yield
+        except OwnerChanged:  # says itself whose the store is
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
+                raise FileNotFoundError(url) from None
+            credentials = client.credentials
+            sentence = explain(credentials.failure or error, url, self.cloud, credentials.identity)
+            raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
+
+    def _client(self) -> BucketClient:
+        """Return this process's client, which stores share that differ in their guard, disk or retries only."""
+        return client_of(
+            BucketConnection(self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s)
+        )
 
     def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        return self._call(path, lambda client: _part(client, path, start, num_bytes))
+        def request(client: ObjectStore) -> bytes:
+            size_bytes = client.head(path)["size"]  # S3 refuses a range behind the end
+            if start >= size_bytes:
+                return b""
+            try:
+                return bytes(client.get_range(path, start=start, end=min(start + num_bytes, size_bytes)))
+            except GenericError:  # rclone's server says that it sends the whole object, which obstore refuses
+                return bytes(client.get(path).bytes())[start : start + num_bytes]
+
+        return self._send(path, request)
+
+    def exists(self, path: str) -> bool:
+        return self._send(path, lambda client: _current_version(client, path)) is not None
+
+    def check_readable(self) -> None:
+        with suppress(UnusableNames):
+            self.fail_fast()._send("", lambda client: next(iter(client.list()), None))
+
+    # Writing and deleting, by anybody or by the owner alone.
 
     def put(self, path: str, data: bytes) -> None:
-        if self.guard is not None and len(data) <= _DOCUMENT_BYTES:
-            self._owners_store(len(data))._call(path, lambda client: self._put_as_owner(client, path, data))
-        else:
+        if self.guard is None or len(data) > _DOCUMENT_BYTES:
             self._upload(path, data, multipart=len(data) > _PART_BYTES)
+            return
+
+        def put_as_owner(client: ObjectStore) -> None:
+            # Whoever becomes the owner after the check, and writes the object, is not overwritten: its version, which
+            # was asked for before the check, is another one then.
+            for _ in range(_MAX_CHANGES):
+                version = _current_version(client, path)
+                self._check_owner(client)
+                if _put_unless_changed(client, path, data, version):
+                    return
+            raise ObjectChanged(f"{self.url}/{path}")
+
+        self._within_lease(len(data))._send(path, put_as_owner)
 
     def put_file(self, path: str, file: Path) -> None:
         self._upload(path, file, multipart=True)
 
     def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
-        def put(client: ObjectStore) -> None:
+        def request(client: ObjectStore) -> None:
             self._check_owner(client)
             client.put(path, content, chunk_size=_PART_BYTES)
 
-        dataclasses.replace(self, multipart=multipart)._call(path, put)
-
-    def _put_as_owner(self, client: ObjectStore, path: str, data: bytes) -> None:
-        """Write an object; whoever becomes the owner after the check, and writes it, is not overwritten."""
-        for _ in range(_MAX_CHANGES):
-            version = _version_now(client, path)  # before the check
-            self._check_owner(client)
-            if _put_unless_changed(client, path, data, version):
-                return
-        raise ObjectChanged(f"{self.url}/{path}")
-
-    def _check_owner(self, client: ObjectStore) -> None:
-        if self.guard is None:
-            return
-        path = self.guard.path
-        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes())), self.url)
-
-    def _owners_store(self, num_bytes: int = 0) -> BucketStore:
-        """The store for a small write or a deletion, which is not to arrive when the lease is over."""
-        brief = self.guard is not None and num_bytes < _PART_BYTES // 5
-        return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if brief else self
+        dataclasses.replace(self, multipart=multipart)._send(path, request)
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        if not self._call(path, lambda client: self._put_if(client, path, data, expected)):
-            raise ObjectChanged(f"{self.url}/{path}")
+        def is_written(client: ObjectStore) -> bool:
+            """Write ``data`` in place of ``expected``, and return whether the object holds ``data`` now."""
+            stored = _if_found(lambda: client.get(path))
+            version, content = (_version(stored.meta), bytes(stored.bytes())) if stored else (None, None)
+            self._check_owner(client)
+            return content == data or (content == expected and _put_unless_changed(client, path, data, version))
 
-    def _put_if(self, client: ObjectStore, path: str, data: bytes, expected: bytes | None) -> bool:
-        """Write an object if its content is ``expected``; whether it holds ``data`` now."""
-        got = _if_found(lambda: client.get(path))
-        version, found = (_version(got.meta), bytes(got.bytes())) if got else (None, None)
-        self._check_owner(client)
-        return found == data or (found == expected and _put_unless_changed(client, path, data, version))
+        if not self._send(path, is_written):
+            raise ObjectChanged(f"{self.url}/{path}")
 
     def has_conditional_puts(self) -> bool:
         name = f".condition-check-{uuid.uuid4().hex}"
         self.put(name, b"")
         try:
-            return not self._call(name, lambda client: _put_unless_changed(client, name, b"", None))
+            return not self._send(name, lambda client: _put_unless_changed(client, name, b"", None))
         finally:
             self.delete(name)
 
     def delete(self, path: str) -> None:
-        def delete(client: ObjectStore) -> None:
+        def request(client: ObjectStore) -> None:
             self._check_owner(client)
             client.delete(path)
 
         with suppress(FileNotFoundError):
-            self._owners_store()._call(path, delete)
+            self._within_lease()._send(path, request)
 
-    def exists(self, path: str) -> bool:
-        return self._call(path, lambda client: _version_now(client, path)) is not None
+    def remove_if_empty(self) -> None: ...
+
+    def _check_owner(self, client: ObjectStore) -> None:
+        """Raise OwnerChanged if the store has a guard, and its object names another owner."""
+        if self.guard is None:
+            return
+        path = self.guard.path
+        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes())), self.url)
+
+    def _within_lease(self, num_bytes: int = 0) -> BucketStore:
+        """Return the store for a small write or a deletion: an owner's must not arrive when its lease is over."""
+        is_brief = self.guard is not None and num_bytes < _PART_BYTES // 5
+        return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if is_brief else self
+
+    # Listing.
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         prefix = prefix.strip("/")
-        unusable: list[str] = []
-        folders, objects = self._split(prefix, unusable)
-        for listed in (objects, *threads().map(self._list_folder, folders, repeat(unusable))):
-            # Consoles create an empty object as a marker for the folder itself.
-            yield from (_stored(found) for found in listed if found["path"] != prefix)
-        if unusable:
+        unusable_names: list[str] = []
+        # Go down to where the tree branches: several folders can be listed at a time.
+        folders = [prefix]
+        objects: list[ObjectMeta] = []
+        while len(folders) == 1:
+            (folder,) = folders
+            try:
+                listed = self._send(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
+                folders = list(listed["common_prefixes"])
+                objects += listed["objects"]
+            except UnusableNames as error:
+                folders = []
+                objects += self._list_any_names(folder, unusable_names, error)
+        for listed_objects in (objects, *request_threads().map(self._list_folder, folders, repeat(unusable_names))):
+            for meta in listed_objects:
+                if meta["path"] != prefix:  # consoles create an empty object as a marker for the folder itself
+                    yield StoredObject(meta["path"], meta["size"], meta["e_tag"] or "", meta["last_modified"])
+        if unusable_names:
             _log.warning(
                 "%s objects below %s are left out, because their names cannot be used, such as %r; rename them.",
-                f"{len(unusable):,}",
+                f"{len(unusable_names):,}",
                 f"{self.url}/{prefix}".rstrip("/"),
-                unusable[0],
+                unusable_names[0],
             )
+
+    def _list_folder(self, folder: str, unusable_names: list[str]) -> Sequence[ObjectMeta]:
+        objects: list[ObjectMeta] = []
+
+        def resume(client: ObjectStore) -> None:
+            for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
+                objects.extend(page)
+
+        try:
+            self._send(folder, resume)
+        except UnusableNames as error:
+            return self._list_any_names(folder, unusable_names, error)
+        return objects
+
+    def _list_any_names(self, folder: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
+        """List objects whatever their names are, and add those that cannot be used to ``unusable_names``.
+
+        Raises ``error`` outside S3.
+        """
+        if not isinstance(self.cloud, S3):
+            raise error
+        bucket, root = bucket_and_root(self.url)
+        usable: list[ObjectMeta] = []
+        with self._explained(folder, self._client()):
+            keys = None if self.cloud.unsigned else require_credentials(self.credentials())
+            assert keys is None or isinstance(keys, Credentials)
+            for meta in self.cloud.list_any_names(bucket, f"{root}{folder}/" if folder else root, keys):
+                name = meta["path"].removeprefix(root).removesuffix("/")
+                if _UNUSABLE_NAME.search(name):
+                    unusable_names.append(name)
+                elif name:  # as opposed to the marker of the store's own folder
+                    usable.append({**meta, "path": name})
+        return usable
+
+    # The same store with another owner, cache, credentials or patience.
 
     def guarded(self, guard: Guard) -> BucketStore:
         return dataclasses.replace(self, guard=guard)
@@ -171,91 +290,15 @@ class BucketStore(Store):
     def fail_fast(self) -> BucketStore:
         return dataclasses.replace(self, retry_policy=FAIL_FAST)
 
-    def remove_if_empty(self) -> None: ...
 
-    def check_readable(self) -> None:
-        with suppress(UnusableNames):
-            self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
-
-    def _split(self, prefix: str, unusable: list[str]) -> tuple[list[str], list[ObjectMeta]]:
-        """Return subfolders that can be listed concurrently, and the objects above them."""
-        folders, objects = [prefix], []
-        while len(folders) == 1:
-            (folder,) = folders
-            try:
-                listed = self._call(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
-            except UnusableNames as error:
-                return [], [*objects, *self._list_any_names(folder, unusable, error)]
-            folders = list(listed["common_prefixes"])
-            objects += listed["objects"]
-        return folders, objects
-
-    def _list_folder(self, folder: str, unusable: list[str]) -> Sequence[ObjectMeta]:
-        objects: list[ObjectMeta] = []
-
-        def resume(client: ObjectStore) -> None:
-            for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
-                objects.extend(page)
-
-        try:
-            self._call(folder, resume)
-        except UnusableNames as error:
-            return self._list_any_names(folder, unusable, error)
-        return objects
-
-    def _list_any_names(self, folder: str, unusable: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
-        """List objects whatever their names are, unusable ones in ``unusable``; outside S3 raises ``error``."""
-        if not isinstance(self.cloud, S3):
-            raise error
-        bucket, root = bucket_and_root(self.url)
-        usable: list[ObjectMeta] = []
-        with _client(self).explained(folder):
-            keys = None if self.cloud.unsigned else required(self.credentials())
-            assert keys is None or isinstance(keys, Credentials)
-            for found in self.cloud.list_any_names(bucket, f"{root}{folder}/" if folder else root, keys):
-                name = found["path"].removeprefix(root).removesuffix("/")
-                if _UNUSABLE_NAME.search(name):
-                    unusable.append(name)
-                elif name:  # as opposed to the marker of the store's own folder
-                    usable.append({**found, "path": name})
-        return usable
-
-    def _call(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
-        return _client(self).call(path, operation, self.retry_policy)
-
-
-def _client(store: BucketStore) -> BucketClient:
-    """Return this process's client for ``store`` and all its copies."""
-    with _client_lock:
-        return _cached_client(store)
-
-
-_cached_client = lru_cache(maxsize=32)(BucketClient)
-_client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
-
-
-def _etag_and_content(result: GetResult) -> tuple[str | None, bytes]:
-    return result.meta["e_tag"], bytes(result.bytes())
-
-
-def _part(client: ObjectStore, path: str, start: int, num_bytes: int) -> bytes:
-    size_bytes = client.head(path)["size"]  # S3 refuses a range behind the end
-    if start >= size_bytes:
-        return b""
-    try:
-        return bytes(client.get_range(path, start=start, end=min(start + num_bytes, size_bytes)))
-    except GenericError:  # rclone's server says that it sends the whole object, which obstore refuses
-        return bytes(client.get(path).bytes())[start : start + num_bytes]
-
-
-def _version_now(client: ObjectStore, path: str) -> UpdateVersion | None:
-    """The version of an object; None if there is none."""
+def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
+    """Return the version of an object; None if there is none."""
     meta = _if_found(lambda: client.head(path))
     return meta and _version(meta)
 
 
 def _if_found(ask: Callable[[], T]) -> T | None:
-    """What ``ask`` returns; None if there is no such object. Raises FileNotFoundError if there is no bucket."""
+    """Return what ``ask`` returns; None if there is no such object. Raises FileNotFoundError if there is no bucket."""
     try:
         return ask()
     except FileNotFoundError as error:
@@ -265,7 +308,7 @@ def _if_found(ask: Callable[[], T]) -> T | None:
 
 
 def _version(meta: ObjectMeta) -> UpdateVersion:
-    """What tells an object from one that replaced it: its ETag, and in Google's cloud its generation."""
+    """Return what tells an object from one that replaced it: its ETag, and in Google's cloud its generation."""
     version: UpdateVersion = {"e_tag": meta["e_tag"]}
     if (generation := meta["version"]) is not None:
         version["version"] = generation
@@ -273,7 +316,10 @@ def _version(meta: ObjectMeta) -> UpdateVersion:
 
 
 def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
-    """Write an object that is still of this version, or that does not exist; whether the server did so."""
+    """Write an object that is still of ``version``, or does not exist if that is None; return whether it was written.
+
+    A server that knows no conditions writes it anyway.
+    """
     try:
         client.put(path, data, mode=version or "create")
     except (AlreadyExistsError, PreconditionError):
@@ -281,14 +327,10 @@ def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: Up
     except Exception as error:
         if http_status(error) != _NOT_IMPLEMENTED:
             raise
-        client.put(path, data)  # the server knows no conditions
+        client.put(path, data)
     return True
 
 
 def _normalized(etag: str) -> str:
     """Remove what servers add around an ETag in some answers and not in others."""
     return etag.removeprefix("W/").strip('"')
-
-
-def _stored(found: ObjectMeta) -> StoredObject:
-    return StoredObject(found["path"], found["size"], found["e_tag"] or "", found["last_modified"])

@@ -21,7 +21,8 @@ class BucketCredentials(ABC):
     """Credentials of one cloud. Their text shows no secret.
 
     They cannot be pickled, so that they do not end up in a file, in a task's arguments or in Ray's object store by
-    accident. To send them to another process on purpose, send :meth:`fields`; :func:`restored` is the way back.
+    accident. To send them to another process on purpose, send :meth:`fields`, and make them anew there with
+    :func:`credentials_of_fields`.
     """
 
     expires_at: datetime | None  # when they expire, with a time zone; None if they do not, or if that is unknown
@@ -29,10 +30,10 @@ class BucketCredentials(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What may be shown of them."""
+        """Return what may be shown of them."""
 
     def for_obstore(self) -> dict[str, Any]:
-        """The same as obstore wants them, with the secrets."""
+        """Return them as obstore wants them, with the secrets."""
         return dict(vars(self))
 
     def fields(self) -> CredentialFields:
@@ -57,11 +58,11 @@ class Credentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """``…`` and the last four characters of the access key ID."""
+        """Return ``…`` and the last four characters of the access key ID."""
         return f"…{self.access_key_id[-4:]}"
 
     def for_boto3(self) -> dict[str, Any]:
-        """The same as clients of boto3 want them, with the secrets."""
+        """Return them as clients of boto3 want them, with the secrets."""
         return {
             "aws_access_key_id": self.access_key_id,
             "aws_secret_access_key": self.secret_access_key,
@@ -71,7 +72,7 @@ class Credentials(BucketCredentials):
 
 @dataclass(frozen=True, repr=False)
 class AzureCredentials(BucketCredentials):
-    """What Azure Blob Storage accepts: the account's key, a shared access signature, or an access token."""
+    """Credentials of Azure Blob Storage: the account's key, a shared access signature, or an access token."""
 
     kind: Literal["access_key", "sas_token", "token"]
     secret: str
@@ -79,7 +80,7 @@ class AzureCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """What kind of credentials they are."""
+        """Return what kind of credentials they are."""
         return {"access_key": "account key", "sas_token": "shared access signature", "token": "access token"}[self.kind]
 
     def for_obstore(self) -> dict[str, Any]:
@@ -95,12 +96,12 @@ class GoogleCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """What they are."""
+        """Return what kind of credentials they are."""
         return "access token"
 
 
-def restored(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
-    """Return the credentials of a cloud, such as ``s3``, of which these are the fields."""
+def credentials_of_fields(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
+    """Make the credentials of a cloud, such as ``s3``, from what :meth:`BucketCredentials.fields` returned."""
     kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials, "gs": GoogleCredentials}
     return kinds[cloud](*fields) if fields else None
 
@@ -116,15 +117,18 @@ LentCredentials = Callable[[str], "BucketCredentials | None"]
 """Returns the credentials that the driver lends for a cloud, such as ``s3``; likewise pickled with a store."""
 
 
-def required(credentials: T | None) -> T:
-    """Return ``credentials``; raises NoCredentials if there are none."""
+def require_credentials(credentials: T | None) -> T:
+    """Return ``credentials``; raise NoCredentials if there are none."""
     if credentials is None:
         raise NoCredentials("none are configured")
     return credentials
 
 
 def ask_again_after_s(credentials: BucketCredentials | None) -> float:
-    """When to ask a source again: in a minute, as a file may be rewritten, or a third of the time until they expire."""
+    """Return the seconds until a source is to be asked again: 60, or a third of the time until they expire if less.
+
+    Also credentials that never expire may be replaced: somebody rewrites the file that they are in.
+    """
     if credentials is None or credentials.expires_at is None:
         return _ASK_EVERY_S
     remaining_s = (credentials.expires_at - datetime.now(timezone.utc)).total_seconds()
@@ -132,7 +136,7 @@ def ask_again_after_s(credentials: BucketCredentials | None) -> float:
 
 
 class CredentialCache:
-    """Keeps credentials for a client: obstore asks for them ten times a second shortly before they expire."""
+    """Keep credentials for a client: obstore asks for them ten times a second shortly before they expire."""
 
     def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
         self._source = source
@@ -140,23 +144,20 @@ class CredentialCache:
         self._cached: BucketCredentials | None = None
         self._ask_again_at_s = 0.0
         self.identity = identity
-        """What may be shown of the last credentials."""
+        """The identity of the last credentials, which may be shown."""
         self.failure: Exception | None = None
-        """Why the source failed the last time, if it did; obstore passes on only the text."""
+        """The error of the source the last time, if it failed; obstore passes on only its text."""
 
     def __call__(self) -> Any:
-        """The credentials as obstore wants them; raises what the source raises, or NoCredentials."""
+        """Return the credentials as obstore wants them; raise what the source raises, or NoCredentials."""
         with self._lock:
             if self._cached is None or time.monotonic() >= self._ask_again_at_s:
-                self._cached = self._ask()
+                # A failure leaves the old time, so that the source is asked again at once.
+                try:
+                    self._cached = require_credentials(self._source())
+                except Exception as error:
+                    self.failure = error
+                    raise
+                self.failure, self.identity = None, self._cached.identity
                 self._ask_again_at_s = time.monotonic() + ask_again_after_s(self._cached)
             return self._cached.for_obstore()
-
-    def _ask(self) -> BucketCredentials:
-        try:
-            credentials = required(self._source())
-        except Exception as error:
-            self.failure = error
-            raise
-        self.failure, self.identity = None, credentials.identity
-        return credentials

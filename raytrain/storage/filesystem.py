@@ -45,14 +45,10 @@ def filesystem(url: Location) -> AbstractFileSystem:
         return LocalFileSystem()
     check_url(url)
     cloud = configured_cloud(url)
-    if isinstance(cloud, S3):
-        return _s3_filesystem(cloud)
-    assert isinstance(cloud, Azure | Google)
-    return ObstoreFileSystem(cloud)
-
-
-def _s3_filesystem(cloud: S3) -> S3FileSystem:
-    """A new one sees the AWS configuration as it is now, whose credentials it looks up itself, as boto3 does."""
+    if not isinstance(cloud, S3):
+        assert isinstance(cloud, Azure | Google)
+        return ObstoreFileSystem(cloud)
+    # s3fs looks up the credentials itself, as boto3 does. It has no cache, to see the AWS configuration as it is now.
     return S3FileSystem(
         anon=cloud.unsigned,
         requester_pays=cloud.requester_pays,

@@ -23,7 +23,7 @@ from raytrain.storage.locks import FileLock, acquire
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 _log = logging.getLogger("raytrain")
-_SAY_AFTER_S = 5.0
+_REPORT_AFTER_S = 5.0
 _NO_FOLDER = "lost+found"  # of a disk, which only root may read
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
@@ -56,9 +56,13 @@ class FolderStore(Store):
         return data
 
     def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        def open_at_once(file: str, flags: int) -> int:
+            return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
+
         try:
-            with open(self._file(path), "rb", buffering=0, opener=_open_at_once) as file:
-                _check_file(file.fileno(), f"{self.url}/{path}")
+            with open(self._file(path), "rb", buffering=0, opener=open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise StorageError(f"{self.url}/{path} is not a file but a pipe or a device; remove it.")
                 file.seek(start)
                 return file.readall() if num_bytes < 0 else file.read(num_bytes) or b""
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -67,15 +71,19 @@ class FolderStore(Store):
             raise explain_os_error(error, f"{self.url}/{path}") from error
 
     def put(self, path: str, data: bytes) -> None:
-        file = self._file(path)
-        unfinished = f"{file}.{uuid.uuid4().hex}.part"
+        name = self._file(path)
+        unfinished = f"{name}.{uuid.uuid4().hex}.part"
         self._check_owner()
         with self._explained(path):
-            os.makedirs(os.path.dirname(file), exist_ok=True)
+            os.makedirs(os.path.dirname(name), exist_ok=True)
             try:
-                _write_to_disk(unfinished, data)
+                # The content is on the disk before the name, so that after a crash no name stands for half a file.
+                with open(unfinished, "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
                 with self._as_owner():
-                    os.replace(unfinished, file)
+                    os.replace(unfinished, name)
             except BaseException:
                 Path(unfinished).unlink(missing_ok=True)
                 raise
@@ -86,10 +94,10 @@ class FolderStore(Store):
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         with self._locked(path):
-            found = self._content(path)
-            if found == data:
+            content = self._content(path)
+            if content == data:
                 return
-            if found != expected:
+            if content != expected:
                 raise ObjectChanged(f"{self.url}/{path}")
             self.put(path, data)
 
@@ -159,10 +167,23 @@ class FolderStore(Store):
     @contextmanager
     def _locked(self, path: str) -> Generator[FileLock]:
         """Have the file ``path`` for this caller alone, on all machines, unless the disk knows no locks."""
-        file = f"{self._file(path)}.lock"
+        name = f"{self._file(path)}.lock"
         with self._explained(path):
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            with _lock(file) as lock:
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+            # Somebody who waits long for a process that is halted is told which one it is.
+            try:
+                lock = acquire(name, wait=False)
+            except BlockingIOError:
+                report = threading.Timer(_REPORT_AFTER_S, _report_holder, (name,))
+                report.start()
+                try:
+                    lock = acquire(name)
+                finally:
+                    report.cancel()
+            with lock:
+                with suppress(OSError):  # the disk may be full
+                    os.ftruncate(lock.descriptor, 0)
+                    os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 yield lock
 
     def _file(self, path: str) -> str:
@@ -170,26 +191,23 @@ class FolderStore(Store):
 
     def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
         """Iterate over all files in ``folder``. Follows links, except to a folder that contains ``folder``."""
-        status = os.stat(folder)
-        here = (status.st_dev, status.st_ino)
-        if here in parents:
+        folder_status = os.stat(folder)
+        identity = (folder_status.st_dev, folder_status.st_ino)
+        if identity in parents:
             return
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir() and entry.name != _NO_FOLDER:
-                    yield from self._walk(entry.path, parents | {here})
+                    yield from self._walk(entry.path, parents | {identity})
                 elif entry.is_file() and not _NO_OBJECT.search(entry.name):
                     with suppress(FileNotFoundError):  # deleted since it was listed
-                        yield self._stored(entry)
-
-    def _stored(self, entry: os.DirEntry[str]) -> StoredObject:
-        status = entry.stat()
-        return StoredObject(
-            path=entry.path[len(self.url.rstrip("/")) + 1 :],
-            size_bytes=status.st_size,
-            etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
-            modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
-        )
+                        status = entry.stat()
+                        yield StoredObject(
+                            path=entry.path[len(self.url.rstrip("/")) + 1 :],
+                            size_bytes=status.st_size,
+                            etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
+                            modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
+                        )
 
     @contextmanager
     def _explained(self, path: str) -> Generator[None]:
@@ -199,24 +217,8 @@ class FolderStore(Store):
             raise explain_os_error(error, f"{self.url}/{path}".rstrip("/")) from error
 
 
-def _lock(file: str) -> FileLock:
-    """Lock ``file``, and note in it who has done so. A wait that takes long is told, and for whom."""
-    try:
-        lock = acquire(file, wait=False)
-    except BlockingIOError:
-        telling = threading.Timer(_SAY_AFTER_S, _tell_holder, (file,))
-        telling.start()
-        try:
-            lock = acquire(file)
-        finally:
-            telling.cancel()
-    with suppress(OSError):  # the disk may be full
-        os.ftruncate(lock.descriptor, 0)
-        os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return lock
-
-
-def _tell_holder(file: str) -> None:
+def _report_holder(file: str) -> None:
+    """Warn that somebody waits for the process which has locked ``file``, and has written its name there."""
     holder = ""
     with suppress(OSError, ValueError):
         holder = Path(file).read_text()
@@ -234,7 +236,7 @@ def explain_os_error(error: OSError, url: str) -> StorageError:
 
 
 def links_out(store: Store, paths: Sequence[str]) -> list[str]:
-    """Those of ``paths`` that links in a folder lead to, outside of it; empty for a bucket."""
+    """Return those of ``paths`` that links lead to, out of the folder of ``store``; none for a bucket."""
     if not isinstance(store, FolderStore):
         return []
     inside = os.path.join(os.path.realpath(store.url), "")
@@ -257,36 +259,20 @@ def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
         )
 
 
-def _open_at_once(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
-
-
-def _check_file(descriptor: int, url: str) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise StorageError(f"{url} is not a file but a pipe or a device; remove it.")
-
-
-def _write_to_disk(file: str, data: bytes) -> None:
-    """Write a new file, and return when its content is on the disk."""
-    with open(file, "xb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
 def dead_ends(store: Store) -> list[str]:
-    """What :meth:`Store.list` leaves out of a folder: links that lead nowhere, and empty folders, with a slash."""
-    found = _dead_ends(store.url) if isinstance(store, FolderStore) else ()
-    return [path for each in found if (path := each[len(store.url.rstrip("/")) + 1 :])]
+    """Return what :meth:`Store.list` leaves out of a folder: broken links, and empty folders, with a slash."""
+    if not isinstance(store, FolderStore):
+        return []
 
+    def walk(folder: str) -> Iterator[str]:
+        with os.scandir(folder) as scan:
+            entries = list(scan)
+        if not entries:
+            yield f"{folder}/"
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False) and entry.name != _NO_FOLDER:
+                yield from walk(entry.path)
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                yield entry.path
 
-def _dead_ends(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as scan:
-        entries = list(scan)
-    if not entries:
-        yield f"{folder}/"
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False) and entry.name != _NO_FOLDER:
-            yield from _dead_ends(entry.path)
-        elif entry.is_symlink() and not os.path.exists(entry.path):
-            yield entry.path
+    return [path for name in walk(store.url) if (path := name[len(store.url.rstrip("/")) + 1 :])]

@@ -21,14 +21,14 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.storage.clouds.s3 import resolve
+from raytrain.storage.clouds.s3 import resolve_credentials
 from raytrain.storage.credentials import (
     BucketCredentials,
     CredentialFields,
     Credentials,
     CredentialSource,
     ask_again_after_s,
-    restored,
+    credentials_of_fields,
 )
 
 _MIN_WAIT_S = 1.0
@@ -41,26 +41,26 @@ _DECRYPT = ["kms:Decrypt", "kms:GenerateDataKey"]
 
 
 class CredentialBroker:
-    """Holds the credentials that the driver lent last for each cloud, in the memory of this process."""
+    """Hold the credentials that the driver lent last for each cloud, in the memory of this process."""
 
     def __init__(self) -> None:
         self._lent: dict[str, BucketCredentials | None] = {}
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """Replace the lent credentials of a cloud. The first ticket counts; raises PermissionError for another one."""
+        """Replace the lent credentials of a cloud. The first ticket counts; raise PermissionError for another one."""
         self._ticket = self._ticket or ticket
         self._check(ticket)
-        self._lent[cloud] = restored(cloud, fields)
+        self._lent[cloud] = credentials_of_fields(cloud, fields)
 
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """The fields of a cloud's credentials for another process. Raises PermissionError for another ticket."""
+        """Return the fields of a cloud's credentials for another process; raise PermissionError for another ticket."""
         self._check(ticket)
         lent = self._lent.get(cloud)
         return lent.fields() if lent else None
 
     def source(self, cloud: str) -> BucketCredentials | None:
-        """Return the lent credentials of a cloud: ``LentCredentials`` for stores in this process."""
+        """Return the lent credentials of a cloud. This method is the ``LentCredentials`` of stores in this process."""
         return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:
@@ -69,31 +69,29 @@ class CredentialBroker:
 
 
 class CredentialLender:
-    """Lends the credentials of each cloud's source with ``lend``: when it is made, and again before they expire."""
+    """Lend the credentials of each cloud's source with ``lend``: when this is made, and again before they expire."""
 
     def __init__(
         self, lend: Callable[[str, CredentialFields | None], None], sources: Mapping[str, CredentialSource]
     ) -> None:
-        self._send = lend
+        self._lend = lend
         self._sources = sources
         self._next_at_s = dict.fromkeys(sources, 0.0)
         self.lend_if_due()
 
     def lend_if_due(self) -> None:
-        """Lend again if :func:`raytrain.storage.credentials.ask_again_after_s` says so."""
+        """Lend again what :func:`raytrain.storage.credentials.ask_again_after_s` says that its source is asked for."""
         for cloud, next_at_s in self._next_at_s.items():
-            if time.monotonic() >= next_at_s:
-                self._next_at_s[cloud] = time.monotonic() + self._lend(cloud)
-
-    def _lend(self, cloud: str) -> float:
-        """Lend the credentials of a cloud; the seconds after which this is due again."""
-        try:
-            resolved = self._sources[cloud]()
-        except Exception:
-            # The credentials lent before may last until the source works again. If not, their users report the error.
-            return _RETRY_AFTER_S
-        self._send(cloud, resolved.fields() if resolved else None)
-        return max(_MIN_WAIT_S, ask_again_after_s(resolved))
+            if time.monotonic() < next_at_s:
+                continue
+            try:
+                credentials = self._sources[cloud]()
+            except Exception:
+                # Those lent before may last until the source works again. If not, their users report the error.
+                self._next_at_s[cloud] = time.monotonic() + _RETRY_AFTER_S
+                continue
+            self._lend(cloud, credentials.fields() if credentials else None)
+            self._next_at_s[cloud] = time.monotonic() + max(_MIN_WAIT_S, ask_again_after_s(credentials))
 
 
 # Keys of AWS STS, for one run alone.
@@ -101,83 +99,83 @@ class CredentialLender:
 
 @dataclass(frozen=True)
 class Scope:
-    """What credentials are good for: URLs that start with one of ``reads`` or ``writes``. Folders are left out."""
+    """The URLs that credentials are good for: those that start with one of ``reads`` or ``writes``, except folders."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
     def policy(self, partition: str) -> dict[str, Any]:
-        """The session policy. ``partition`` is what AWS calls this part of itself: aws, aws-cn or aws-us-gov."""
-        allowed = [(_READ, _in_s3(self.reads)), (_WRITE, _in_s3(self.writes))]
-        objects = [_allow(actions, [_arn(partition, *each) for each in roots]) for actions, roots in allowed if roots]
+        """Return the session policy. ``partition`` is a part of AWS: aws, aws-cn or aws-us-gov."""
+        allowed = [(_READ, _buckets_and_roots(self.reads)), (_WRITE, _buckets_and_roots(self.writes))]
+        objects = [
+            _allow(actions, [_arn(partition, bucket, root) for bucket, root in roots])
+            for actions, roots in allowed
+            if roots
+        ]
         listed = sorted({each for _, roots in allowed for each in roots})
         # Without s3:ListBucket, S3 answers that access is denied where an object does not exist. Requests for objects
         # have no prefix, so the condition must not ask for one.
-        listings = [
-            _allow(
-                ["s3:ListBucket"],
-                [_arn(partition, bucket)],
-                {"StringLikeIfExists": {"s3:prefix": [f"{_literal(root)}*" for of, root in listed if of == bucket]}},
-            )
-            for bucket in sorted({bucket for bucket, _ in listed})
-        ]
+        listings: list[dict[str, Any]] = []
+        for bucket in sorted({bucket for bucket, _ in listed}):
+            prefixes = [f"{_literal(root)}*" for name, root in listed if name == bucket]
+            condition = {"StringLikeIfExists": {"s3:prefix": prefixes}}
+            listings.append(_allow(["s3:ListBucket"], [_arn(partition, bucket)], condition))
         encrypted = _allow(_DECRYPT, ["*"], {"StringLike": {"kms:ViaService": "s3.*"}})
         return {"Version": "2012-10-17", "Statement": [*objects, *listings, encrypted]}
 
 
 class ScopedCredentials:
-    """A credential source: those of :func:`resolve`, limited by STS, and renewed; UsageError if STS refuses."""
+    """A source of AWS credentials that STS has limited to a scope, and renews; raises UsageError if STS refuses."""
 
     def __init__(self, scope: Scope, region: str) -> None:
         self._scope = scope
         self._region = region
-        self._own: Credentials | None = None
+        self._unscoped: Credentials | None = None  # of which ``_scoped`` were made
         self._scoped: Credentials | None = None
-        self()
+        self()  # so that a refusal comes at once
 
     def __call__(self) -> Credentials | None:
-        """The credentials; None if this process has none that could be limited."""
-        own = resolve()
-        if own is None:
+        """Return the credentials; None if this process has none that could be limited."""
+        unscoped = resolve_credentials()
+        if unscoped is None:
             return None
+        # Renew them when half of their time is over, or when this process has got others, of another user perhaps.
         half_over = datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
-        if self._scoped is None or own != self._own or (self._scoped.expires_at or half_over) <= half_over:
-            self._scoped = _scoped(own, self._scope, self._region)
-            self._own = own
+        if self._scoped is None or unscoped != self._unscoped or (self._scoped.expires_at or half_over) <= half_over:
+            self._scoped = _limited(unscoped, self._scope, self._region)
+            self._unscoped = unscoped
         return self._scoped
 
 
-def _scoped(own: Credentials, scope: Scope, region: str) -> Credentials:
+def _limited(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
+    """Ask STS for keys of the same user, or of the same role, with the scope's policy as a further limit."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        issued = _issued(boto3.Session().client("sts", region, **own.for_boto3()), scope)
+        sts = boto3.Session().client("sts", region, **unscoped.for_boto3())
+        arn: str = sts.get_caller_identity()["Arn"]
+        _, partition, _, _, account, identity = arn.split(":", 5)
+        policy = json.dumps(scope.policy(partition), separators=(",", ":"))  # it may have 2,048 characters
+        # A role assumes itself, since only a user may ask for a federation token.
+        if role := re.match(r"assumed-role/([^/]+)/", identity):
+            role_arn = f"arn:{partition}:iam::{account}:role/{role[1]}"
+            answer = sts.assume_role(RoleArn=role_arn, RoleSessionName=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)
+        else:
+            answer = sts.get_federation_token(Name=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)
     except (BotoCoreError, ClientError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(
-            f"--scope-keys: STS issues no scoped keys for the access key {own.identity} ({reason}); allow its user "
-            "sts:GetFederationToken, or its role sts:AssumeRole of itself, or leave the option out."
+            f"--scope-keys: STS issues no scoped keys for the access key {unscoped.identity} ({reason}); allow its "
+            "user sts:GetFederationToken, or its role sts:AssumeRole of itself, or leave the option out."
         ) from None
+    issued = answer["Credentials"]
     expires_at = issued["Expiration"].astimezone(timezone.utc)
     return Credentials(issued["AccessKeyId"], issued["SecretAccessKey"], issued["SessionToken"], expires_at)
 
 
-def _issued(sts: Any, scope: Scope) -> dict[str, Any]:
-    """Ask STS for keys of the same user, or of the same role, with the scope's policy as a further limit."""
-    arn: str = sts.get_caller_identity()["Arn"]
-    _, partition, _, _, account, identity = arn.split(":", 5)
-    policy = json.dumps(scope.policy(partition), separators=(",", ":"))  # it may have 2,048 characters
-    if role := re.match(r"assumed-role/([^/]+)/", identity):
-        role_arn = f"arn:{partition}:iam::{account}:role/{role[1]}"
-        answer = sts.assume_role(RoleArn=role_arn, RoleSessionName=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)
-    else:
-        answer = sts.get_federation_token(Name=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)
-    return answer["Credentials"]
-
-
-def _in_s3(urls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Bucket, and what names start with, of each URL in S3."""
+def _buckets_and_roots(urls: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return, for each URL in S3, its bucket and the text that the names of its objects start with."""
     split = (url.removeprefix("s3://").partition("/") for url in urls if url.startswith("s3://"))
     return [(bucket, root) for bucket, _, root in split]
 
@@ -188,10 +186,10 @@ def _allow(actions: list[str], resources: list[str], condition: dict[str, Any] |
 
 
 def _arn(partition: str, bucket: str, root: str | None = None) -> str:
-    """The ARN of a bucket, or of the objects whose names start with ``root``."""
+    """Return the ARN of a bucket, or of the objects whose names start with ``root``."""
     return f"arn:{partition}:s3:::{bucket}" + ("" if root is None else f"/{_literal(root)}*")
 
 
 def _literal(text: str) -> str:
-    """Text without the meaning that *, ? and $ have in a policy."""
-    return re.sub(r"[*?$]", lambda found: f"${{{found[0]}}}", text)
+    """Return ``text`` without the meaning that ``*``, ``?`` and ``$`` have in a policy."""
+    return re.sub(r"[*?$]", lambda match: f"${{{match[0]}}}", text)

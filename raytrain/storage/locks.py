@@ -1,10 +1,14 @@
-"""Locks between processes: a file that one of them holds at a time, until it lets go or dies."""
+"""Locks between processes: a file that one of them holds at a time, until it lets go or dies.
+
+The library filelock keeps its file after the release, hides its descriptor, does not tell who has waited, and retries
+every 50 ms. A run's folder must be empty again, though, a holder writes its name into the file, and the disk cache
+asks who has waited.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,37 +35,36 @@ class FileLock:
 
 
 def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = True) -> FileLock:
-    """Create and lock the file ``path``, no link or pipe. BlockingIOError without ``wait`` if it is locked."""
+    """Create and lock the file ``path``, no link or pipe; raise BlockingIOError without ``wait`` if it is locked.
+
+    Use it as a context manager, or call :meth:`FileLock.release`::
+
+        with acquire("/tmp/folder/lock"):
+            ...
+    """
     name, waited = os.fspath(path), False
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     while True:
         descriptor = os.open(name, flags, 0o666)
         try:
-            exclusive, had_to_wait = _flock(descriptor, wait)
-            waited = waited or had_to_wait
-            if not exclusive or _is_still(name, descriptor):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                exclusive = True
+            except BlockingIOError:
+                if not wait:
+                    raise
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                exclusive = waited = True
+            except OSError:
+                exclusive = False
+            # Who held the lock may have deleted the file meanwhile, and another process made one of the same name.
+            try:
+                is_in_place = os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
+            except FileNotFoundError:
+                is_in_place = False
+            if is_in_place or not exclusive:
                 return FileLock(name, descriptor, exclusive, waited)
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # whoever held it has deleted the file
-
-
-def _flock(descriptor: int, wait: bool) -> tuple[bool, bool]:
-    """Lock an open file; whether that worked, and whether another process held the lock at first."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return True, True
-    except OSError:
-        return False, False
-    return True, False
-
-
-def _is_still(name: str, descriptor: int) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
-    return False
+        os.close(descriptor)

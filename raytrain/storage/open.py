@@ -23,6 +23,8 @@ URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"  #
 def open_store(url: str, credentials: CredentialSource | None = None, cloud: Cloud | None = None) -> Store:
     """Return the store at ``url``. Sends no request yet.
 
+    >>> open_store("s3://bucket/images").get("cat/1.jpg")
+
     Args:
         url: ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the path of a folder.
         credentials: asked for credentials, and again before they expire; by default this process's own.
@@ -121,7 +123,13 @@ def write_output(output: str, content: bytes) -> None:
 
 @contextmanager
 def new_output(output: str) -> Generator[Path]:
-    """A new file that becomes ``output``, in a folder or a bucket, atomically when it has been written."""
+    """Yield the path of a new file, which replaces ``output`` in a folder or a bucket once it has been written.
+
+    Nobody sees a part of it::
+
+        with new_output("s3://bucket/rows.parquet") as file:
+            file.write_bytes(rows)
+    """
     folder, name = _open_folder(output)
     try:
         with TemporaryFolder(folder.url if folder.cloud is None else None) as temporary:
@@ -132,6 +140,6 @@ def new_output(output: str) -> Generator[Path]:
 
 
 def _open_folder(output: str) -> tuple[Store, str]:
-    """The store of the folder that ``output`` lies in, and its name there. Raises UsageError if it has no bucket."""
+    """Return the store of the folder that ``output`` lies in, and its name there; UsageError if it has no bucket."""
     folder, slash, name = output.rpartition("/")
     return open_store(folder + slash or "."), name  # with its slash: "/" is the root, and "s3://" has no bucket

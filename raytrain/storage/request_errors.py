@@ -11,7 +11,7 @@ from typing import Any, cast
 from obstore.exceptions import InvalidPathError, PermissionDeniedError, UnauthenticatedError
 
 from raytrain.errors import ObjectArchived, StorageError
-from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences
+from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud
 from raytrain.storage.credentials import NoCredentials
 from raytrain.storage.folder import explain_os_error
 
@@ -68,18 +68,21 @@ _BY_TEXT: dict[str, str] = {
     "HTTP error": UNREACHABLE,
     "invalid list response": _OTHER_PROTOCOL,
 }
-"""What obstore and the libraries below it write when there was no answer; the more specific first."""
+"""By text of obstore and the libraries below it about a request without an answer; the more specific first."""
 
 
 def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
-    """A StorageError of one sentence for ``error`` of obstore, boto3 or the system; shows ``identity`` of the keys."""
+    """Return a StorageError of one sentence for an ``error`` of obstore, boto3 or the system.
+
+    ``identity`` is what the sentence may show of the credentials that were used.
+    """
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno is not None:
         return explain_os_error(error, url)
     if cloud is None:
-        return StorageError(_OTHER.format(url=url, detail=_in_its_own_words(error)))
-    sentence, detail = _sentence(error, cloud)
+        return StorageError(_OTHER.format(url=url, detail=_first_line(error)))
+    sentence, detail = _sentence_and_detail(error, cloud)
     words = vars(cloud.sentences) | {
         "url": url,
         "bucket": url.partition("://")[2].partition("/")[0],
@@ -91,31 +94,28 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
     return kind(sentence.format(**words))
 
 
-def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:
+def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
     """Return the sentence for an error of obstore or of the cloud's library, and what its ``{detail}`` is."""
-    sentences = cloud.sentences
+    sentences, text = cloud.sentences, str(error)
+    # Errors whose type says what happened.
     if isinstance(error, NoCredentials):
         return sentences.no_credentials, ""
-    if found := cloud.explained(error):
-        return found
+    if known_to_cloud := cloud.sentence_and_detail(error):
+        return known_to_cloud
     if isinstance(error, InvalidPathError):
-        return _UNUSABLE_NAME, str(error).partition("\n")[0]
+        return _UNUSABLE_NAME, text.partition("\n")[0]
     if failure := _credential_source_failure(error):
         return sentences.not_obtained, failure
-    # The second is what obstore makes of a redirect.
-    if error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error):
-        named = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", str(error))
+    # A bucket in another region: obstore has words of its own for a redirect, and only some answers name the region.
+    code = error_code(error) or ""
+    if code in _REGION_CODES or "incorrectly configured region" in text:
+        named = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", text)
         return (_REGION, named[1] or named[2]) if named else (_OTHER_REGION, "")
-    return _answered(error, sentences) or (_OTHER, _in_its_own_words(error))
-
-
-def _answered(error: BaseException, sentences: CloudSentences) -> tuple[str, str] | None:
-    """The sentence for what the server answered, or for the kind of failure without an answer, if there is one."""
-    codes = _BY_CODE | dict(sentences.by_code)
+    # What the server answered: its code says more than the status. Without an answer, the text says what failed.
     statuses = {401: sentences.refuses_credentials, 403: sentences.no_permission, **_BY_STATUS}
-    known = codes.get(error_code(error) or "") or statuses.get(http_status(error) or 0)
-    sentence = known or next((sentence for part, sentence in _BY_TEXT.items() if part in str(error)), None)
-    return (sentence, "") if sentence else None
+    answered = sentences.by_code.get(code) or _BY_CODE.get(code) or statuses.get(http_status(error) or 0)
+    sentence = answered or next((sentence for part, sentence in _BY_TEXT.items() if part in text), None)
+    return (sentence, "") if sentence else (_OTHER, _first_line(error))
 
 
 def error_code(error: BaseException) -> str | None:
@@ -123,8 +123,8 @@ def error_code(error: BaseException) -> str | None:
     if response := _boto_response(error):
         return response.get("Error", {}).get("Code")
     # The second form comes from deleting an object.
-    found = re.search(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)", str(error))
-    return found and (found[1] or found[2])
+    match = re.search(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)", str(error))
+    return match and (match[1] or match[2])
 
 
 def http_status(error: BaseException) -> int | None:
@@ -135,17 +135,17 @@ def http_status(error: BaseException) -> int | None:
         return 401
     if response := _boto_response(error):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    found = re.search(r"status code: (\d{3})\b", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"status code: (\d{3})\b", str(error))
+    return int(match[1]) if match else None
 
 
 def names_no_bucket(error: BaseException) -> bool:
-    """Whether the bucket itself does not exist."""
+    """Return whether the bucket itself does not exist."""
     return error_code(error) in _NO_BUCKET_CODES
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the cloud was busy or a connection broke, so that the same request may succeed later."""
+    """Return whether the cloud was busy or a connection broke, so that the same request may succeed later."""
     status = http_status(error)
     if status is None:
         return _BROKEN_CONNECTION.search(str(error)) is not None or error_code(error) in _TRANSIENT_CODES
@@ -153,28 +153,28 @@ def is_transient(error: BaseException) -> bool:
 
 
 def refuses_credentials(error: BaseException) -> bool:
-    """Whether the cloud refuses the credentials themselves, so that asking their source again may help."""
+    """Return whether the cloud refuses the credentials themselves, so that asking their source again may help."""
     if isinstance(error, UnauthenticatedError):  # or there were none to send
         return _credential_source_failure(error) is None
     return error_code(error) in _CREDENTIAL_CODES
 
 
 def _credential_source_failure(error: BaseException) -> str | None:
-    """Why the source of credentials failed, if obstore raised ``error`` because of that."""
+    """Return why the source of credentials failed, if obstore raised ``error`` because of that."""
     if not isinstance(error, UnauthenticatedError):
         return None
-    found = re.search(r"External \w+ credential provider: (.+)", str(error))
-    return found and found[1]
+    match = re.search(r"External \w+ credential provider: (.+)", str(error))
+    return match and match[1]
 
 
 def _boto_response(error: BaseException) -> dict[str, dict[str, Any]]:
-    """What boto3's ClientError says of S3's answer; empty for any other error."""
+    """Return what boto3's ClientError has of S3's answer; nothing for any other error."""
     response: object = getattr(error, "response", None)
     return cast("dict[str, dict[str, Any]]", response) if isinstance(response, dict) else {}
 
 
-def _in_its_own_words(error: BaseException) -> str:
-    """The first line of the server's explanation, if it sent one, or of the error's text."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the server's explanation, if it sent one, or of the error's text."""
     message = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
     text = message[1] if message else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0].strip(" .")[:300]

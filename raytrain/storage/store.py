@@ -6,14 +6,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from itertools import repeat
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.hedged_requests import fetch_each
+from raytrain.storage.retries_and_hedges import fetch_each
 
 
 class StoredObject(NamedTuple):
@@ -30,18 +29,18 @@ class ObjectChanged(Exception):
 
 
 class Guard(Protocol):
-    """Who may write to a store, as one of its objects says it. Can be pickled."""
+    """The right to write to a store, which one of its objects gives to one owner at a time. Can be pickled."""
 
     path: ClassVar[str]
-    """The object that says it."""
+    """The object that names the owner."""
 
     @property
     def takeover(self) -> int:
-        """Part of the names that an earlier owner, whose last request may still be under way, does not use."""
+        """Return a number for names that no earlier owner uses, whose last request may still be under way."""
         ...
 
     def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged if the ``content`` names another; None: the object is gone from the store ``url``."""
+        """Raise OwnerChanged if ``content`` names another owner, or is None: it is gone from the store ``url``."""
 
 
 class Store(ABC):
@@ -54,7 +53,7 @@ class Store(ABC):
     url: str  # ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder
     cloud: Cloud | None  # where the bucket is reached; None for a folder
     guard: Guard | None
-    """Whose store it is. Each try of a write or a deletion checks it, right before; None: anybody may write."""
+    """The owner's right to write, which each try of a write or a deletion checks first; None: anybody may write."""
 
     @abstractmethod
     def get(self, path: str, etag: str = "") -> bytes:
@@ -70,20 +69,20 @@ class Store(ABC):
 
     @abstractmethod
     def put_file(self, path: str, file: Path) -> None:
-        """Do the same with a file on this machine; a folder takes the file itself, which must be on the same disk."""
+        """Write or replace an object by a file of this machine. A folder takes the file itself, from the same disk."""
 
     @abstractmethod
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         """Write an object if its content is ``expected``, or if it does not exist and ``expected`` is None.
 
         Raises ObjectChanged otherwise. Contents must be unique: an object that holds ``data`` counts as written by an
-        earlier attempt whose answer was lost. A server may accept a write in spite of another one at the same moment:
+        earlier request whose answer was lost. A server may accept a write in spite of another one at the same moment:
         see :meth:`has_conditional_puts`.
         """
 
     @abstractmethod
     def has_conditional_puts(self) -> bool:
-        """Whether of two calls of :meth:`put_if` at the same moment one is refused."""
+        """Return whether of two calls of :meth:`put_if` at the same moment one is refused."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
@@ -95,11 +94,11 @@ class Store(ABC):
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether the object exists."""
+        """Return whether the object exists."""
 
     @abstractmethod
     def guarded(self, guard: Guard) -> Store:
-        """The same store, which only its owner can write to.
+        """Return the same store, which only its owner can write to.
 
         In a folder nobody takes over between the check and the write. In a bucket, a write that arrives later than
         another owner's write to the same object is refused, if the server has conditional writes and the object has at
@@ -107,7 +106,10 @@ class Store(ABC):
         """
 
     def kept_on(self, disk: DiskCache | None) -> Store:
-        """The same store that keeps on a disk what :meth:`get` gives, for objects that don't change or have an ETag."""
+        """Return the same store, which keeps on a disk what :meth:`get` returns.
+
+        Its objects must not change, unless they are read with an ETag.
+        """
         return self
 
     def with_lent_credentials(self, lent: LentCredentials) -> Store:
@@ -135,20 +137,9 @@ class Store(ABC):
     def remove_if_empty(self) -> None:
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
-    def get_each(self, paths: Sequence[str], etags: Sequence[str] = ()) -> Iterator[tuple[int, bytes | Exception]]:
-        """Fetch many objects at a time; yields index, and content or the error of :meth:`get`, as they come."""
-        wanted = list(zip(paths, etags or repeat(""), strict=bool(etags)))
-        return fetch_each(lambda index: self._get_or_error(*wanted[index]), len(wanted))
-
     def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:
-        """What :meth:`get_each` fetches, in the order of ``paths``."""
+        """Fetch many objects at a time; return the content of each, or the error of :meth:`get`, in their order."""
         contents: list[bytes | Exception] = [b""] * len(paths)
-        for index, content in self.get_each(paths, etags):
+        for index, content in fetch_each(self.get, paths, etags):
             contents[index] = content
         return contents
-
-    def _get_or_error(self, path: str, etag: str) -> bytes | Exception:
-        try:
-            return self.get(path, etag)
-        except Exception as error:
-            return error

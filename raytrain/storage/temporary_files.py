@@ -44,20 +44,15 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove folders whose lock is free. The operating system releases a lock when its process ends."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # BlockingIOError if the lock is held
-            if _is_own_folder(folder):
-                _remove_if_unlocked(folder)
-
-
-def _is_own_folder(folder: Path) -> bool:
-    status = folder.lstat()
-    return _NAME.fullmatch(folder.name) is not None and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-
-def _remove_if_unlocked(folder: Path) -> None:
-    lock = acquire(folder / _LOCK, wait=False, create=False)
-    try:
-        # Nothing can be read at a position of a pipe: it raises an OSError.
-        if lock.exclusive and os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK:
-            shutil.rmtree(folder)
-    finally:
-        os.close(lock.descriptor)
+            # Only this user's folders that have such a name: no link to one, and no file.
+            status = folder.lstat()
+            is_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not is_folder or not _NAME.fullmatch(folder.name):
+                continue
+            lock = acquire(folder / _LOCK, wait=False, create=False)
+            try:
+                # Nothing can be read at a position of a pipe: it raises an OSError.
+                if lock.exclusive and os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK:
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock.descriptor)

@@ -18,7 +18,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from raytrain.trackers.pictures import Pixels, sheet
+from raytrain.trackers.pictures import Pixels, contact_sheet
 from raytrain.trackers.tracker import TrackedRun
 
 _MAX_KEY, _MAX_VALUE = 250, 500  # characters; newer servers take longer values
@@ -32,18 +32,34 @@ class MLflowTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
-        known = self._find(run)
-        if known is None:
-            known = self._client.create_run(
-                _experiment(self._client), run_name=run.name, tags={_URL_TAG: run.store.url}
-            )
-        self.run_id: str = known.info.run_id
-        page = f"/#/experiments/{known.info.experiment_id}/runs/{self.run_id}"
+        mlflow_run = self._earlier_run(run)
+        if mlflow_run is None:
+            # The experiment that the environment names; MLflow's default without one.
+            experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+            if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+                experiment = self._client.get_experiment_by_name(name)
+                experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            tags = {_URL_TAG: run.store.url}
+            mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+        self.run_id: str = mlflow_run.info.run_id
+        self._client.update_run(self.run_id, status="RUNNING")
+        self._logged: dict[str, str] = mlflow_run.data.params
+        self._metrics: list[Metric] = []
+        page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
         uri: str = self._client.tracking_uri
         self.place = uri.rstrip("/") + page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
-        self._client.update_run(self.run_id, status="RUNNING")
-        self._logged: dict[str, str] = known.data.params
-        self._metrics: list[Metric] = []
+
+    def _earlier_run(self, run: TrackedRun) -> Run | None:
+        """Return the run of an earlier attempt.
+
+        A run's folder may name any ID, also of somebody else's run: only one that is tagged with the run counts.
+        """
+        if run.id is not None:
+            with suppress(MlflowException):
+                stored = self._client.get_run(run.id)
+                if stored.data.tags.get(_URL_TAG) == run.store.url and stored.info.lifecycle_stage == "active":
+                    return stored
+        return None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send the options. MLflow lets none change: one that a resume changed becomes a tag of the same name."""
@@ -57,8 +73,8 @@ class MLflowTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Gather a row."""
-        now = int(time.time() * 1000)
-        self._metrics += [Metric(name, value, now, step) for name, value in metrics.items()]
+        time_ms = int(time.time() * 1000)
+        self._metrics += [Metric(name, value, time_ms, step) for name, value in metrics.items()]
 
     def save(self) -> None:
         """Send the rows."""
@@ -69,7 +85,7 @@ class MLflowTracker:
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
         """Send images as one, for which MLflow has a slider over the steps."""
-        self._client.log_image(self.run_id, sheet(images, caption), key=key, step=step)
+        self._client.log_image(self.run_id, contact_sheet(images, caption), key=key, step=step)
 
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""
@@ -78,20 +94,3 @@ class MLflowTracker:
     def finalize(self, status: str) -> None:
         """End the run; a resume opens it again."""
         self._client.set_terminated(self.run_id, _STATUS[status])
-
-    def _find(self, run: TrackedRun) -> Run | None:
-        """The run of an earlier start. A run's folder may name any ID: only one that is tagged with the run counts."""
-        if run.id is not None:
-            with suppress(MlflowException):
-                found = self._client.get_run(run.id)
-                if found.data.tags.get(_URL_TAG) == run.store.url and found.info.lifecycle_stage == "active":
-                    return found
-        return None
-
-
-def _experiment(client: MlflowClient) -> str:
-    """The ID of the experiment that the environment names; MLflow's default without one."""
-    if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
-        found = client.get_experiment_by_name(name)
-        return found.experiment_id if found else client.create_experiment(name)
-    return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")

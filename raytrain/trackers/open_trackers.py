@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,47 +33,56 @@ _BUILT_IN = {
 
 
 def open_trackers(*several: Trackers) -> list[NamedTracker]:
-    """The trackers of a run, each under a name of its own, not yet opened. Raises UsageError for one that cannot be."""
-    trackers = [each for given in several for each in ([given] if isinstance(given, (str, Tracker)) else given)]
+    """Return the trackers of a run, each under a name of its own; raise UsageError for one that cannot be opened.
+
+    They are opened in their threads. A name that comes twice counts once, and of several objects of one class the
+    second is called ``Class#2``::
+
+        open_trackers(["tensorboard", "mlflow"], CSVLogger("logs"))
+    """
+    trackers = [tracker for one in several for tracker in ([one] if isinstance(one, (str, Tracker)) else one)]
     opened: list[NamedTracker] = []
-    for place, tracker in enumerate(trackers):
-        if isinstance(tracker, str) and tracker in trackers[:place]:
+    for index, tracker in enumerate(trackers):
+        if isinstance(tracker, str) and tracker in trackers[:index]:
             continue
-        named = _by_name(tracker) if isinstance(tracker, str) else _of_object(tracker)
-        number = sum(other.name.partition("#")[0] == named.name for other in opened) + 1
+        named = _named(tracker)
+        number = sum(earlier.name.partition("#")[0] == named.name for earlier in opened) + 1
         opened.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
     return opened
 
 
-def _by_name(name: str) -> NamedTracker:
-    if name in _BUILT_IN:
-        return NamedTracker(name, _built_in(name, *_BUILT_IN[name]))
-    if ":" not in name:
-        hint = did_you_mean(name, _BUILT_IN)
+def _named(tracker: object) -> NamedTracker:
+    # An object of the user's own.
+    if not isinstance(tracker, str):
+        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+            raise UsageError(
+                f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
+                "finalize."
+            )
+        return NamedTracker(type(tracker).__name__, lambda run: tracker)
+
+    # The name of one that raytrain comes with, whose package may not be installed.
+    if tracker in _BUILT_IN:
+        module, kind, needs = _BUILT_IN[tracker]
+        if find_spec(needs) is None:
+            raise UsageError(f"--track {tracker} needs the package {needs}: `pip install 'raytrain[{tracker}]'`.")
+        return NamedTracker(tracker, lambda run: getattr(import_module(module), kind)(run))
+
+    # The name of a class of the user's own.
+    if ":" not in tracker:
+        hint = did_you_mean(tracker, _BUILT_IN)
         known = ", ".join(_BUILT_IN)
-        raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
-    own = load_function("--track", name)
-    return NamedTracker(name, lambda run: own())
-
-
-def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
-    if find_spec(needs) is None:
-        raise UsageError(f"--track {name} needs the package {needs}: `pip install 'raytrain[{name}]'`.")
-    return lambda run: getattr(import_module(module), kind)(run)
-
-
-def _of_object(tracker: object) -> NamedTracker:
-    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-        raise UsageError(
-            f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
-            "finalize."
-        )
-    return NamedTracker(type(tracker).__name__, lambda run: tracker)
+        raise UsageError(f"There is no tracker {tracker!r}{hint}; give {known}, or package.module:Class.")
+    make = load_function("--track", tracker)
+    return NamedTracker(tracker, lambda run: make())
 
 
 @dataclass(frozen=True)
 class TrackResult:
-    """Where the history of ``run`` is now: ``rows``, also those sent before, and URLs or commands of trackers."""
+    """The trackers that have the history of ``run`` now.
+
+    ``rows`` counts also those that were sent before; ``places`` are URLs, or commands that show the run.
+    """
 
     run: str
     trackers: list[str]
@@ -81,7 +90,7 @@ class TrackResult:
     places: list[str]
 
     def summary(self) -> dict[str, Any]:
-        """The result as a dictionary of plain values."""
+        """Return the result as a dictionary of plain values."""
         return asdict(self)
 
 
@@ -89,7 +98,9 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     """Send the history of a run that is over, and its last checkpoint, as far as the trackers lack it.
 
     ``trackers`` are names or objects, as for :func:`raytrain.train`. Raises UsageError if the run still trains or is a
-    sweep, and RaytrainError with what went wrong if a tracker fails.
+    sweep, and RaytrainError with what went wrong if a tracker fails::
+
+        raytrain.track("first", ["mlflow"]).places
     """
     if not trackers:
         raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")

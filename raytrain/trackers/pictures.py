@@ -21,7 +21,6 @@ from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Pixels = NDArray[np.uint8]
@@ -40,8 +39,8 @@ _MAX_LABEL = 30  # characters of a class beside the matrix
 _MIN_INCHES, _MAX_INCHES = 5.5, 16.0
 
 
-def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
-    """Images, (H, W, 3), as one, with their captions of up to two lines below them; a single image as it is."""
+def contact_sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
+    """Join images, (H, W, 3) each, to one, with captions of up to two lines below them; a single one stays as it is."""
     if len(images) == 1:
         return images[0]
     columns = min(_NUM_COLUMNS, len(images))
@@ -60,7 +59,7 @@ def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
 
 
 def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Pixels:
-    """Counts by label and prediction as an image, (H, W, 3)."""
+    """Draw counts by label and prediction as an image, (H, W, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     matrix = np.zeros((len(classes), len(classes)), np.int64)
@@ -72,59 +71,51 @@ def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[st
 
 
 def matrix_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Figure:
-    """The confusion matrix: true classes as rows, predicted ones as columns.
+    """Draw a confusion matrix, (C, C): true classes as rows, predicted ones as columns.
 
     Correct predictions are blue and wrong ones orange; the darker a cell, the larger its fraction of the true class. Up
     to 30 classes, the cells have counts.
     """
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     side = min(_MAX_INCHES, max(_MIN_INCHES, 3.0 + 0.45 * len(classes)))
     figure = Figure(figsize=(side + 0.5, side), layout="constrained")
     axes = figure.add_subplot()
+
+    # Shades. They are not linear: rare confusions must be visible beside frequent ones.
     fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)  # of the true class, (C, C)
-    _shade(axes, fractions)
-    _name_classes(axes, classes, cell_points=(side - 2) * 72 / len(classes))
-    if len(classes) <= _MAX_CLASSES_COUNTED:
-        _write_counts(axes, matrix, fractions)
-    return figure
-
-
-def _shade(axes: Axes, fractions: NDArray[np.float64]) -> None:
-    from matplotlib.colors import PowerNorm
-
     diagonal = np.eye(len(fractions), dtype=bool)
     for colours, hidden in (("Blues", ~diagonal), ("Oranges", diagonal)):
-        # Not linear: rare confusions must be visible beside frequent ones.
         shown = np.ma.masked_array(fractions, hidden | (fractions == 0))
         axes.imshow(shown, cmap=colours, norm=PowerNorm(0.7, 0, 1), interpolation="nearest")
 
-
-def _name_classes(axes: Axes, classes: Sequence[str], cell_points: float) -> None:
-    """Write the classes along both sides, as many of them as can be read. A cell is ``cell_points`` wide."""
+    # The classes along both sides, as many of them as can be read.
+    cell_points = (side - 2) * 72 / len(classes)
     size = min(10.0, max(5.5, 0.7 * cell_points))
-    places = range(0, len(classes), math.ceil(1.2 * size / cell_points))
-    shown = [one_line(classes[place]) for place in places]
-    names = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in shown]
-    axes.set_xticks(places, names, rotation=90, fontsize=size, parse_math=False)  # a $ is a $
-    axes.set_yticks(places, names, fontsize=size, parse_math=False)
+    ticks = range(0, len(classes), math.ceil(1.2 * size / cell_points))
+    names = [one_line(classes[tick]) for tick in ticks]
+    labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in names]
+    axes.set_xticks(ticks, labels, rotation=90, fontsize=size, parse_math=False)  # a $ is a $
+    axes.set_yticks(ticks, labels, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
     axes.spines[:].set_color("#bbbbbb")
     axes.set_xlabel("predicted class", labelpad=10)
     axes.set_ylabel("true class", labelpad=10)
 
-
-def _write_counts(axes: Axes, matrix: NDArray[np.int64], fractions: NDArray[np.float64]) -> None:
-    for row, column in np.argwhere(matrix):
-        colour = "white" if fractions[row, column] > 0.4 else "#333333"
-        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8.5, color=colour)
-    edges = np.arange(len(matrix) - 1) + 0.5
-    axes.hlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
-    axes.vlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
+    # Counts, with lines between them, where there is room.
+    if len(classes) <= _MAX_CLASSES_COUNTED:
+        for row, column in np.argwhere(matrix):
+            colour = "white" if fractions[row, column] > 0.4 else "#333333"
+            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8.5, color=colour)
+        edges = np.arange(len(matrix) - 1) + 0.5
+        axes.hlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
+        axes.vlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
+    return figure
 
 
 def _cut(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """As much of ``text`` as fits into ``width`` pixels."""
+    """Return as much of ``text`` as fits into ``width`` pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}…") > width:
@@ -142,47 +133,36 @@ class Pictures:
 
 
 def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
-    """The step of the last evaluation, and its images; -1 and none if that is not a later step than ``after``."""
+    """Return the step of the last evaluation and its images; -1 and none unless that step is later than ``after``."""
     document = read_json(store, EVALUATION)
     step = document.get("step")
     if type(step) is not int or step <= after:
         return -1, []
     names = [one_line(str(name)[:_MAX_NAME]) for name in _list(document.get("classes"))[: _MAX_CLASSES + 1]]
     groups = [_examples(_list(document.get(part)), names, key) for part, key in _GROUPS.items()]
-    groups.append(_confusions(_list(document.get("confusion")), names))
-    return step, [group for group in groups if group.images]
+    confusions = Pictures(_CONFUSIONS, [], [])
+    with suppress(IndexError, TypeError, ValueError, OverflowError):
+        counts = {(label, prediction): int(count) for label, prediction, count in _list(document.get("confusion"))}
+        if counts and len(names) <= _MAX_CLASSES:
+            confusions.images.append(confusion_matrix(counts, names))
+            confusions.captions.append("rows are the labels, columns the predictions")
+    return step, [group for group in (*groups, confusions) if group.images]
 
 
 def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
+    """Decode the images of a part of the document, which anybody may have written: leave out what is no example."""
     pictures = Pictures(key, [], [])
     for example in examples[:_MAX_IMAGES]:
-        with suppress(KeyError, IndexError, TypeError, ValueError, OSError, Image.DecompressionBombError):
-            pixels, caption = _pixels(example["image"]), _caption(example, names)
-            pictures.images.append(pixels)
+        with suppress(LookupError, AttributeError, TypeError, ValueError, OSError, Image.DecompressionBombError):
+            png = base64.b64decode(example["image"].removeprefix(_PNG))
+            image = Image.open(io.BytesIO(png), formats=["PNG"])
+            if max(image.size) > _MAX_SIDE:
+                continue
+            probability = example.get("probability")
+            percent = f" {probability:.0%}" if matches(probability, float) else ""
+            caption = f"{names[example['label']]}\npredicted {names[example['prediction']]}{percent}"
+            pictures.images.append(np.asarray(image.convert("RGB")))
             pictures.captions.append(caption)
-    return pictures
-
-
-def _pixels(url: str) -> Pixels:
-    image = Image.open(io.BytesIO(base64.b64decode(url.removeprefix(_PNG))), formats=["PNG"])
-    if max(image.size) > _MAX_SIDE:
-        raise ValueError(f"an image of {image.width} × {image.height} pixels")
-    return np.asarray(image.convert("RGB"))
-
-
-def _caption(example: dict[str, Any], names: list[str]) -> str:
-    probability = example.get("probability")
-    sure = f" {probability:.0%}" if matches(probability, float) else ""
-    return f"{names[example['label']]}\npredicted {names[example['prediction']]}{sure}"
-
-
-def _confusions(cells: list[Any], names: list[str]) -> Pictures:
-    pictures = Pictures(_CONFUSIONS, [], [])
-    with suppress(IndexError, TypeError, ValueError, OverflowError):
-        counts = {(label, prediction): int(count) for label, prediction, count in cells}
-        if counts and len(names) <= _MAX_CLASSES:
-            pictures.images.append(confusion_matrix(counts, names))
-            pictures.captions.append("rows are the labels, columns the predictions")
     return pictures
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from raytrain.trackers.tracker import TrackedRun
 
-_HOST, _PORT = "127.0.0.1", 9464  # OpenTelemetry's
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9464  # OpenTelemetry's
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_]")
 
 
@@ -27,36 +27,31 @@ class PrometheusTracker:
         self._run = run.name
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
-        host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", _HOST)
-        port = int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", _PORT))
-        self._server, self._thread = self._serve(host, port)
+        host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", DEFAULT_HOST)
+        port = int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", DEFAULT_PORT))
+        try:
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Another run on this machine has the port: take any free one.
+            self._server, self._thread = start_http_server(0, host, self._registry)
         self.place = f"http://{host}:{self._server.server_port}/metrics"
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:
-        """Nothing: Prometheus has no place for options."""
+        """Do nothing: Prometheus has no place for options."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Set the gauges."""
-        for name, value in {**metrics, "step": step}.items():
-            self._gauge(name).labels(self._run).set(value)
+        for metric, value in {**metrics, "step": step}.items():
+            name = f"raytrain_{_NOT_IN_NAMES.sub('_', metric)}"
+            if name not in self._gauges:
+                title = f"{name} of the last row of metrics"
+                self._gauges[name] = Gauge(name, title, ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(value)
 
     def finalize(self, status: str) -> None:
         """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _gauge(self, name: str) -> Gauge:
-        name = f"raytrain_{_NOT_IN_NAMES.sub('_', name)}"
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, f"{name} of the last row of metrics", ["run"], registry=self._registry)
-        return self._gauges[name]
-
-    def _serve(self, host: str, port: int) -> Any:
-        """The server and its thread; on any free port if another run on this machine has ``port``."""
-        try:
-            return start_http_server(port, host, self._registry)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return start_http_server(0, host, self._registry)

@@ -15,7 +15,7 @@ from tensorboardX.summary import hparams
 
 from raytrain.runs.background import Throttle
 from raytrain.storage.temporary_files import TemporaryFolder
-from raytrain.trackers.pictures import Pixels, sheet
+from raytrain.trackers.pictures import Pixels, contact_sheet
 from raytrain.trackers.tracker import TrackedRun
 
 _FOLDER = "tensorboard"
@@ -23,14 +23,14 @@ _UPLOAD_EVERY_S = 30.0
 
 
 class TensorBoardTracker:
-    """Writes into the run's folder. Event files of a run in S3 grow here, and are copied there now and then."""
+    """Event files in the run's folder. Those of a run in S3 grow on this machine, and are copied there now and then."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.place = f"tensorboard --logdir {run.store.url}/{_FOLDER}"
         self._store = run.store
         self._local = TemporaryFolder() if "://" in run.store.url else None
         self._folder = self._local.path if self._local else Path(run.store.url, _FOLDER)
-        # Files are named by the second: one of an earlier start must not be replaced, and is read first.
+        # Files are named by the second: one of an earlier attempt must not be replaced, and is read first.
         self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{time.time_ns()}")
         self._throttle = Throttle()
 
@@ -48,7 +48,7 @@ class TensorBoardTracker:
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
         """Write images as one, for which TensorBoard has a slider over the steps."""
-        self._writer.add_image(key, sheet(images, caption), step, dataformats="HWC")
+        self._writer.add_image(key, contact_sheet(images, caption), step, dataformats="HWC")
 
     def save(self) -> None:
         """Flush the event file."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import as_tuple
 from raytrain.runs.redact import one_line
@@ -19,12 +21,11 @@ _MAX_NAME = 250  # characters, MLflow's limit
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
 _PREFIX = {"step": "train", "evaluation": "test"}
 _COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "samples_seen", "elapsed_s")
-_PLACE = ("resume", "address", "track")  # options that are not the run's
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Gets what a run measures, from one thread. Whatever it raises, and however long it takes, the run goes on.
+    """Take what a run measures, from one thread. Whatever it raises, and however long it takes, the run goes on.
 
     A tracker may have more methods, which are called if they exist:
 
@@ -35,18 +36,18 @@ class Tracker(Protocol):
     """
 
     def log_hyperparams(self, params: dict[str, str | int | float]) -> None:
-        """Take the options of the run, in a flat dictionary. Called once in each start of the run."""
+        """Take the options of the run, in a flat dictionary. Called once in each attempt."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Take numbers by name, after ``step`` completed steps. A number may be NaN or infinite."""
 
     def finalize(self, status: TrackerStatus) -> None:
-        """The run has ended: ``success`` if it finished or was stopped, otherwise ``failed``. It may resume later."""
+        """End the run: ``success`` if it finished or was stopped, otherwise ``failed``. It may resume later."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier start had there."""
+    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier attempt had there."""
 
     name: str
     store: Store
@@ -54,13 +55,20 @@ class TrackedRun:
 
 
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
-    """The options of a run: those with several values as text, those that are not set left out."""
-    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: _scalar(value) for name, value in options.items() if value not in (None, ()) and name not in _PLACE}
+    """Return the options of a run by name: those with several values as text, without those that are not set."""
+    hidden = options_with(Mark.OF_COMMAND)
+    params: dict[str, str | int | float] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value in (None, ()) or field.name in hidden:
+            continue
+        is_number = isinstance(value, (bool, int, float))
+        params[field.name] = value if is_number else one_line(" ".join(map(str, as_tuple(value))))
+    return params
 
 
 def row_metrics(row: MetricRow) -> dict[str, float]:
-    """A row as numbers, such as ``train/loss``; a metric that was not finite when it was written is NaN."""
+    """Return the numbers of a row by name, such as ``train/loss``; one that was not finite when written is NaN."""
     measured = {
         metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
         for name, value in row.metrics.items()
@@ -70,12 +78,6 @@ def row_metrics(row: MetricRow) -> dict[str, float]:
 
 
 def metric_name(name: str) -> str:
-    """A name that every tracker accepts. Loops, and whoever wrote a stored run, may use any text."""
+    """Return a name that every tracker accepts. Loops, and whoever wrote a stored run, may use any text."""
     parts = (part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(". "))
     return "/".join(parts)[:_MAX_NAME] or "_"
-
-
-def _scalar(value: object) -> str | int | float:
-    if isinstance(value, (bool, int, float)):
-        return value
-    return one_line(" ".join(map(str, as_tuple(value))))

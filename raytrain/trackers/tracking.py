@@ -1,4 +1,12 @@
-"""All trackers of a run, each fed from a queue of its own, and how far each has got."""
+"""All trackers of a run, each fed from a queue of its own, and how far each has got.
+
+A tracker may be slow, hang or fail, and neither the run nor the other trackers may notice. So each has a thread, which
+opens it, sends it rows, images of evaluations and the last checkpoint, and ends it.
+
+A document in the run's folder says how far each tracker has got. It is written before rows are sent, so that a process
+that is killed and starts again sends none twice. Trackers cannot be asked instead: one of the user's own, such as a
+logger of Lightning's, has only the three methods of :class:`raytrain.trackers.tracker.Tracker`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +15,8 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -35,25 +43,64 @@ _END_WITHIN_S = 30.0
 _ABORT_WITHIN_S = 5.0
 
 
-@dataclass(frozen=True)
-class Position:
-    """The tracker's own ``id`` of the run, the last steps that it was sent, the last images, and the last network."""
+class Tracking:
+    """Send a run to its trackers. No call waits for one of them, apart from a bounded time at the end."""
 
-    id: str | None = None
-    step: int = 0
-    evaluation_step: int = -1
-    picture_step: int = -1
-    network: str | None = None
+    def __init__(self, trackers: Sequence[NamedTracker], end_within_s: float = _END_WITHIN_S) -> None:
+        self._trackers = trackers
+        self._end_within_s = end_within_s
+        self._lock = threading.Lock()  # begin and update may be called by different threads
+        self._threads: list[TrackerThread] | None = None  # until begin
+        self._rows_before_begin: list[Sequence[MetricRow]] = []
+        self._has_ended = False
 
-    def precedes(self, row: MetricRow) -> bool:
-        """Whether ``row`` has not been sent yet."""
-        return row.step > (self.step if row.kind == "step" else self.evaluation_step)
+    def begin(self, config: TrainConfig, store: Store, report: Callable[[Event], None]) -> None:
+        """Open the trackers of the run in ``store``, and queue the rows that came before.
 
-    def after(self, row: MetricRow) -> Position:
-        """The position once ``row`` has been sent."""
-        if row.kind == "step":
-            return dataclasses.replace(self, step=row.step)
-        return dataclasses.replace(self, evaluation_step=row.step)
+        ``report`` gets an event about each tracker that opens or fails. After :meth:`abort`, none is opened.
+        """
+        run, params = TrackedRun(config.name or "", store), hyperparams(config)
+        with self._lock:
+            if self._has_ended:
+                return
+            self._threads = [TrackerThread(tracker, run, params, report) for tracker in self._trackers]
+            for thread in self._threads:
+                for rows in self._rows_before_begin:
+                    thread.send(rows)
+            self._rows_before_begin.clear()
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Queue the rows of a snapshot, and report trackers that hang."""
+        with self._lock:
+            # A run trains while storage still writes its first documents, after which begin is called.
+            if self._threads is None:
+                if snapshot.rows and self._trackers:
+                    self._rows_before_begin.append(snapshot.rows)
+                return
+            for thread in self._threads:
+                if snapshot.rows:
+                    thread.send(snapshot.rows)
+                thread.check_alive()
+
+    def finish(self, result: TrainResult) -> None:
+        """Send the rest and the last checkpoint, and finalize the trackers; wait a bounded time for all of them."""
+        network = result.checkpoint and result.checkpoint.removeprefix(result.run_dir).lstrip("/")
+        end = End("failed") if result.status == "failed" else End("success", network)
+        self._end(end, self._end_within_s)
+
+    def abort(self) -> None:
+        """End the trackers of a run that ended without a result; do nothing after :meth:`finish`."""
+        self._end(End("failed"), _ABORT_WITHIN_S)
+
+    def _end(self, end: End, within_s: float) -> None:
+        with self._lock:
+            threads = [] if self._has_ended else self._threads or []
+            self._has_ended = True
+        for thread in threads:
+            thread.end(end)
+        deadline = time.monotonic() + within_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -71,8 +118,29 @@ class End(NamedTuple):
     network: str | None = None
 
 
+@dataclass(frozen=True)
+class Position:
+    """The tracker's own ``id`` of the run, the last steps that it was sent, the last images, and the last network."""
+
+    id: str | None = None
+    step: int = 0
+    evaluation_step: int = -1
+    picture_step: int = -1
+    network: str | None = None
+
+    def precedes(self, row: MetricRow) -> bool:
+        """Return whether ``row`` has not been sent yet."""
+        return row.step > (self.step if row.kind == "step" else self.evaluation_step)
+
+    def after(self, row: MetricRow) -> Position:
+        """Return the position once ``row`` has been sent."""
+        if row.kind == "step":
+            return dataclasses.replace(self, step=row.step)
+        return dataclasses.replace(self, evaluation_step=row.step)
+
+
 class TrackerThread:
-    """Opens a tracker and sends it what is new to it, until the end; ``report`` gets events of how that goes."""
+    """Open a tracker and send it what is new to it, until the end; ``report`` gets events of how that goes."""
 
     def __init__(
         self,
@@ -83,7 +151,6 @@ class TrackerThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._make = tracker.name, tracker.make
-        self.failed = False
         self.num_rows = 0
         """Taken from the queue so far, also those that the tracker had already."""
         self._run = run
@@ -92,10 +159,11 @@ class TrackerThread:
         self._report = report
         self._clock = clock
         self._rows: queue.SimpleQueue[Iterable[MetricRow]] = queue.SimpleQueue()
-        self._end: End | None = None
-        self._ended = threading.Event()
-        self._busy_since: float | None = clock()
         self._position = Position()
+        self._end: End | None = None
+        self._end_is_known = threading.Event()
+        self._busy_since: float | None = clock()  # None while it waits for rows
+        self._has_failed = False
         self._thread = threading.Thread(target=self._feed, daemon=True, name=f"tracker {self.name}")
         self._thread.start()
 
@@ -107,7 +175,7 @@ class TrackerThread:
     def end(self, end: End) -> None:
         """Send what is left, and finalize the tracker."""
         self._end = end
-        self._ended.set()
+        self._end_is_known.set()
 
     def join(self, timeout_s: float | None) -> None:
         """Wait for the end; a tracker that takes longer is reported, and left behind."""
@@ -122,56 +190,66 @@ class TrackerThread:
             self._fail(f"has not answered for {_HANGS_AFTER_S:.0f} s")
 
     def _feed(self) -> None:
+        """Feed the tracker, in its thread, from its opening to its end."""
         try:
-            tracker = self._open()
-            pause_s, seen = GATHER_S, self._position.evaluation_step
+            # Open it where an earlier attempt stopped, and write down under which ID it knows the run.
+            self._position = Position(**known_fields(Position, read_json(self._run.store, self._document)))
+            tracker = self._make(dataclasses.replace(self._run, id=self._position.id))
+            run_id = getattr(tracker, "run_id", None)
+            if isinstance(run_id, str) and run_id != self._position.id:
+                self._move(dataclasses.replace(self._position, id=run_id))
+            if isinstance(place := getattr(tracker, "place", None), str):
+                self._report(TrackerOpened(self.name, place).redacted())
+            tracker.log_hyperparams(dict(self._params))
+
+            # Send what has gathered, until the end comes. A worker writes its images after the row of an evaluation,
+            # so they are sent a group later.
+            pause_s, last_evaluation = GATHER_S, self._position.evaluation_step
             while self._end is None:
                 self._busy_since = None
-                self._ended.wait(pause_s)
-                self._busy_since, worked_s = self._clock(), time.thread_time()
-                if seen < self._position.evaluation_step:  # one look later, when a worker has written its images
-                    seen = self._position.evaluation_step
+                self._end_is_known.wait(pause_s)
+                self._busy_since, cpu_before_s = self._clock(), time.thread_time()
+                if last_evaluation < self._position.evaluation_step:
+                    last_evaluation = self._position.evaluation_step
                     self._send_pictures(tracker)
-                self._send(tracker)
-                pause_s = gather_s(time.thread_time() - worked_s)
-            self._send(tracker)  # what came between the last look and the end
+                self._send_rows(tracker)
+                pause_s = gather_s(time.thread_time() - cpu_before_s)
+
+            # Send what came between the last group and the end.
+            self._send_rows(tracker)
             self._send_pictures(tracker)
             if self._end.network is not None and hasattr(tracker, "log_network"):
                 self._send_network(tracker, self._end.network)
             tracker.finalize(self._end.status)
         except BaseException as error:  # also SystemExit, of a tracker that gives up
-            self._fail(f"failed ({_reason(error)})")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._fail(f"failed ({reason if len(reason) <= _MAX_REASON else f'{reason[:_MAX_REASON]}…'})")
 
-    def _open(self) -> Tracker:
-        self._position = Position(**known_fields(Position, read_json(self._run.store, self._document)))
-        tracker = self._make(dataclasses.replace(self._run, id=self._position.id))
-        own_id = getattr(tracker, "run_id", None)
-        if isinstance(own_id, str) and own_id != self._position.id:
-            self._move(dataclasses.replace(self._position, id=own_id))
-        if isinstance(place := getattr(tracker, "place", None), str):
-            self._report(TrackerOpened(self.name, place).redacted())
-        tracker.log_hyperparams(dict(self._params))
-        return tracker
+    def _send_rows(self, tracker: Tracker) -> None:
+        """Send the rows that are new, in groups.
 
-    def _send(self, tracker: Tracker) -> None:
-        """Send the rows that are new, in groups."""
-        rows, before = self._take_new(), self._position
-        while group := list(islice(rows, _MAX_GROUP)):
-            self._send_group(tracker, group, before)
-            before = self._position
-
-    def _send_group(self, tracker: Tracker, rows: Sequence[MetricRow], before: Position) -> None:
-        """Send rows after the position ``before``; the new one is written first, so that a kill repeats nothing."""
+        The position behind a group is written first, so that a kill repeats nothing. If the tracker fails, the position
+        goes back to the last row that it has: the last one that it took, or was told to save.
+        """
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
-        with self._moved(self._position, before) as sent:
-            for row in rows:
-                tracker.log_metrics(row_metrics(row), row.step)
-                sent[0] = sent[0] if save else sent[0].after(row)
-            if save is not None:
-                save()
+        sent = self._position
+        rows = self._take_new_rows()
+        while group := list(islice(rows, _MAX_GROUP)):
+            self._move(self._position)
+            try:
+                for row in group:
+                    tracker.log_metrics(row_metrics(row), row.step)
+                    if save is None:
+                        sent = sent.after(row)
+                if save is not None:
+                    save()
+            except BaseException:
+                self._move_back(sent)
+                raise
+            sent = self._position
 
-    def _take_new(self) -> Iterator[MetricRow]:
-        """The rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
+    def _take_new_rows(self) -> Iterator[MetricRow]:
+        """Take the rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
         with suppress(queue.Empty):
             while True:
                 for row in self._rows.get_nowait():
@@ -186,102 +264,47 @@ class TrackerThread:
             return
         from raytrain.trackers.pictures import read_pictures
 
-        step, groups = read_pictures(self._run.store, after=self._position.picture_step)
+        sent = self._position
+        step, groups = read_pictures(self._run.store, after=sent.picture_step)
         if not groups:
             return
-        with self._moved(dataclasses.replace(self._position, picture_step=step), self._position):
+        self._move(dataclasses.replace(sent, picture_step=step))
+        try:
             for group in groups:
                 tracker.log_image(group.key, group.images, step, caption=group.captions)
+        except BaseException:
+            self._move_back(sent)
+            raise
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
+        """Send a checkpoint as a file of this machine, unless the tracker has it already."""
         if checkpoint == self._position.network:
             return
-        with _as_file(self._run.store, checkpoint) as file:
-            tracker.log_network(file)
+        store = self._run.store
+        if store.cloud is None:
+            tracker.log_network(f"{store.url}/{checkpoint}")
+        else:
+            with TemporaryFolder() as folder:
+                file = folder / checkpoint.rpartition("/")[2]
+                file.write_bytes(store.get(checkpoint))
+                tracker.log_network(str(file))
         self._move(dataclasses.replace(self._position, network=checkpoint))
-
-    @contextmanager
-    def _moved(self, position: Position, sent: Position) -> Generator[list[Position]]:
-        """Write ``position`` first; if sending fails, how far it came, which the sender puts in place of ``sent``."""
-        reached = [sent]
-        self._move(position)
-        try:
-            yield reached
-        except BaseException:
-            with suppress(RaytrainError):
-                self._move(reached[0])
-            raise
 
     def _move(self, position: Position) -> None:
         self._position = position
         write_json(self._run.store, self._document, dataclasses.asdict(position))
 
-    def _fail(self, what: str) -> None:
+    def _move_back(self, position: Position) -> None:
+        with suppress(RaytrainError):  # why sending failed matters more
+            self._move(position)
+
+    def _fail(self, reason: str) -> None:
         """Report what went wrong, the first time."""
-        if not self.failed:
-            self.failed = True
-            self._report(TrackerFailed(self.name, what, self._run.name).redacted())
+        if not self._has_failed:
+            self._has_failed = True
+            self._report(TrackerFailed(self.name, reason, self._run.name).redacted())
 
 
 def gather_s(cpu_s: float) -> float:
-    """How long to gather rows after a group that took ``cpu_s`` seconds of a core."""
+    """Return how many seconds to gather rows after a group that took ``cpu_s`` seconds of a core."""
     return min(max(GATHER_S, cpu_s / _CPU_FRACTION), _MAX_GATHER_S)
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
-
-
-@contextmanager
-def _as_file(store: Store, path: str) -> Generator[str]:
-    """An object of ``store`` as a local file."""
-    if "://" not in store.url:
-        yield f"{store.url}/{path}"
-        return
-    with TemporaryFolder() as folder:
-        file = folder / path.rpartition("/")[2]
-        file.write_bytes(store.get(path))
-        yield str(file)
-
-
-class Tracking:
-    """Sends a run to its trackers. No call waits for one of them, apart from a bounded time at the end."""
-
-    def __init__(self, trackers: Sequence[NamedTracker], end_within_s: float = _END_WITHIN_S) -> None:
-        self._trackers = trackers
-        self._end_within_s = end_within_s
-        self._threads: list[TrackerThread] = []
-        self._ended = False
-
-    def begin(self, config: TrainConfig, store: Store, report: Callable[[Event], None]) -> None:
-        """Open the trackers of the run in ``store``; ``report`` gets an event about each that fails."""
-        run, params = TrackedRun(config.name or "", store), hyperparams(config)
-        self._threads = [TrackerThread(tracker, run, params, report) for tracker in self._trackers]
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Queue the rows of a snapshot, and report trackers that hang."""
-        for thread in self._threads:
-            if snapshot.rows:
-                thread.send(snapshot.rows)
-            thread.check_alive()
-
-    def finish(self, result: TrainResult) -> None:
-        """Send the rest and the last checkpoint, and finalize the trackers; waits a bounded time for all of them."""
-        network = result.checkpoint and result.checkpoint.removeprefix(result.run_dir).lstrip("/")
-        end = End("failed") if result.status == "failed" else End("success", network)
-        self._end(end, self._end_within_s)
-
-    def abort(self) -> None:
-        """End the trackers of a run that ended without a result; does nothing after :meth:`finish`."""
-        self._end(End("failed"), _ABORT_WITHIN_S)
-
-    def _end(self, end: End, within_s: float) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        for thread in self._threads:
-            thread.end(end)
-        deadline = time.monotonic() + within_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from raytrain.config import ResolvedConfig
-from raytrain.config.user_code import describe, may_pass, users_line
+from raytrain.config.user_code import describe, restart_may_help, users_line
 from raytrain.errors import LoopFailed, RaytrainError, UsageError
 from raytrain.monitor.events import Note
 from raytrain.runs.outcome import Outcome, Progress
@@ -19,9 +18,9 @@ from raytrain.training import loop, transfer
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.evaluation import evaluate, evaluate_labels
+from raytrain.training.evaluation import check_evaluation, evaluate_prepared
 from raytrain.training.gallery import Gallery
-from raytrain.training.machine_meter import keep_freed_memory
+from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
 from raytrain.training.precision import precision_warning, set_gpu_products
@@ -31,11 +30,14 @@ from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
 from raytrain.training.unused_options import unused_options
-from raytrain.training.waiting import tell_long_waits
+from raytrain.training.waiting import report_long_waits
 
 
 def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
-    """The weights that ``--weights`` names, if any. Builds the network: UsageError if they do not fit."""
+    """Return the weights that ``--weights`` names, if any, for a run that begins after ``first_step`` steps.
+
+    Raises UsageError if they do not fit the network, which is built for that.
+    """
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
     model = transfer.initial_model(config, num_classes, weights)
@@ -55,14 +57,29 @@ def make_run(
     device: torch.device,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """This worker's part of the run, restored from its newest checkpoint; ``weights`` are the initial ones, if any."""
+    """Return this worker's part of the run, restored from its newest checkpoint.
+
+    ``weights`` are the initial ones that :func:`load_initial_weights` has returned.
+    """
     config, worker = spec.config, Worker.here(device)
-    _set_up_device(config, worker, reporter)
+
+    # Settings of this process with which the device is fast.
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        set_gpu_products(config.precision)
+        torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
+    if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
+        reporter.event(Note(warning))  # before the first step, which may take minutes then
+
+    # All that a loop prepares finds its state in the newest checkpoint.
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {}, worker.rank)
-    models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     progress = restored.progress if restored else Progress()
+
+    # Networks ask for the share of this worker's images in each step, and steps save networks: each knows the other.
+    models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )
@@ -81,7 +98,7 @@ def make_run(
         state=state,
         steps=steps,
         gallery=Gallery(config, spec.classes, spec.store, reporter.event),
-        evaluation=evaluate if spec.label_sets is None else evaluate_labels,
+        evaluation=evaluate_prepared,
     )
 
 
@@ -96,20 +113,21 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
         yield from unused_options(run, spec.loop) if spec.loop is not None else ()
         yield from (*run.loss.notes(), *run.augment.notes(run.device))
         if spec.loop is not None:
-            run.check_evaluation()
+            check_evaluation(run)
 
     run.steps.notes = after_first_step
-    with tell_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
+    with report_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
         try:
             _call_loop(spec, run)
             return run.finish()
         except BaseException:
             run.leave_batch()
-            run.steps.loop_failed()
+            run.steps.wait_for_checkpoint()  # so that another attempt loses fewer steps
             raise
 
 
 def _call_loop(spec: RunSpec, run: Run) -> None:
+    """Call the loop. Raises what is wrong as one of our exceptions, unless another attempt may do without it."""
     first_step = run.progress.step
     try:
         if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
@@ -120,39 +138,27 @@ def _call_loop(spec: RunSpec, run: Run) -> None:
     except RaytrainError:
         raise
     except (Exception, SystemExit) as error:
-        if may_pass(error):
+        if restart_may_help(error):
             raise
-        _check_collectives(error)
+
+        # torch compares the workers' collectives after one of them has aborted, and tells their shapes.
+        if "Detected mismatch between collectives" in str(error):
+            shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", str(error))) or "none"
+            line = users_line(traceback.extract_tb(error.__traceback__))
+            raise UsageError(
+                f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
+                f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
+            ) from error
+
+        # In the first step of the built-in loop it is the network that does not fit the images.
         step = run.progress.step
-        raise LoopFailed(_failed(spec, error, step), step > first_step) from error
-
-
-def _check_collectives(error: BaseException) -> None:
-    """Raise UsageError if torch has found that the workers' collectives differ; it looks after a worker has aborted."""
-    if "Detected mismatch between collectives" in str(error):
-        shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", str(error))) or "none"
-        line = users_line(traceback.extract_tb(error.__traceback__))
-        raise UsageError(
-            f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
-            f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
-        ) from error
-
-
-def _failed(spec: RunSpec, error: BaseException, step: int) -> str:
-    if step:
-        return f"its loop failed after step {step:,}: {describe(error)}"
-    if spec.loop is not None:
-        return f"its loop failed in its first step: {describe(error)}"
-    height, width = spec.config.full_image_size
-    return f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels: {describe(error)}"
-
-
-def _set_up_device(config: ResolvedConfig, worker: Worker, reporter: Reporter) -> None:
-    """Settings of this process with which the device is fast; worker 0 says if it lacks the precision."""
-    if worker.device.type == "cpu":
-        keep_freed_memory()
-    else:
-        set_gpu_products(config.precision)
-        torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
-    if worker.rank == 0 and (warning := precision_warning(config.precision, worker.device)):
-        reporter.event(Note(warning))  # before the first step, which may take minutes then
+        if step:
+            problem = f"its loop failed after step {step:,}: {describe(error)}"
+        elif spec.loop is not None:
+            problem = f"its loop failed in its first step: {describe(error)}"
+        else:
+            height, width = spec.config.full_image_size
+            problem = (
+                f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels: {describe(error)}"
+            )
+        raise LoopFailed(problem, step > first_step) from error

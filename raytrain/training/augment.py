@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,10 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import Size, first_and_full_size, training_size
 from raytrain.config.user_code import in_one_sentence
 from raytrain.data.dataset import training_format
-from raytrain.data.images.crop_box import crop_boxes, crop_draws
+from raytrain.data.images.crop_box import crop_boxes, crop_numbers
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError
 from raytrain.training.random_numbers import held_generators, kept_generators, seed_each, seed_generators
-
-if TYPE_CHECKING:
-    from torchvision.transforms.v2 import Transform
 
 _FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
 _NUM_TRIED = 8  # images
@@ -36,8 +33,8 @@ class Augment:
     """Turns images, uint8 (B, H, W, C) with B at least 1, into the network's input (B, C, *size).
 
     Images are resized, augmented for training, with ``transforms`` too, and normalised. The size depends on the epoch
-    if ``--image-size`` says so. The result is float32 (float64
-    with that precision), in the configured memory format, on the device of the images.
+    if ``--image-size`` says so. The result is float32 (float64 with that precision), in the configured memory format,
+    on the device of the images.
 
     The random numbers of an image depend only on the seed, the epoch and the sample. So an image looks the same in any
     batch, on any worker or device, and after a resume.
@@ -56,27 +53,36 @@ class Augment:
 
     def train(self, images: Tensor, samples: Int64s, epoch: int) -> Tensor:
         """Augment and normalise the images of ``samples``, int64 (B,), for ``epoch``."""
+        seed = self.config.seed
         pixels = images.permute(0, 3, 1, 2)  # (B, C, H, W)
+
+        # Whole images in a cache are cropped here, others where they are decoded.
         if self.config.cache_side is not None:
-            draws = crop_draws(self.config.seed, epoch, samples)
-            pixels = _crop(pixels.to(self.dtype), draws, self.config)
+            pixels = _crop(pixels.to(self.dtype), crop_numbers(seed, epoch, samples), self.config)
         pixels = self._resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs))
+
+        # torchvision's transforms and those of the user take bytes, and draw on the host for each image.
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
-            own = self.config.transforms
-            what = "The augmentation" if own is None else f"--transforms {own}"
-            with in_one_sentence(f"{what} cannot be applied to {_kind(pixels[0])}"):
-                pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch, self.own_generators)
+            named = self.config.transforms
+            subject = "The augmentation" if named is None else f"--transforms {named}"
+            with in_one_sentence(f"{subject} cannot be applied to {_kind(pixels[0])}"):
+                pixels = transform_each(self.transforms, pixels, samples, seed, epoch, self.own_generators)
+
+        # Flips and shifts are one gather on the device for the whole batch.
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
-        draws = uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)
-        if self.config.flip == "alternating":
-            draws[:, _FLIP] = _alternating_draws(self.config.seed, epoch, samples)
+        draws = uniform(mix(seed, epoch), samples, _NUM_DRAWS)
+        if self.config.flip == "alternating":  # below 0.5 in every second epoch (Jordan 2024)
+            draws[:, _FLIP] = (uniform(mix(seed), samples, _NUM_DRAWS)[:, _FLIP] + epoch / 2) % 1
         on_device = torch.from_numpy(draws).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
         return self._normalise(*self._flip_and_shift(pixels, on_device))
 
     def notes(self, device: torch.device) -> list[str]:
-        """A sentence if the user's transforms, with all generators that are known seeded alike, differ nevertheless."""
+        """Return a sentence if the user's transforms change an image in two ways although their generators are seeded.
+
+        They are tried on noise, on ``device``.
+        """
         if self.config.transforms is None:
             return []
         noise = np.random.default_rng(0).integers(0, 256, (_NUM_TRIED, *self.source_shape), np.uint8)
@@ -95,7 +101,10 @@ class Augment:
         return F.interpolate(pixels.to(self.dtype), size, mode=mode, antialias=True).clamp(0, 255)
 
     def _flip_and_shift(self, pixels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """The pixels, of the same dtype, and a mask, bool (B, 1, H, W), of those that come from inside the image."""
+        """Flip and shift ``pixels``, (B, C, H, W), as ``draws``, (B, 3), choose, and keep their dtype.
+
+        Return also a mask, bool (B, 1, H, W), of the pixels that come from inside the image.
+        """
         height, width = pixels.shape[2:]
         reach = self.config.translate
         shifts = (draws[:, _DOWN : _RIGHT + 1] * (2 * reach + 1)).long() - reach  # (B, 2), uniform in -reach..reach
@@ -117,12 +126,6 @@ class Augment:
         if inside is not None:
             planes.mul_(inside)
         return planes.contiguous(memory_format=self.memory_format)  # last: broadcasting over three channels is slow
-
-
-def _alternating_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
-    """Uniform random numbers, float64 (B,), of which each is below 0.5 in every second epoch (Jordan 2024)."""
-    first = uniform(mix(seed), samples, _NUM_DRAWS)[:, _FLIP]
-    return (first + epoch / 2) % 1
 
 
 def _within(index: Tensor, size: int) -> Tensor:
@@ -150,38 +153,50 @@ _BLUR_SIGMA = (0.1, 2.0)  # pixels
 
 
 def build_transforms(config: ResolvedConfig, own: Callable[[], Any] | None = None) -> Transforms | None:
-    """The transforms that the options name, in the order in which they are applied; None if they name none.
+    """Return the transforms that the options name, in the order in which they are applied; None if they name none.
 
     ``own``, which ``--transforms`` names, makes the user's, one or a list, or is one itself. They come first. Pixels
     that a transform uncovers get the mean colour, which is 0 after normalisation. Raises UsageError if ``own`` is
     anything else.
     """
-    wanted = (config.auto_augment, config.color_jitter, config.rotation, config.blur, config.random_erasing)
     chain = [] if own is None else _own_transforms(config, own)
-    if not any(wanted) and len(chain) < 2:
+    named = (config.auto_augment, config.color_jitter, config.rotation, config.blur, config.random_erasing)
+    if not any(named) and len(chain) < 2:
         return chain[0] if chain else None
     from torchvision.transforms import v2  # deferred: the import takes seconds
 
-    return v2.Compose([*chain, *_named_transforms(config)])
+    fill: Any = [round(255 * mean) for mean in config.mean]  # torchvision says float, and takes one for each channel
+    bilinear = v2.InterpolationMode.BILINEAR
+    if config.auto_augment is not None:
+        kind = v2.RandAugment if config.auto_augment == "randaugment" else v2.TrivialAugmentWide
+        chain.append(kind(interpolation=bilinear, fill=fill))
+    if config.rotation:
+        chain.append(v2.RandomRotation([-config.rotation, config.rotation], interpolation=bilinear, fill=fill))
+    if config.color_jitter:
+        chain.append(v2.ColorJitter(*[config.color_jitter] * 3))
+    if config.blur:
+        smallest_image, _ = first_and_full_size(config.image_size)
+        largest = min(smallest_image) // 10 * 2 + 1  # a fifth of the image, odd
+        chain.append(v2.RandomApply([v2.GaussianBlur(largest, _BLUR_SIGMA)], config.blur))
+    if config.random_erasing:
+        chain.append(v2.RandomErasing(config.random_erasing, value=fill))
+    return v2.Compose(chain)
 
 
 def _own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> list[Any]:
+    """Return the user's transforms, which ``own`` makes. Raises UsageError if something in them is none."""
     with in_one_sentence(f"--transforms {config.transforms} cannot be made"):
-        made = own if _takes_an_image(own) else own()
+        # A transform of torchvision, or a function that needs an argument, makes none: it is one.
+        parameters = signature(own).parameters.values()
+        needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+        made = own if isinstance(own, torch.nn.Module) or needed else own()
     chain = list(made) if isinstance(made, (list, tuple)) else [made]
-    if unfit := [each for each in chain if not callable(each)]:
+    if unfit := [transform for transform in chain if not callable(transform)]:
         raise UsageError(
             f"--transforms {config.transforms} returns {unfit[0]!r:.50}, which is no transform; return a function of "
             "an image, uint8 (C, H, W), such as one of torchvision.transforms.v2, or a list of them."
         )
     return chain
-
-
-def _takes_an_image(own: Callable[..., Any]) -> bool:
-    """Whether ``own`` is a transform, and does not make one: a transform of torchvision, or what needs an argument."""
-    parameters = signature(own).parameters.values()
-    needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
-    return isinstance(own, torch.nn.Module) or bool(needed)
 
 
 def transform_each(
@@ -200,43 +215,18 @@ def transform_each(
             key = mix(seed, epoch, _KEY, sample)
             seed_generators(key, image.device)
             seed_each(generators, key)
-            transformed.append(_transformed(transforms, image))
+            result: object = transforms(image)
+            if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
+                raise UsageError(
+                    f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep "
+                    "both: images are resized before them, and normalised after them."
+                )
+            transformed.append(result)
     return torch.stack(transformed)
 
 
-def _transformed(transforms: Transforms, image: Tensor) -> Tensor:
-    result = transforms(image)
-    if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
-        raise UsageError(
-            f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep both: "
-            "images are resized before them, and normalised after them."
-        )
-    return result
-
-
-def _kind(image: Any) -> str:
+def _kind(image: object) -> str:
+    """Return the type of ``image`` as text, such as uint8 (3, 32, 32)."""
     if not isinstance(image, Tensor):
         return f"type {type(image).__module__}.{type(image).__qualname__}"
     return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"
-
-
-def _named_transforms(config: ResolvedConfig) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    fill: Any = [round(255 * mean) for mean in config.mean]  # torchvision says float, and takes one for each channel
-    bilinear = v2.InterpolationMode.BILINEAR
-    chain: list[Transform] = []
-    if config.auto_augment is not None:
-        kind = v2.RandAugment if config.auto_augment == "randaugment" else v2.TrivialAugmentWide
-        chain.append(kind(interpolation=bilinear, fill=fill))
-    if config.rotation:
-        chain.append(v2.RandomRotation([-config.rotation, config.rotation], interpolation=bilinear, fill=fill))
-    if config.color_jitter:
-        chain.append(v2.ColorJitter(*[config.color_jitter] * 3))
-    if config.blur:
-        smallest_image, _ = first_and_full_size(config.image_size)
-        largest = min(smallest_image) // 10 * 2 + 1  # a fifth of the image, odd
-        chain.append(v2.RandomApply([v2.GaussianBlur(largest, _BLUR_SIGMA)], config.blur))
-    if config.random_erasing:
-        chain.append(v2.RandomErasing(config.random_erasing, value=fill))
-    return chain

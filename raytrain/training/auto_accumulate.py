@@ -1,4 +1,9 @@
-"""Out of memory: in how many parts a global batch fits, found by trial, or told when a run meets its limit."""
+"""Out of memory: in how many parts a global batch fits, found by trial, or reported when a run meets its limit.
+
+With ``--accumulate auto`` each worker tries, before the first step, whether a step of its images fits into its memory:
+at once, in two parts, in four, and so on. All workers take the most parts that any of them needs. A run whose memory
+does not suffice later ends with the number of parts to try next, with which it is started again.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +17,29 @@ from raytrain.data.plan.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
 from raytrain.training.autocast import mixed_precision
 from raytrain.training.optimisation import build_optimizer
-from raytrain.training.prepared_models import WeightAverage, apply_options
+from raytrain.training.prepared_models import apply_options
 from raytrain.training.run import Run
+from raytrain.training.weight_average import WeightAverage
 
 
 def check_memory(run: Run) -> None:
     """Raise OutOfMemory on all workers, with the parts that fit, by trial; UsageError if no image does."""
-    parts = torch.tensor(_parts_that_fit(run), device=run.device)
+    # Find the fewest parts, a power of two, in which this worker can compute its images; too many if none do.
+    num_parts = 1
+    while num_parts < 2 * run.plan.batch_size and not _fits(run, num_parts):
+        num_parts *= 2
+    most_parts = torch.tensor(num_parts, device=run.device)
     if run.world_size > 1:
-        dist.all_reduce(parts, dist.ReduceOp.MAX)
-    if parts > run.plan.accumulate:
-        raise _out_of_memory(run, int(parts))
+        dist.all_reduce(most_parts, dist.ReduceOp.MAX)
+    if most_parts > run.plan.accumulate:
+        raise _out_of_memory(run, int(most_parts))
 
 
-def out_of_memory(run: Run) -> RaytrainError:
-    """What to do after a step, or an evaluation, for which the memory did not suffice."""
-    if run.evaluating:
-        return UsageError(
-            "The memory of a worker does not suffice for its images of an evaluation; use a smaller --image-size, or "
-            "more workers."
-        )
-    return _out_of_memory(run, 2 * run.plan.accumulate)
-
-
-def _out_of_memory(run: Run, parts: int) -> RaytrainError:
-    if parts // 2 >= run.plan.batch_size:  # so many did not fit
-        return UsageError(
-            "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
-            "--image-size, or a smaller network."
-        )
-    before = run.plan.accumulate
-    at_once = "at once" if before == 1 else f"in {before} parts"
-    return OutOfMemory(
-        f"The memory of a worker does not suffice for a global batch {at_once}; compute it with --accumulate {parts}",
-        parts,
-    )
-
-
-def _parts_that_fit(run: Run) -> int:
-    """The fewest parts, a power of two, in which this worker can compute its images; too many if none do."""
-    parts = 1
-    while parts < 2 * run.plan.batch_size and not _fits(run, _images_at_once(run, parts)):
-        parts *= 2
-    return parts
-
-
-def _images_at_once(run: Run, parts: int) -> int:
-    """This worker's images in the largest part of a global batch."""
-    plan = replace(run.plan, accumulate=parts)
+def _fits(run: Run, num_parts: int) -> bool:
+    """Return whether this worker can compute its images of the largest of ``num_parts`` parts of a global batch."""
+    plan = replace(run.plan, accumulate=num_parts)
     partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
-    return max(1, *partition.part_sizes(plan.batch(0)))
-
-
-def _fits(run: Run, num_images: int) -> bool:
+    num_images = max(1, *partition.part_sizes(plan.batch(0)))
     fits = True
     try:
         _try_step(run, num_images)
@@ -77,7 +52,7 @@ def _fits(run: Run, num_images: int) -> bool:
 
 
 def _try_step(run: Run, num_images: int) -> None:
-    """A step of a network that is then forgotten, as the built-in loop makes it, on this worker alone."""
+    """Make a step of a new network as the built-in loop does, on this worker alone, and forget the network."""
     config = run.config
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     model = run.build_model().to(run.device, dtype)
@@ -92,4 +67,30 @@ def _try_step(run: Run, num_images: int) -> None:
         loss = run.loss(model(images), targets)
     loss.backward()
     optimizer.step()
-    del average
+    del average  # it took memory until now
+
+
+def out_of_memory(run: Run) -> RaytrainError:
+    """Return the error to raise after a step, or an evaluation, for which the memory did not suffice."""
+    if run.evaluating:
+        return UsageError(
+            "The memory of a worker does not suffice for its images of an evaluation; use a smaller --image-size, or "
+            "more workers."
+        )
+    return _out_of_memory(run, 2 * run.plan.accumulate)
+
+
+def _out_of_memory(run: Run, num_parts: int) -> RaytrainError:
+    """Return the error that asks for ``num_parts``, or for a smaller network if not even a single image fits."""
+    if num_parts // 2 >= run.plan.batch_size:  # half as many were tried, with one image each
+        return UsageError(
+            "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
+            "--image-size, or a smaller network."
+        )
+    before = run.plan.accumulate
+    at_once = "at once" if before == 1 else f"in {before} parts"
+    return OutOfMemory(
+        f"The memory of a worker does not suffice for a global batch {at_once}; compute it with --accumulate "
+        f"{num_parts}",
+        num_parts,
+    )

@@ -1,4 +1,8 @@
-"""Mixed precision: torch's autocast around a step, and what a network needs in 16 bits."""
+"""Mixed precision: torch's autocast around a step, and what a network needs in 16 bits.
+
+Autocast computes products in 16 bits, and sums such as losses in float32. A network returns its logits in 16 bits, in
+which a loss would lose digits, so that they are widened. Weights stay in float32.
+"""
 
 from __future__ import annotations
 
@@ -15,43 +19,58 @@ AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def prepare_for_autocast(model: nn.Module, precision: str) -> None:
-    """Change ``model`` in place for :func:`mixed_precision`: what it returns in 16 bits becomes float32."""
+    """Change ``model`` in place for :func:`mixed_precision`: tensors that it returns in 16 bits become float32.
+
+    Example::
+
+        prepare_for_autocast(model, "bfloat16")
+        with mixed_precision("bfloat16", device):
+            loss = cross_entropy(model(images), labels)
+    """
     if precision in AUTOCAST_DTYPES:
-        model.register_forward_hook(_widen)
+        # Hooks and functions at the top of the module, so that a copy or a pickle of the network keeps them.
+        model.register_forward_hook(_widen_output)
         for layer in model.modules():
             if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.stride[-1] > 1:
                 layer.forward = partial(_convolve, layer.forward, layer.stride[-1])
 
 
 def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
-    """A context in which networks compute in ``precision``; a step of a loop and an evaluation are in it."""
+    """Return a context in which networks compute in ``precision``: that of a step of a loop, and of an evaluation."""
     dtype = AUTOCAST_DTYPES.get(precision)
     # Weights that were cast are not kept: a loop may change the weights before it uses them again.
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
 def full_precision(device: torch.device) -> torch.autocast:
-    """A context without autocast, for what follows a forward: a backward computes in the types of its forward."""
+    """Return a context without autocast, for what follows a forward.
+
+    A backward computes in the types of its forward anyway.
+    """
     return torch.autocast(device.type, torch.bfloat16, enabled=False)
 
 
 def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
-    """In float32 for maps narrower than the stride, of which torch's CPU kernels give wrong gradients in bfloat16."""
+    """Compute a convolution, in float32 if maps are narrower than its stride.
+
+    Torch's CPU kernels give wrong gradients for these in bfloat16.
+    """
     if input.device.type != "cpu" or input.shape[-1] >= stride:
         return forward(input)
     with full_precision(input.device):
         return forward(input.float())
 
 
-def _widen(model: nn.Module, inputs: Any, output: Any) -> Any:
-    """What a network returns in 16 bits becomes float32, so that losses are computed in it; other things stay."""
-    return tree_map(_widened, output)
+def _widen_output(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return ``output`` with its tensors of 16 bits in float32; anything else in it stays."""
+    return tree_map(_widen, output)
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in AUTOCAST_DTYPES.values() else value
+    # The outputs of networks of Hugging Face are dataclasses, which torch's trees take for leaves.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **tree_map(_widened, fields))
+        return dataclasses.replace(value, **tree_map(_widen, fields))
     return value

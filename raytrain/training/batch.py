@@ -1,4 +1,4 @@
-"""A local batch on the device, whole and in parts; mixup and CutMix over the global batch."""
+"""A local batch on the device, whole and in microbatches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.plan.permutation import mix
 from raytrain.training.augment import Augment
 
 
@@ -63,7 +61,7 @@ HostTensors = Sequence[Tensor]
 
 
 def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
-    """The tensors of a local batch, in memory from which ``device`` can copy while it computes.
+    """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
 
     For a GPU this copies them, which takes so long that the thread that reads ahead had better do it.
     """
@@ -101,6 +99,7 @@ def to_batch(
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return images, labels and samples of the one black image that stands for an empty slice."""
     return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
@@ -120,93 +119,3 @@ def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-_KEY = 3  # keeps these random numbers apart from those of augmentation
-
-
-def mix_batch(
-    batch: Batch,
-    num_classes: int,
-    seed: int,
-    *,
-    mixup: float = 0.0,
-    cutmix: float = 0.0,
-    label_sets: Tensor | None = None,
-) -> Batch:
-    """Mix each image with the one before it in the plan's global batch, and its target likewise.
-
-    Which worker has that image doesn't matter: each sends its last ones to the others, so that every worker calls this.
-    The first image is mixed with the last. Images that cannot be read are left out. The random numbers depend on
-    ``seed`` and the step alone. An image's own share is at least half, so that ``labels`` stay the likelier classes.
-
-    Args:
-        mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
-        cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
-            no CutMix. With both, each step draws which.
-        label_sets: see :func:`to_batch`.
-    """
-    random = np.random.default_rng(mix(seed, batch.step, _KEY))
-    cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
-    alpha = cutmix if cuts else mixup
-    drawn = random.beta(alpha, alpha)
-    own = max(drawn, 1 - drawn)
-    images_before, labels_before = _before(batch)
-    classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
-    targets, others = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, labels_before))
-    if cuts:
-        images, own = _paste(batch.images, images_before, own, random)
-    else:
-        images = images_before.lerp(batch.images, own)
-    return replace(batch, images=images, targets=others.lerp(targets, own))
-
-
-def _paste(images: Tensor, others: Tensor, own: float, random: np.random.Generator) -> tuple[Tensor, float]:
-    """Paste a box of about 1 - ``own`` of the area; returns also the area that was left."""
-    height, width = images.shape[2:]
-    rows, columns = (_interval(side, (1 - own) ** 0.5, random) for side in (height, width))
-    pasted = images.clone()
-    pasted[:, :, rows, columns] = others[:, :, rows, columns]
-    area = (rows.stop - rows.start) * (columns.stop - columns.start)
-    return pasted, 1 - area / (height * width)
-
-
-def _interval(side: int, fraction: float, random: np.random.Generator) -> slice:
-    """Pixels around a random centre, cut off at the edges."""
-    centre, reach = random.random() * side, fraction * side / 2
-    return slice(max(round(centre - reach), 0), min(round(centre + reach), side))
-
-
-def _before(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The image before each image of the slice and its label, in the order of the global batch, which is cyclic."""
-    images, labels = batch.images.roll(1, 0), batch.labels.roll(1, 0)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        last_images, last_labels = _last_of_slices(batch)
-        start = 0
-        for part, size in enumerate(batch.part_sizes):
-            if size:
-                images[start], labels[start] = last_images[part], last_labels[part]
-            start += size
-    return images, labels
-
-
-def _last_of_slices(batch: Batch) -> tuple[Tensor, Tensor]:
-    """For each part of the batch, the last image before this worker's slice of it, and its label."""
-    num_parts, world_size = len(batch.part_sizes), dist.get_world_size()
-    sizes = torch.tensor(batch.part_sizes).to(batch.labels.device, non_blocking=True)
-    ends = (sizes.cumsum(0) - 1).clamp(min=0)
-    images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
-    labels, counts = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
-    order = torch.arange(num_parts * world_size, device=counts.device)  # of the slices: part by part, rank by rank
-    filled = torch.where(counts.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last with images up to each
-    filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
-    chosen = filled.roll(1)[dist.get_rank() :: world_size]  # (P,)
-    rank, part = chosen % world_size, chosen // world_size
-    return images[rank, part], labels[rank, part]
-
-
-def _gathered(own: Tensor) -> Tensor:
-    """The tensors of all workers, of the same shape as this worker's ``own``, stacked."""
-    rows = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(rows, own)
-    return rows.unflatten(0, (-1, len(own)))

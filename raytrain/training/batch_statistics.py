@@ -17,9 +17,9 @@ class NormaliseTogether(torch.autograd.Function):
 
     dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
     values of a channel on all ranks (Ioffe and Szegedy 2015). That is for a dy of the global batch's loss, and a rank
-    has that of the mean over its own images. So its sums are multiplied by its ``share`` of the images before they are
-    added up, and divided by it afterwards: what is computed from dx will be multiplied by it, as all gradients are.
-    Those of weight and bias are this rank's.
+    has the dy of the mean over its own images. So its sums are multiplied by its ``share`` of the images before they
+    are added up, and divided by it afterwards: whatever is computed from dx will be multiplied by the share, as all
+    gradients are. The gradients of weight and bias are this rank's.
     """
 
     @staticmethod
@@ -47,28 +47,29 @@ class NormaliseTogether(torch.autograd.Function):
             sums = torch.stack([dweight, dbias]).mul_(share)  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
-            if not ctx.placeholder:  # a placeholder is no part of the statistics
+            if not ctx.placeholder:  # whose images are no part of the statistics
                 sums *= -weight * invstd / (total * share)
                 dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
         return dx, dweight, dbias, None, None, None, None, None, None
 
 
 def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
+    """Return mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    ``count`` of the values are on this rank. The local statistics are joined by the pairwise formula of Chan, Golub and
-    LeVeque (1983), in float32, or in float64 for float64 images.
+    ``count`` of the values of each channel are on this rank. The local statistics are joined by the pairwise formula of
+    Chan, Golub and LeVeque (1983), in float32, or in float64 for float64 images.
     """
+    # One row per rank: its count, means and variances (1 + 2C), all 0 for a placeholder.
     dtype = torch.promote_types(x.dtype, torch.float32)
-    own = torch.zeros(1, 1 + 2 * x.shape[1], dtype=dtype, device=x.device)
+    row = torch.zeros(1, 1 + 2 * x.shape[1], dtype=dtype, device=x.device)
     if count > 0:
         buffers = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # the kernel computes in their dtype
-        own[0, 0] = count
-        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
-    rows = own
+        row[0, 0] = count
+        row[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
+    rows = row
     if world_size() > 1:
-        rows = own.new_empty(world_size(), own.shape[1])
-        dist.all_gather_into_tensor(rows, own)
+        rows = row.new_empty(world_size(), row.shape[1])
+        dist.all_gather_into_tensor(rows, row)
     counts, means, variances = rows.split([1, x.shape[1], x.shape[1]], dim=1)  # (N, 1), (N, C), (N, C)
     total = counts.sum().clamp(min=1)
     mean = (counts * means).sum(0) / total
@@ -77,10 +78,10 @@ def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unbiased(variance: Tensor, count: Tensor) -> Tensor:
-    """The unbiased variance of ``count`` values with this biased ``variance``."""
+    """Return the unbiased variance of ``count`` values with this biased ``variance``."""
     return variance * count / (count - 1).clamp(min=1)
 
 
 def world_size() -> int:
-    """Number of workers."""
+    """Return the number of workers of the default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -27,18 +27,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.errors import UsageError
+from raytrain.training.agreement import digest_of, digests_agree
 from raytrain.training.batch_statistics import NormaliseTogether, global_statistics, unbiased, world_size
-from raytrain.training.gradients import digest_of, digests_agree
 
-_OF_TIMM = "timm.layers.norm_act.BatchNormAct2d"  # told by its name, so that timm is not imported
-OWN_BUFFERS = ("batch_mean", "batch_var")  # of aggregated layers, which differ between workers
+_OF_TIMM = "timm.layers.norm_act.BatchNormAct2d"  # recognised by its name, so that timm is not imported
+LOCAL_BUFFERS = ("batch_mean", "batch_var")  # of aggregated layers, which differ between workers
 
 
 def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
-    """Change the batch norm layers of ``model`` in place.
+    """Change the batch norm layers of ``model`` in place, and return it.
 
-    Torch's own SyncBatchNorm is synchronised in any mode. What a class of somebody's own does around the ``forward``
-    that it inherits stays. Returns ``model``.
+    Torch's own SyncBatchNorm is synchronised in any mode. A subclass of ``nn.BatchNorm`` keeps its methods around the
+    ``forward`` that it inherits.
+
+    Example::
+
+        convert(model, "sync")
+        set_num_used(model.modules(), len(images))  # before model(images)
     """
     for layer in _not_converted(model):
         is_aggregated = mode == "aggregate" and not isinstance(layer, nn.SyncBatchNorm)
@@ -47,9 +52,9 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Make the batch norm layers of ``model`` keep their running statistics, also in training; before ``convert``.
+    """Make the batch norm layers of ``model`` keep their running statistics, also in training, and return it.
 
-    Layers without running statistics are left to ``convert``. Returns ``model``.
+    Call it before ``convert``, to which layers without running statistics are left.
     """
     for layer in _not_converted(model):
         if layer.running_mean is not None:
@@ -63,8 +68,9 @@ def set_num_used(layers: Iterable[nn.Module], num_used: int, share: Callable[[],
     A placeholder (any images) takes part in the collectives of the step, and changes nothing.
 
     Args:
-        share: returns the part of the global batch's images that this rank has, for a loss that is the mean over these;
-            by default the loss is this rank's term of a sum over the global batch. Only synchronised layers ask for it.
+        share: returns the part of the global batch's images that this rank has, m_j / M, for a loss that is the mean
+            over these m_j images; by default the loss is this rank's term of a sum over the global batch. Only
+            synchronised layers ask for it.
     """
     joined = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
     for layer in joined:
@@ -72,14 +78,14 @@ def set_num_used(layers: Iterable[nn.Module], num_used: int, share: Callable[[],
             layer.placeholder = num_used == 0
     synchronised = [layer for layer in joined if isinstance(layer, SynchronisedBatchNorm)]
     if share is not None and synchronised and world_size() > 1:
-        own = share()
-        own = own if isinstance(own, Tensor) else torch.tensor(own, dtype=torch.float64)
+        value = share()
+        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for layer in synchronised:
-            layer.share = own
+            layer.share = value
 
 
 def count_once(model: nn.Module) -> None:
-    """Let the layers of ``model`` leave out of their statistics what gradient checkpointing computes again."""
+    """Have the layers of ``model`` leave forwards out of their statistics that gradient checkpointing repeats."""
     for layer in model.modules():
         if isinstance(layer, ConvertedBatchNorm):
             layer.counts_once = True
@@ -98,7 +104,7 @@ def update_running_statistics(layers: Iterable[nn.Module]) -> None:
     One all-reduce serves all layers, and a second one what was before their last calls. They are in float64, in which
     Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
     """
-    aggregated = [each for each in layers if isinstance(each, AggregatedBatchNorm) and each.updates_statistics]
+    aggregated = [layer for layer in layers if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
     if all(layer.count is None for layer in aggregated):  # also if there is none
         return
     calls = [(layer, layer.take_calls()) for layer in aggregated]
@@ -113,20 +119,24 @@ _Call = tuple[int, float, Tensor, Tensor]
 
 
 def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-    """What the ``calls`` on all workers add to the running statistics of their layers; ``numbers`` must be the same."""
+    """Return mean, variance, weight and count that each layer adds to its running statistics.
+
+    All ``calls`` of all workers are joined. ``numbers`` of calls of each layer must be the same on all workers.
+    """
     sizes = [layer.num_features for layer, _ in calls]
     mean = torch.cat([mean for _, (*_, mean, _) in calls]).double()  # (C,), the channels of all calls in a row
-    given = torch.cat([variance for _, (*_, variance) in calls]).double()
+    unbiased_variance = torch.cat([variance for _, (*_, variance) in calls]).double()
     per_layer = torch.tensor([call[:2] for _, call in calls], dtype=torch.float64)
     per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0, output_size=sum(sizes))  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
-    variance = torch.where(count > 1, given * (count - 1) / count, 0.0)
+    variance = torch.where(count > 1, unbiased_variance * (count - 1) / count, 0.0)
     digest = torch.tensor(digest_of(numbers), dtype=torch.float64).to(mean.device, non_blocking=True)
     sums = torch.cat([count, count * mean, count * (variance + mean.square()), digest])
     if world_size() > 1:
         dist.all_reduce(sums)
     *sums, digest = sums.split([sum(sizes)] * 3 + [2])
-    # On a GPU the host waits only if there is more to send: one of the workers that differ has more.
+    # On a GPU the host waits only if a layer was called more than once: one of the workers that differ has such a
+    # layer.
     if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), world_size()):
         raise UsageError(
             "The workers call a layer of aggregated batch norm different numbers of times in a step; call it equally "
@@ -144,27 +154,32 @@ def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[i
 class ConvertedBatchNorm(_BatchNorm):
     """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
-    kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # what its class is made of
-    placeholder: bool  # whether this rank's images don't count
-    counts_once: bool  # whether a forward in a backward repeats an earlier one, for gradient checkpointing
+    kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # the two bases of the layer's class
+    placeholder: bool  # this rank's images don't count
+    counts_once: bool  # a forward in a backward repeats an earlier one, for gradient checkpointing
 
     def prepare(self) -> None: ...
 
     @property
     def repeats(self) -> bool:
-        """Whether this forward computes an earlier one again."""
+        """True in a forward that computes an earlier one again."""
         return self.counts_once and torch._C._current_graph_task_id() != -1  # pyright: ignore
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, type(self).kinds, vars(self)
 
     def forward_again(self, input: Tensor) -> Tensor:
-        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
-        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
+        """Compute as nn.BatchNorm does, on copies of the running statistics, which the first forward has updated.
+
+        Checkpointing requires that as many tensors are saved for the backward as by the first forward.
+        """
+        running = (self.running_mean, self.running_var)
+        mean, variance = (None if statistic is None else statistic.clone() for statistic in running)
         return _batch_norm(self, input, mean, variance, training=True)
 
     def next_momentum(self, number: int = 0) -> float:
-        """The weight in the running statistics of the next batch, or of one ``number`` after it, if it counts."""
+        """Return the weight in the running statistics of the next batch, or of one ``number`` after it, if it
+        counts."""
         assert self.num_batches_tracked is not None
         return 1 / (1 + number + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
 
@@ -177,7 +192,7 @@ class ConvertedBatchNorm(_BatchNorm):
 
 
 class _OfAnyShape(_BatchNorm):
-    """What torch's SyncBatchNorm is, but for its forward, which needs GPUs."""
+    """Torch's SyncBatchNorm without its forward, which needs GPUs."""
 
     def _check_input_dim(self, input: Tensor) -> None: ...
 
@@ -193,22 +208,22 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
 
     @property
     def updates_statistics(self) -> bool:
-        """Whether the layer is in training mode and has running statistics."""
+        """True if the layer is in training mode and has running statistics."""
         return self.training and self.track_running_stats
 
     def prepare(self) -> None:
         self.count, self.weight_of_batch, self.earlier = None, 0.0, ()
-        for name, running in zip(OWN_BUFFERS, (self.running_mean, self.running_var), strict=True):
+        for name, running in zip(LOCAL_BUFFERS, (self.running_mean, self.running_var), strict=True):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 
     def take_calls(self) -> list[_Call]:
-        """The calls since the last time; one of count 0 if there was none."""
+        """Return the calls since the last time, and forget them; one of count 0 if there was none."""
         calls = [*self.earlier, (self.count or 0, self.weight_of_batch, self.batch_mean, self.batch_var)]
         self.count, self.earlier = None, ()
         return calls
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, ...) -> (B, C, ...)."""
+        """Return the normalised ``input``: (B, C, ...) -> (B, C, ...)."""
         if not self.training or (world_size() == 1 and not self.placeholder):
             return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
@@ -235,7 +250,7 @@ class FrozenBatchNorm(ConvertedBatchNorm):
         self.training = False
 
     def train(self, mode: bool = True) -> FrozenBatchNorm:
-        """Stays in eval mode, whatever ``mode`` the model goes into."""
+        """Stay in eval mode, whatever ``mode`` the model goes into."""
         return super().train(False)
 
 
@@ -248,7 +263,7 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         self.share = torch.ones((), dtype=torch.float64)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, ...) -> (B, C, ...)."""
+        """Return the normalised ``input``: (B, C, ...) -> (B, C, ...)."""
         count = 0 if self.placeholder else input.numel() // input.shape[1]
         if not self.training or (world_size() == 1 and count > 1):
             return self.forward_again(input) if self.training and self.repeats else super().forward(input)
@@ -290,13 +305,13 @@ def _joined(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> ty
 
 
 def _new(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> ConvertedBatchNorm:
-    """A layer without content, for a copy or a pickle, which know no class that is made while a program runs."""
+    """Return a layer without content, for a copy or a pickle, which know no class that is made while a program runs."""
     joined = _joined(kind, plain_class)
     return joined.__new__(joined)
 
 
 def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """What timm's layer does after it has normalised."""
+    """Compute what timm's layer does after it has normalised."""
     return layer.act(layer.drop(output))
 
 

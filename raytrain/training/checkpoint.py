@@ -1,4 +1,12 @@
-"""Checkpoints: everything they hold, written and found whole."""
+"""Checkpoints: everything they hold, written and found whole.
+
+Only worker 0 writes. Training waits while the state is copied to the CPU, and goes on while a thread writes it. A slow
+or hanging storage must neither stop training nor fill the memory with copies: of those that wait for the thread, only
+the newest and the best so far are kept.
+
+A file appears whole or not at all, since stores put objects at once. What was damaged later is found out when it is
+read: the newest one that can be read is taken, and the others are reported.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +37,11 @@ from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
 from raytrain.training.weights_source import check_unpacked_size
 
 _LATE = "storage has not taken the one before yet"
-_PATIENCE_S = 5.0  # that training waits for a checkpoint to be written before it leaves one out
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint file. ``state`` holds a state_dict for everything that the loop prepared, by name."""
+    """The content of a checkpoint file; ``state`` has a state_dict for everything that the loop prepared, by name."""
 
     state: dict[str, StateDict]
     progress: Progress
@@ -42,44 +49,60 @@ class Checkpoint:
 
     @property
     def weights(self) -> StateDict | None:
-        """Those of the network that the run has measured; until then of the first, averaged if it keeps an average."""
+        """Weights of the network that the run has measured; before that of the first one, averaged if it is."""
         weights = self.state.get(self.progress.network or "average", self.state.get("model")) or {}
         if "n_averaged" not in weights:
             return weights or None
-        return {name.removeprefix("module."): each for name, each in weights.items() if name != "n_averaged"}
+        # Those in torch's AveragedModel have the names of a network inside of it.
+        return {name.removeprefix("module."): value for name, value in weights.items() if name != "n_averaged"}
 
 
 class _Job(NamedTuple):
     checkpoint: Checkpoint
     before: Callable[[], None]
 
-    def is_best(self, now: Progress) -> bool:
+    def is_best(self, best_score: float | None) -> bool:
         progress = self.checkpoint.progress
-        return progress.evaluated_step == progress.step and progress.score == now.best_score is not None
+        return progress.evaluated_step == progress.step and progress.score == best_score is not None
 
 
 class Checkpoints:
-    """The checkpoints in the ``store`` of a run. A thread writes them, and keeps the ``keep`` newest ones and the best.
+    """The checkpoints in the ``store`` of a run, of which the ``keep`` newest ones and the best are kept.
 
-    If storage hangs, training goes on: of the checkpoints that wait for it, only the newest and the best are written.
-    ``report`` is called, in any thread, with an event for each checkpoint that was written or left out, or is damaged.
+    Args:
+        report: called, in any thread, with an event for each checkpoint that was written or left out, or is damaged.
+        patience_s: how long training waits for a checkpoint to be written before it leaves one out.
+
+    Example::
+
+        checkpoints = Checkpoints(store, identity, keep=2)
+        restored = checkpoints.load_newest(device)
+        checkpoints.save({"model": model.state_dict()}, progress)
+        checkpoints.close()
     """
 
     def __init__(
-        self, store: Store, identity: Identity, keep: int, report: Callable[[Event], None] = lambda event: None
+        self,
+        store: Store,
+        identity: Identity,
+        keep: int,
+        report: Callable[[Event], None] = lambda event: None,
+        *,
+        patience_s: float = 5.0,
     ) -> None:
         self.store = store
         self.newest: str | None = None
-        """Path of the last one that was loaded or written."""
+        """Path of the checkpoint that was loaded or written last."""
         self._takeover = store.guard.takeover if store.guard else 0
         self._identity = identity
         self._keep = keep
         self._report = report
+        self._patience_s = patience_s
         self._jobs: list[_Job] = []  # the first of them is being written
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of the jobs
         self._is_stuck = False  # training has waited for storage in vain
-        self._error: Exception | None = None
-        self._is_first = True  # of this start
+        self._error: Exception | None = None  # of a write, for the next call
+        self._is_first = True  # nothing was written in this attempt
         self._thread: threading.Thread | None = None
 
     def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
@@ -87,62 +110,21 @@ class Checkpoints:
         self._raise_error()
         job = _Job(Checkpoint(to_cpu(state), progress, self._identity), before)
         with self._changed:
-            patience_s = 0.0 if self._is_stuck else _PATIENCE_S
+            # Wait a while for the thread, once: as long as storage hangs, later calls don't wait again.
+            patience_s = 0.0 if self._is_stuck else self._patience_s
             self._is_stuck = not self._changed.wait_for(lambda: len(self._jobs) < 2, patience_s)
+            # This one takes the place of those that still wait, except for the best.
             waiting = self._jobs[1:]
-            self._jobs[1:] = [*(each for each in waiting if each.is_best(progress)), job]
+            skipped = [other for other in waiting if not other.is_best(progress.best_score)]
+            self._jobs[1:] = [*(other for other in waiting if other.is_best(progress.best_score)), job]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
+                self._thread = threading.Thread(target=self._write_jobs, daemon=True, name="checkpoints")
                 self._thread.start()
-        for each in waiting:
-            if not each.is_best(progress):
-                self._report(CheckpointSkipped(each.checkpoint.progress.step, _LATE))
+        for other in skipped:
+            self._report(CheckpointSkipped(other.checkpoint.progress.step, _LATE))
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until everything is written, at most so many seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs, timeout_s)
-
-    def close(self) -> None:
-        """Wait until everything is written; raises the error of a write."""
-        if (thread := self._thread) is not None:
-            thread.join()
-        self._raise_error()
-
-    def newest_readable(self) -> str | None:
-        """The newest checkpoint that can be read, if any; damaged ones are reported."""
-        paths = [found.path for found in list_checkpoints(self.store)]
-        damage = ""
-        for path in reversed(paths):
-            try:
-                _parse(self.store.get(path))
-                return path
-            except ValueError as error:
-                damage = damage or str(error)
-                self._report(CheckpointDamaged(path, str(error)))
-        if not paths:
-            return None
-        raise UsageError(
-            f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one there, "
-            "or start a new run under another --name."
-        )
-
-    def load_newest(self, device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that worker 0 can read, loaded on every worker, by collectives on ``device``."""
-        distributed = dist.is_initialized()
-        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable()]
-        if distributed and dist.get_world_size() > 1:
-            dist.broadcast_object_list(path, src=0, device=device)
-        return None if path[0] is None else self.load(path[0])
-
-    def load(self, path: str) -> Checkpoint:
-        """Read a checkpoint; raises UsageError if it is of another model, other classes, data, batch size or seed."""
-        checkpoint = read_checkpoint(self.store, path)
-        self._identity.check(checkpoint.identity, path)
-        self.newest = path
-        return checkpoint
-
-    def _write_all(self) -> None:
+    def _write_jobs(self) -> None:
+        """Write one job after the other until there is none; runs in a thread."""
         while True:
             try:
                 self._write(*self._jobs[0])
@@ -167,22 +149,66 @@ class Checkpoints:
         score = progress.score if progress.evaluated_step == progress.step else None
         note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
-        self._delete_old(path)
+        # Checkpoints of later steps are damaged or another owner's: a run continues from the newest one that is whole.
+        # They go first, so that the best one is chosen among the others.
+        steps = {other.path: step_and_takeover(other.path)[0] for other in list_checkpoints(self.store)}
+        self._delete(other for other, step in steps.items() if step > progress.step)
+        earlier = [other for other, step in steps.items() if step <= progress.step]
+        self._delete(set(earlier) - {*earlier[-self._keep :], best_checkpoint(self.store)})
         self.newest = path
         self._report(CheckpointWritten(path, progress.step))
-
-    def _delete_old(self, newest: str) -> None:
-        """Delete those of later steps, which are damaged or another owner's, and of the others all but a few."""
-        step, _ = step_and_takeover(newest)
-        paths = [found.path for found in list_checkpoints(self.store)]
-        self._delete(path for path in paths if step_and_takeover(path)[0] > step)
-        paths = [path for path in paths if step_and_takeover(path)[0] <= step]
-        self._delete(set(paths) - {*paths[-self._keep :], best_checkpoint(self.store)})
 
     def _delete(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.store.delete(path)
             self.store.delete(path + ".json")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until everything is written, for at most ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self) -> None:
+        """Wait until everything is written; raises the error of a write."""
+        if (thread := self._thread) is not None:
+            thread.join()
+        self._raise_error()
+
+    def newest_readable(self) -> str | None:
+        """Return the path of the newest checkpoint that can be read, if any; damaged ones are reported.
+
+        Raises UsageError if there are checkpoints, and none can be read: the run would silently begin anew.
+        """
+        paths = [checkpoint.path for checkpoint in list_checkpoints(self.store)]
+        damage = ""
+        for path in reversed(paths):
+            try:
+                _parse(self.store.get(path))
+                return path
+            except ValueError as error:
+                damage = damage or str(error)
+                self._report(CheckpointDamaged(path, str(error)))
+        if not paths:
+            return None
+        raise UsageError(
+            f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one there, "
+            "or start a new run under another --name."
+        )
+
+    def load_newest(self, device: torch.device) -> Checkpoint | None:
+        """Load the newest checkpoint that worker 0 can read on every worker, by a collective on ``device``."""
+        distributed = dist.is_initialized()
+        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable()]
+        if distributed and dist.get_world_size() > 1:
+            dist.broadcast_object_list(path, src=0, device=device)
+        return None if path[0] is None else self.load(path[0])
+
+    def load(self, path: str) -> Checkpoint:
+        """Read a checkpoint. Raises UsageError if its model, classes, data, batch size or seed are others."""
+        checkpoint = read_checkpoint(self.store, path)
+        self._identity.check(checkpoint.identity, path)
+        self.newest = path
+        return checkpoint
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -196,7 +222,12 @@ class Checkpoints:
 
 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:
-    """Read a checkpoint file without running code that it may hold; raises UsageError if it is no whole checkpoint."""
+    """Read a checkpoint file without running code that it may hold. Raises UsageError if it is no whole checkpoint.
+
+    Example::
+
+        weights = read_checkpoint(store, "checkpoints/step-000001000.pt").weights
+    """
     try:
         return _parse(store.get(path))
     except ValueError as error:
@@ -206,7 +237,7 @@ def read_checkpoint(store: Store, path: str) -> Checkpoint:
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:
-    """The bytes of a checkpoint file, which hold nothing but tensors and plain values."""
+    """Return the bytes of a checkpoint file, which hold nothing but tensors and plain values."""
     identity = {**asdict(checkpoint.identity), "classes": list(checkpoint.identity.classes)}
     buffer = io.BytesIO()
     torch.save({"state": checkpoint.state, "progress": asdict(checkpoint.progress), "identity": identity}, buffer)
@@ -214,7 +245,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
 
 
 def _parse(data: bytes) -> Checkpoint:
-    """The inverse of :func:`_encode`; raises ValueError with the reason if ``data`` is something else."""
+    """Return the checkpoint that :func:`_encode` made ``data`` of. Raises ValueError with a reason if it made none."""
     check_unpacked_size(data)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -228,7 +259,7 @@ def _parse(data: bytes) -> Checkpoint:
 
 
 def checkpoint_in(content: Any) -> Checkpoint | None:
-    """The checkpoint in the unpickled ``content`` of a file; None if it is something else."""
+    """Return the checkpoint in the unpickled ``content`` of a file; None if it is something else."""
     try:
         identity = {**content["identity"], "classes": tuple(content["identity"]["classes"])}
         return Checkpoint(content["state"], Progress(**content["progress"]), Identity(**identity))

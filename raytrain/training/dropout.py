@@ -1,10 +1,12 @@
 """Dropout and stochastic depth with random numbers of each sample's own.
 
+Torch draws the numbers of a batch from one generator, so that a sample gets others on another number of workers.
 ``convert`` turns ``nn.Dropout``, ``nn.Dropout1d`` to ``3d``, torchvision's ``StochasticDepth`` (of rows) and timm's
-``DropPath`` into layers that draw from (seed, step, sample, layer). ``begin`` tells them which samples come next. Only
-the class of a layer changes, in place, as with batch norm. Dropout inside other layers, such as fused attention or
-``nn.LSTM``, and that of ``torch.nn.functional`` stay as they are: they draw from torch's generator, other numbers on
-another number of workers.
+``DropPath`` into layers whose random numbers are a function of (seed, step, sample, layer, position in the sample).
+``begin`` tells them which samples come next. Only the class of a layer changes, in place, as with batch norm.
+
+Dropout inside other layers, such as fused attention or ``nn.LSTM``, and that of ``torch.nn.functional`` stay as they
+are: they draw from torch's generator, other numbers on another number of workers.
 """
 
 from __future__ import annotations
@@ -23,20 +25,26 @@ _BITS = 53
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Change the dropout layers of ``model`` in place, numbered by its modules; called twice they draw the same."""
+    """Change the dropout layers of ``model`` in place, numbered by its modules; called twice they draw the same.
+
+    Example::
+
+        convert(model)
+        begin(model.modules(), samples, seed=0, step=0)  # before model(images)
+    """
     for number, layer in enumerate(model.modules()):
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
-        if kind in _OWN_DIMENSIONS and getattr(layer, "mode", "row") == "row":
+        if kind in _DRAWN_DIMENSIONS and getattr(layer, "mode", "row") == "row":
             layer.__class__ = _SampledDropout
             converted = cast(_SampledDropout, layer)
             converted.key = as_int64(mix(number))
             converted.keys = None
-            converted.own_dimensions = _OWN_DIMENSIONS[kind]
+            converted.drawn_dimensions = _DRAWN_DIMENSIONS[kind]
     return model
 
 
 def begin(layers: Iterable[nn.Module], samples: Tensor, seed: int, step: int) -> None:
-    """Tell the ``layers`` that a forward of ``samples``, int64 (m,), follows in ``step``."""
+    """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on."""
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
     if converted:
         keys = splitmix64(mix(seed, step, _KEY), samples) << (64 - _BITS)
@@ -45,14 +53,14 @@ def begin(layers: Iterable[nn.Module], samples: Tensor, seed: int, step: int) ->
 
 
 class _SampledDropout(nn.Module):
-    """Layers get this class from ``convert``, never from a constructor."""
+    """A dropout layer of any kind. Layers get this class from ``convert``, never from a constructor."""
 
     key: int  # of the layer, an int64
     keys: Tensor | None  # int64 (m,), one for each sample; None before the first step
-    own_dimensions: int | None  # see _OWN_DIMENSIONS
+    drawn_dimensions: int | None  # see _DRAWN_DIMENSIONS
 
     def forward(self, input: Tensor) -> Tensor:
-        """The same shape, with some elements 0 and the others scaled up so that the mean stays."""
+        """Return the ``input`` with some elements 0, and the others scaled up so that the mean stays."""
         options = cast(Any, self)
         rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p  # timm's, or torch's
         if not self.training or rate == 0:
@@ -62,13 +70,13 @@ class _SampledDropout(nn.Module):
         return input * kept.to(input.dtype).mul_(scale)
 
     def draws(self, input: Tensor) -> Tensor:
-        """Uniform random numbers in [0, 1), float64, that broadcast against ``input``.
+        """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``.
 
         Rows of the input that belong to one sample, such as the windows of an image, follow each other. If the first
         dimension is no multiple of the number of samples, torch's generator draws.
         """
-        num_own = self.own_dimensions or input.ndim
-        shape = (*input.shape[:num_own], *[1] * (input.ndim - num_own))
+        num_dimensions = self.drawn_dimensions or input.ndim
+        shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
         if self.keys is None or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
         # torch.compile takes arange for an index, with which it computes in too few bits, or fails; but not this.
@@ -76,7 +84,7 @@ class _SampledDropout(nn.Module):
         return (splitmix64(self.keys[:, None] ^ self.key, positions).double() * 2.0**-_BITS).view(shape)
 
 
-_OWN_DIMENSIONS = {
+_DRAWN_DIMENSIONS = {
     "torch.nn.modules.dropout.Dropout": None,
     "torch.nn.modules.dropout.Dropout1d": 2,
     "torch.nn.modules.dropout.Dropout2d": 2,
@@ -84,7 +92,8 @@ _OWN_DIMENSIONS = {
     "torchvision.ops.stochastic_depth.StochasticDepth": 1,
     "timm.layers.drop.DropPath": 1,
 }
-"""In how many of the first dimensions each element has a random number of its own: all, whole channels, whole images.
+"""Number of first dimensions in which each element has a random number of its own; None for all of them.
 
-By the name of the plain class, so that neither torchvision nor timm is imported.
+With 2 whole channels are left out, with 1 whole samples. By the name of the plain class, so that neither torchvision
+nor timm is imported.
 """

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import describe
 from raytrain.errors import UsageError
-from raytrain.runs.metric_row import OWN_COLUMNS
 from raytrain.training.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
@@ -31,39 +29,24 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 Network = Callable[[Tensor], Tensor]  # normalised images (B, C, H, W) -> logits (B, num_classes)
+_NUM_TRIED = 2  # images; fewer than two are no batch to some networks
 
 
-def flip_test(network: Network, images: Tensor) -> Tensor:
-    """The mean of the ``network``'s logits for ``images`` and for their mirror images: (B, num_classes).
-
-    It is a mean of logits, not of probabilities, so that whatever takes logits takes it: losses, softmax and sigmoid,
-    thresholds, and exported programs.
-    """
-    return (network(images) + network(images.flip(-1))) / 2
-
-
-def with_views(network: Network, views: Collection[TestView]) -> Network:
-    """The ``network``, averaged over mirror images (``flip``), over shifted images (``shift``), or over all six."""
-    flipped = partial(flip_test, network) if "flip" in views else network
-    return partial(shift_test, flipped) if "shift" in views else flipped
-
-
-def shift_test(network: Network, images: Tensor) -> Tensor:
-    """The mean of the ``network``'s logits for ``images``, with weight 2, and for two shifted copies: (B, num_classes).
-
-    One is shifted by a pixel up and left, the other down and right, as in Jordan 2024; the gap is 0, the mean colour,
-    as that of ``--translate``.
-    """
-    height, width = images.shape[2:]
-    padded = F.pad(images, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
-    shifted = network(padded[:, :, 2:, 2:]) + network(padded[:, :, :height, :width])
-    return network(images) / 2 + shifted / 4
+def evaluate_prepared(run: Run) -> dict[str, float]:
+    """Measure the first network that the loop has prepared, or its average, averaged over the views of the options."""
+    network = with_views(run.models.evaluated, run.config.test_views)
+    return evaluate(run, network) if run.label_sets is None else evaluate_labels(run, network)
 
 
 def evaluate(run: Run, model: Network) -> dict[str, float]:
-    """Accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the test images, each image once.
+    """Return accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the test images.
 
-    Sums are reduced, never means, and no image is padded or repeated. All are NaN if no image could be used.
+    Each image counts once: sums are reduced, never means, and no image is padded or repeated. All numbers are NaN if no
+    image could be used.
+
+    Example::
+
+        for epoch in run.epochs(evaluate=lambda: evaluate(run, model)):
     """
     num_classes = run.num_classes
     loss = torch.zeros(1, dtype=torch.float64, device=run.device)
@@ -76,6 +59,8 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
         counts[0].index_add_(0, answers, one * (answers == batch.labels))  # bincount would wait for the device
         counts[1].index_add_(0, batch.labels, one)
         counts[2].index_add_(0, answers, one)
+
+    # One all-reduce for all of it, for whose result the host waits.
     totals = np.array(run.total(torch.cat([loss, counts.flatten()])))
     right, truth, predicted = totals[1:].reshape(3, num_classes)
     count = truth.sum()
@@ -102,6 +87,8 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         targets = batch.targets.double()  # (m, C), 0 or 1
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1, keepdim=True)
         rows.append(torch.cat([logits.sigmoid(), targets, losses], dim=1))
+
+    # The order of all images' scores decides precisions and thresholds, so every worker gets all rows.
     scores, truth, losses = np.split(run.gather(torch.cat(rows)).cpu().numpy(), [num_classes, 2 * num_classes], axis=1)
     answers, truth = scores >= DEFAULT_THRESHOLD, truth > 0
     run.thresholds = tuple(best_thresholds(scores, truth).tolist())
@@ -113,65 +100,64 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
     }
 
 
-def check_network(run: Run, model: nn.Module, images: Tensor) -> None:
-    """Raise UsageError if ``model`` gives no logits for ``images`` alone, which the first evaluation would find out.
+def with_views(network: Network, views: Collection[TestView]) -> Network:
+    """Return ``network``, averaged over mirror images (``flip``), over shifted images (``shift``), or over all six."""
+    flipped = partial(flip_test, network) if "flip" in views else network
+    return partial(shift_test, flipped) if "shift" in views else flipped
 
-    A copy is called, so that the network stays as it is. All networks are in evaluation mode meanwhile, as a
-    ``forward`` that somebody has replaced may still call the original.
+
+def flip_test(network: Network, images: Tensor) -> Tensor:
+    """Return the mean of the ``network``'s logits for ``images`` and for their mirror images, (B, num_classes).
+
+    It is a mean of logits, not of probabilities, so that whatever takes logits takes it: losses, softmax and sigmoid,
+    thresholds, and exported programs.
     """
+    return (network(images) + network(images.flip(-1))) / 2
+
+
+def shift_test(network: Network, images: Tensor) -> Tensor:
+    """Return the mean of the logits for ``images``, with weight 2, and for two shifted copies, (B, num_classes).
+
+    One is shifted by a pixel up and left, the other down and right, as in Jordan 2024; the gap is 0, the mean colour,
+    as that of ``--translate``.
+    """
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
+    shifted = network(padded[:, :, 2:, 2:]) + network(padded[:, :, :height, :width])
+    return network(images) / 2 + shifted / 4
+
+
+def check_evaluation(run: Run) -> None:
+    """Raise UsageError if the built-in evaluation is due some time, and cannot measure what the loop prepares.
+
+    It would find that out after an epoch, so the network is tried on two images of the loop's batch. A copy is called,
+    and the network stays as it is. All networks are in evaluation mode meanwhile, as a ``forward`` that somebody has
+    replaced may still call the original.
+    """
+    if run.own_evaluation is not None or run.config.is_range_test or run.part is None:
+        return
+    model, images = run.models.evaluated, run.part.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()
     except Exception:  # torch copies no weights that were computed
         return
-    found = _answer(run, network, images)
-    if found is not None:
-        raise UsageError(
-            f"The run cannot be evaluated by the first network that the loop prepares, which {found} for images alone; "
-            "let it return logits, one row per image and one number per class, or measure in your own way with "
-            "run.epochs(evaluate=...)."
-        )
-
-
-def _answer(run: Run, network: nn.Module, images: Tensor) -> str | None:
-    """What the network gives for ``images`` in place of logits; None if they are logits, or nobody can tell."""
     try:
         with torch.no_grad(), run.models.evaluating():
             logits: object = network(images)
-    except torch.OutOfMemoryError:
-        return None
+    except torch.OutOfMemoryError:  # nobody can tell
+        return
     except Exception as error:
-        return f"raises {describe(error)}"
-    if not isinstance(logits, Tensor):
-        return f"returns a {type(logits).__name__}"
-    if logits.shape == (len(images), run.num_classes):
-        return None
-    return f"returns the shape {tuple(logits.shape)} for {len(images)} images and {run.num_classes} classes"
-
-
-def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
-    """What an evaluation has ``measured``, as worker 0 has it. Raises UsageError, on all workers, if they differ.
-
-    They would otherwise decide differently whether to stop.
-    """
-    try:
-        numbers = {name: float(value) for name, value in measured.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"The loop's evaluation must return numbers by name, and returned something else: {error}."
-        ) from None
-    if taken := [name for name in numbers if name in OWN_COLUMNS]:
-        raise UsageError(
-            f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
-        )
-    gathered: list[Any] = [numbers] * world_size
-    if world_size > 1:
-        dist.all_gather_object(gathered, numbers)
-    for rank, other in enumerate(gathered):
-        for name in {**gathered[0], **other}:
-            first, second = gathered[0].get(name), other.get(name)
-            if first is None or second is None or not np.isclose(first, second, rtol=1e-6, atol=0, equal_nan=True):
-                raise UsageError(
-                    f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
-                    "what each worker counts with run.total(...), so that all have the same numbers."
-                )
-    return gathered[0]
+        problem = f"raises {describe(error)}"
+    else:
+        if not isinstance(logits, Tensor):
+            problem = f"returns a {type(logits).__name__}"
+        elif logits.shape != (len(images), run.num_classes):
+            shape, num_images = tuple(logits.shape), len(images)
+            problem = f"returns the shape {shape} for {num_images} images and {run.num_classes} classes"
+        else:
+            return
+    raise UsageError(
+        f"The run cannot be evaluated by the first network that the loop prepares, which {problem} for images alone; "
+        "let it return logits, one row per image and one number per class, or measure in your own way with "
+        "run.epochs(evaluate=...)."
+    )

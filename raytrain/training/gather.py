@@ -1,4 +1,9 @@
-"""The rows of all workers on each of them, through which gradients go back to the worker that a row comes from."""
+"""The rows of all workers on each of them, through which gradients go back to the worker that a row comes from.
+
+A contrastive loss compares the features of all images of a global batch, so each worker needs those of all. Every
+worker computes the whole loss, and so the gradient of each row, N times over. The average of these gradients goes back
+to the worker that has the row, where its network is differentiated further.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,12 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
     """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...); every worker has its own n.
 
     A loss of all rows is computed by each worker, and counts once: the gradients that it gives to a row are averaged
-    over the workers, worker j's with the weight m_j / M that ``share`` returns, and the row's own worker gets the
-    average divided by its own weight, with which its gradients will be multiplied when they reach the parameters.
+    over the workers, worker j's with the weight m_j / M that ``share`` returns. The worker that has the row gets the
+    average divided by its weight, with which its gradients will be multiplied when they reach the parameters.
+
+    Example::
+
+        features = gather_rows(network(images), share)  # (M, F), from (m, F) on each worker
     """
     world_size = dist.get_world_size()
     counts = rows.new_zeros(world_size, dtype=torch.int64)
@@ -25,24 +34,27 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
+    """Gather rows, and average the gradients that all workers give to them."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         rows, ctx.sizes, ctx.rank, ctx.share = inputs
         longest, width = max(ctx.sizes), rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
         # Bytes, which gloo and NCCL can send for any type; shorter ones are filled up, because all must have one size.
-        own = torch.zeros(longest * width * rows.element_size(), dtype=torch.uint8, device=rows.device)
+        sent = torch.zeros(longest * width * rows.element_size(), dtype=torch.uint8, device=rows.device)
         as_bytes = rows.detach().contiguous().reshape(-1).view(torch.uint8)
-        own[: len(as_bytes)] = as_bytes
-        together = own.new_empty(len(ctx.sizes) * len(own))
-        dist.all_gather_into_tensor(together, own)
+        sent[: len(as_bytes)] = as_bytes
+        together = sent.new_empty(len(ctx.sizes) * len(sent))
+        dist.all_gather_into_tensor(together, sent)
         padded = together.view(rows.dtype).view(len(ctx.sizes), longest, *rows.shape[1:])
         return torch.cat([of_worker[:size] for of_worker, size in zip(padded, ctx.sizes, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         share = ctx.share()
+        # A worker without images has no part in the average: its share is the number 0.
         has_images = isinstance(share, Tensor) or share > 0
         mean = gradient * share if has_images else torch.zeros_like(gradient)
         dist.all_reduce(mean := mean.contiguous())
-        own = mean.split(ctx.sizes)[ctx.rank]
-        return own / share if has_images else own, None, None, None
+        gradient_of_rows = mean.split(ctx.sizes)[ctx.rank]
+        return gradient_of_rows / share if has_images else gradient_of_rows, None, None, None

@@ -10,9 +10,10 @@ whatever its placeholder gave (0 · NaN would be NaN).
 Nothing is wrapped. Torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A
 hook before that node takes the gradient out of the graph, and puts it, multiplied, into a bucket. Buckets are summed
 over the workers while the backward is still running, in one fixed order on all workers, as those of
-DistributedDataParallel are (Li et al. 2020). When the backward has ended, a callback of the autograd engine waits for
-the sums and adds them to ``parameter.grad``. What was there before is equal on all workers already, and stays out of
-the sum. ``torch.autograd.grad`` never reaches these nodes, so it gives what this worker's images give.
+DistributedDataParallel are (Li et al. 2020): a collective must be the same one on all of them. When the backward has
+ended, a callback of the autograd engine waits for the sums and adds them to ``parameter.grad``. What ``grad`` held
+before the backward is equal on all workers already, and stays out of the sum. ``torch.autograd.grad`` never reaches
+these nodes, so it gives what this worker's images give.
 
 If only some workers have a gradient for a parameter, that of the others is zero. If none has, its ``grad`` stays as it
 was. So layers that are left out, frozen or unfrozen train as they would on one worker.
@@ -25,22 +26,20 @@ from __future__ import annotations
 
 import gc
 import operator
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from raytrain.errors import UsageError
 from raytrain.training.protocols import Worker
 
-_NOT_A_NUMBER, _INFINITE = 2e299, 1e300
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 HOOK_NOTE = (
@@ -51,13 +50,19 @@ HOOK_NOTE = (
 
 
 class ExactGradients:
-    """Sums the gradients of all parameters that it follows over the workers, each time that a backward ends.
+    """Sum the gradients of all followed parameters over the workers, each time that a backward ends.
 
     Args:
         share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
             device; exactly 0.0 on a worker without images.
         finished: called after each backward, when all gradients are there.
         report: gets a note for whoever watches the run.
+
+    Example::
+
+        gradients = ExactGradients(worker, share=lambda: 5 / 8, finished=lambda: None, report=print)
+        gradients.follow(list(model.parameters()))
+        loss.backward()  # of the mean over 5 of 8 images; afterwards .grad is that of the mean over all 8
     """
 
     def __init__(
@@ -68,60 +73,45 @@ class ExactGradients:
         report: Callable[[str], None],
     ) -> None:
         self._world_size = worker.world_size
-        # In a backward, collectives of batch norm come in another order on each worker.
+        # A group of their own: in a backward, collectives of batch norm come in another order on each worker.
         self._group = own_group(worker.device) if worker.world_size > 1 else None
         self._share, self._finished, self._report = share, finished, report
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
-        self._is_running = False
+        self._is_running = False  # a backward
         self._is_deferred = False  # gradients stay in the buckets after a backward
         self._has_deferred = False  # some are there
         self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
         self._parameters: list[Tensor] = []  # those in the buckets
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, Bucket] = {}
-        self._num_sent = 0
+        self._num_sent = 0  # buckets, in this backward
         self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients of ``parameters`` exact from now on; also of those that are frozen at the moment."""
-        if len(parameters) == len(self._nodes) and all(each in self._nodes for each in parameters):
+        if len(parameters) == len(self._nodes) and all(parameter in self._nodes for parameter in parameters):
             return
-        self._nodes = {each: self._nodes.get(each) or self._hooked(each) for each in parameters if _can_learn(each)}
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """In this context gradients stay on this worker, until the next backward after it or ``sum_deferred``."""
-        before, self._is_deferred = self._is_deferred, True
-        try:
-            yield
-        finally:
-            self._is_deferred = before
-
-    def sum_deferred(self) -> None:
-        """Sum over the workers what has been deferred. All workers call this, before a step of an optimizer."""
-        if self._has_deferred:
-            self._sum()
-
-    def reset(self) -> None:
-        """Forget a backward that raised an exception, which the loop may have caught."""
-        if self._is_running:
-            for bucket in self._buckets:
-                bucket.discard()
-        self._is_running = False
-        self._give_back_hooks()
-
-    def _hooked(self, parameter: Tensor) -> Any:
-        requires_grad = parameter.requires_grad
-        node = get_gradient_edge(parameter.requires_grad_(True)).node
-        parameter.requires_grad_(requires_grad)
-        node.register_prehook(partial(self._arrives, parameter))
-        return node
+        nodes: dict[Tensor, Any] = {}
+        for parameter in parameters:
+            if parameter in self._nodes:
+                nodes[parameter] = self._nodes[parameter]
+            elif parameter.is_floating_point() or parameter.is_complex():
+                # A frozen parameter has no node, and would get one without a hook when the loop unfreezes it.
+                requires_grad = parameter.requires_grad
+                nodes[parameter] = get_gradient_edge(parameter.requires_grad_(True)).node
+                parameter.requires_grad_(requires_grad)
+                nodes[parameter].register_prehook(partial(self._arrives, parameter))
+        self._nodes = nodes
 
     def _arrives(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-        """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine."""
+        """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine.
+
+        Returns the gradient that the engine is to accumulate in its place, in a tuple: (None,) for none, because the
+        bucket gets it. None leaves it as it is.
+        """
         if not self._is_running:
-            self._start()
+            self._begin_backward()
         (gradient,) = gradients
         if self._world_size == 1:
             if self._factor == 1.0:
@@ -132,12 +122,15 @@ class ExactGradients:
         if bucket.work is not None:  # a layer that a re-entrant checkpoint and the network around it share
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
+        # Complete buckets are sent in their order, which is the same on all workers: one may wait for those before it.
         if bucket.is_complete and not self._is_deferred:
-            self._send_complete()
+            while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
+                self._buckets[self._num_sent].send(self._group)
+                self._num_sent += 1
         return (None,)
 
-    def _start(self) -> None:
-        """Begin with the first gradient of a backward: put those parameters into buckets that can get one now."""
+    def _begin_backward(self) -> None:
+        """Make the buckets ready, with the first gradient of a backward, and have the engine call ``_end_backward``."""
         self._factor = self._share()
         if not isinstance(self._factor, Tensor) and self._factor:
             self._factor = torch.tensor(self._factor, dtype=torch.float64)  # multiplies twice as fast as a float
@@ -145,31 +138,30 @@ class ExactGradients:
         for bucket in self._buckets:
             bucket.arrived_now.clear()
         if self._world_size > 1:
-            parameters = [each for each in self._nodes if each.requires_grad]
+            # Buckets hold the parameters that can get a gradient now: the loop may have frozen or unfrozen some.
+            parameters = [parameter for parameter in self._nodes if parameter.requires_grad]
             if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
                 self.sum_deferred()
                 self._parameters = parameters
-                self._buckets = [Bucket(each) for each in _divided(parameters[::-1])]  # the last layers' come first
+                self._buckets = list(_split_into_buckets(parameters[::-1]))  # a backward begins with the last layers
                 self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
-            self._hold_hooks()
+            # Take away the hooks that run after a gradient has been accumulated: they get that of the global batch.
+            for parameter in self._parameters:
+                if parameter._backward_hooks:
+                    self._report(HOOK_NOTE)
+                hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
+                if hooks:
+                    self._held_hooks.append((parameter, hooks, dict(hooks)))
+                    hooks.clear()
             if self._is_first:
                 check_not_wrapped(self._nodes)
         self._is_first = False
         self._is_running = True
-        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _send_complete(self) -> None:
-        """Start to sum, in their order, the buckets that are complete."""
-        while self._num_sent < len(self._buckets):
-            bucket = self._buckets[self._num_sent]
-            if not bucket.is_complete:
-                return
-            bucket.send(self._group)
-            self._num_sent += 1
+        Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
-    def _end(self) -> None:
-        """Sum the buckets that are left, unless that is deferred; called when a backward has ended."""
+    def _end_backward(self) -> None:
+        """Sum the buckets that are left, unless that is deferred; called by the engine when a backward has ended."""
         if self._is_deferred:
             self._has_deferred = True
         else:
@@ -198,22 +190,34 @@ class ExactGradients:
                 with torch.no_grad():
                     parameter.grad.add_(gradient)
 
-    def _hold_hooks(self) -> None:
-        """Take away the hooks that run after a gradient has been accumulated: they get that of the global batch."""
-        for parameter in self._parameters:
-            if parameter._backward_hooks:
-                self._report(HOOK_NOTE)
-            hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
-            if hooks:
-                self._held_hooks.append((parameter, hooks, dict(hooks)))
-                hooks.clear()
-
     def _give_back_hooks(self) -> list[tuple[Tensor, dict[int, Any]]]:
-        """Return the hooks that were taken away, of parameters that have a gradient; they are in their places again."""
+        """Put the hooks back that were taken away; return those of parameters that have a gradient."""
         held, self._held_hooks = self._held_hooks, []
         for _, hooks, kept in held:
             hooks.update(kept)
         return [(parameter, kept) for parameter, _, kept in held if parameter.grad is not None]
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Keep gradients on this worker in this context, until the next backward after it or :meth:`sum_deferred`."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def sum_deferred(self) -> None:
+        """Sum over the workers what has been deferred. All workers call this, before a step of an optimizer."""
+        if self._has_deferred:
+            self._sum()
+
+    def reset(self) -> None:
+        """Forget a backward that raised an exception, which the loop may have caught."""
+        if self._is_running:
+            for bucket in self._buckets:
+                bucket.discard()
+        self._is_running = False
+        self._give_back_hooks()
 
 
 class Bucket:
@@ -222,35 +226,16 @@ class Bucket:
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
         self.arrived: set[Tensor] = set()  # the parameters that got a gradient since the last sum
-        self.arrived_now: set[Tensor] = set()  # and in this backward
-        self.work: dist.Work | None = None
-        self._flat: Tensor | None = None
-        self._sizes = [each.numel() for each in parameters]
-        self._views: dict[Tensor, Tensor] = {}
+        self.arrived_now: set[Tensor] = set()  # those that got one in this backward
+        self.work: dist.Work | None = None  # the sum, once it has begun
+        self._flat: Tensor | None = None  # all gradients in a row, and flags
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._views: dict[Tensor, Tensor] = {}  # the gradient of each parameter in it
 
     @property
     def is_complete(self) -> bool:
-        """Whether each parameter has got a gradient in this backward."""
+        """True once each parameter has got a gradient in this backward."""
         return len(self.arrived_now) == len(self.parameters)
-
-    def discard(self) -> None:
-        """Forget what has arrived, after waiting for the sum of it if that has begun."""
-        if self.work is not None:
-            self.work.wait()
-        self._empty()
-
-    def _empty(self) -> None:
-        self.work, self._flat, self._views = None, None, {}
-        self.arrived.clear()
-        self.arrived_now.clear()
-
-    def _renew(self) -> None:
-        """Take new memory: the loop may still hold the gradients of the backward before, which are in the old one."""
-        sizes = self._sizes
-        # The gradients in a row, and for each of them whether there is one, as a number that is not 0.
-        self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
-        *rows, self._flags = self._flat.split([*sizes, len(sizes)])
-        self._views = {each: _like(each, row) for each, row in zip(self.parameters, rows, strict=True)}
 
     def add(self, parameter: Tensor, gradient: Tensor, factor: Tensor | float) -> None:
         """Add ``factor`` times a ``gradient``; if the factor is 0.0, nothing of it.
@@ -277,7 +262,7 @@ class Bucket:
         if len(self.arrived) == len(self.parameters):
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor([each in self.arrived for each in self.parameters]))
+            self._flags.copy_(torch.tensor([parameter in self.arrived for parameter in self.parameters]))
             for parameter in self.parameters:
                 if parameter not in self.arrived:
                     self._views[parameter].zero_()
@@ -288,100 +273,51 @@ class Bucket:
         """Wait for the sums, and return each parameter that has a gradient on any worker, with its sum."""
         assert self.work is not None
         self.work.wait()
-        has = [True] * len(self.parameters) if len(self.arrived) == len(self.parameters) else self._flags.tolist()
-        summed = [(each, self._views[each]) for each, is_there in zip(self.parameters, has, strict=True) if is_there]
+        # The host waits for the device only if a parameter got no gradient here: another worker may have one.
+        flags = [1.0] * len(self.parameters) if len(self.arrived) == len(self.parameters) else self._flags.tolist()
+        summed = [(each, self._views[each]) for each, flag in zip(self.parameters, flags, strict=True) if flag]
         self._empty()
         return summed
 
+    def discard(self) -> None:
+        """Forget what has arrived, after waiting for the sum of it if that has begun."""
+        if self.work is not None:
+            self.work.wait()
+        self._empty()
 
-def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
-    """Raise UsageError if one of torch's wrappers, which join gradients themselves, holds any of ``parameters``.
-
-    A wrapper leaves no trace in what it holds, so all objects of this process are looked at, which takes 0.1 s.
-    """
-    ours = set(map(id, parameters))
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if _WRAPPERS & {base.__name__ for base in kind.__mro__}}
-    for wrapper in (each for each in (objects if kinds else ()) if type(each) in kinds):
-        if not ours.isdisjoint(map(id, wrapper.parameters())):
-            raise UsageError(
-                f"The loop puts a network of run.prepare, or a layer of one, into a {type(wrapper).__name__}, which "
-                "would join gradients a second time; leave that out and call the network itself: it trains on any "
-                "number of workers."
+    def _renew(self) -> None:
+        """Take new memory: the loop may still hold the gradients of the backward before, which are in the old one."""
+        sizes = self._sizes
+        # The gradients in a row, and for each of them whether there is one, as a number that is not 0.
+        self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
+        *rows, self._flags = self._flat.split([*sizes, len(sizes)])
+        for parameter, row in zip(self.parameters, rows, strict=True):
+            # A gradient has the order in memory of its parameter, if that leaves no gaps: optimizers are fastest so.
+            is_dense = parameter.is_contiguous() or (
+                parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
             )
+            shape, stride = parameter.shape, parameter.stride()
+            self._views[parameter] = row.as_strided(shape, stride) if is_dense else row.view(shape)
+
+    def _empty(self) -> None:
+        self.work, self._flat, self._views = None, None, {}
+        self.arrived.clear()
+        self.arrived_now.clear()
 
 
-def own_group(device: torch.device) -> Any:
-    """A process group beside the default one, for collectives that others must not come between."""
-    default: Any = dist.group.WORLD
-    return dist.new_group(timeout=default._get_backend(device).options._timeout)
-
-
-def broadcast_weights(model: nn.Module) -> None:
-    """Give ``model`` the parameters and buffers that it has on worker 0."""
-    tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
-    rows = [each.reshape(-1).view(torch.uint8) for each in tensors]  # bytes: one broadcast for all types
-    if not rows:
-        return
-    together = torch.cat(rows)
-    dist.broadcast(together, src=0)
-    for tensor, row in zip(tensors, together.split([len(each) for each in rows]), strict=True):
-        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins at an address for any type
-
-
-@torch.no_grad()
-def differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
-    """Names of the ``tensors`` that are not the same on all workers after ``step`` steps; the same on each worker.
-
-    Sums are compared, not the tensors: the host waits for the device once, and one small all-reduce serves all.
-    Processors of several kinds round in different ways, so numbers may drift apart by their precision.
-    """
-    if not tensors:
-        return []
-    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])  # (T, 4)
-    extremes = torch.stack([digests, -digests])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    spread = (extremes[0] + extremes[1]).amax(dim=1)
-    rounding = torch.tensor([_rounding(tensor) for tensor in tensors.values()], dtype=torch.float64)
-    allowed = rounding.to(spread.device) * max(step, 1) ** 0.5 * extremes[0, :, -1]
-    return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
-
-
-def digest_of_tensors(tensors: Iterable[Tensor]) -> list[float]:
-    """Return four sums of each tensor: if one changes, so do they. The host waits for the device once."""
-    digests = [_digest(tensor.detach()) for tensor in tensors]
-    return torch.stack(digests).flatten().tolist() if digests else []
-
-
-def digest_of(value: object) -> tuple[int, int]:
-    """A number for a value that must be the same on all workers, and its square: their sums are exact in float64."""
-    number = zlib.crc32(repr(value).encode()) & 0xFFFFF
-    return number, number**2
-
-
-def digests_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether the digests of all workers are the same, told by their ``sums``."""
-    digests, squares = map(int, sums)
-    return digests**2 == squares * world_size
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """Sums of all, of each second and of each third element, and the norm: float64 (4,). NaN becomes a number."""
-    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    sums = [values[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3)]
-    norm = torch.linalg.vector_norm(values if values.is_floating_point() else values.double(), dtype=torch.float64)
-    return torch.stack([*sums, norm]).nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)
-
-
-def _rounding(tensor: Tensor) -> float:
-    """By how much of its norm a tensor may differ in a step; nothing if it holds integers."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    return 16 * torch.finfo(tensor.dtype).eps
-
-
-def _can_learn(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
+def _split_into_buckets(parameters: Sequence[Tensor]) -> Iterator[Bucket]:
+    """Yield the parameters in buckets of one type and device each, the first of them small."""
+    bucket: list[Tensor] = []
+    num_bytes, limit = 0, _FIRST_BYTES
+    for parameter in parameters:
+        is_other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
+        if is_other or num_bytes >= limit:
+            yield Bucket(bucket)
+            bucket, num_bytes, limit = [], 0, _BYTES
+        bucket.append(parameter)
+        num_bytes += parameter.nbytes
+    if bucket:
+        yield Bucket(bucket)
 
 
 def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
@@ -399,24 +335,24 @@ def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
         )
 
 
-def _divided(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in buckets of one type and device each."""
-    bucket: list[Tensor] = []
-    num_bytes, limit = 0, _FIRST_BYTES
-    for parameter in parameters:
-        is_other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
-        if is_other or num_bytes >= limit:
-            yield bucket
-            bucket, num_bytes, limit = [], 0, _BYTES
-        bucket.append(parameter)
-        num_bytes += parameter.nbytes
-    if bucket:
-        yield bucket
+def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
+    """Raise UsageError if one of torch's wrappers, which join gradients themselves, holds any of ``parameters``.
+
+    A wrapper leaves no trace in what it holds, so all objects of this process are searched, which takes 0.1 s.
+    """
+    ids = set(map(id, parameters))
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if _WRAPPERS & {base.__name__ for base in kind.__mro__}}
+    for wrapper in (candidate for candidate in (objects if kinds else ()) if type(candidate) in kinds):
+        if not ids.isdisjoint(map(id, wrapper.parameters())):
+            raise UsageError(
+                f"The loop puts a network of run.prepare, or a layer of one, into a {type(wrapper).__name__}, which "
+                "would join gradients a second time; leave that out and call the network itself: it trains on any "
+                "number of workers."
+            )
 
 
-def _like(parameter: Tensor, row: Tensor) -> Tensor:
-    """``row``, (n,), in the shape and the order in memory of ``parameter``."""
-    is_dense = parameter.is_contiguous() or (
-        parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    )
-    return row.as_strided(parameter.shape, parameter.stride()) if is_dense else row.view(parameter.shape)
+def own_group(device: torch.device) -> Any:
+    """Return a new process group of all workers, for collectives between which no others may come."""
+    default: Any = dist.group.WORLD
+    return dist.new_group(timeout=default._get_backend(device).options._timeout)

@@ -1,4 +1,4 @@
-"""What a loop gives to ``run.log``, as a numerator and a denominator for each metric."""
+"""Values that a loop gives to ``run.log``, as a numerator and a denominator for each metric."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from raytrain.errors import UsageError
 from raytrain.training.prepared_metrics import is_metric, joined_values
 
 _MOST_NUMBERS = 200  # of a vector: each is a metric of its own
-Pair = tuple[Tensor | float, Tensor | float]
+Fraction = tuple[Tensor | float, Tensor | float]
+"""A numerator and a denominator of this worker: a metric is the sum of the first over that of the second."""
 
 
-class LoggedValues:
-    """Names the metrics of a loop. ``classes`` name the numbers of a vector that has one for each of them."""
+def logged_fractions(
+    values: Mapping[str, Any], num_used: int, classes: Sequence[str], world_size: int
+) -> dict[str, Fraction]:
+    """Return the fraction of each metric in ``values``, which a loop logs of ``num_used`` images of this worker.
 
-    def __init__(self, classes: Sequence[str], world_size: int) -> None:
-        self._classes, self._world_size = classes, world_size
+    ``classes`` name the numbers of a vector that has one for each of them. Raises UsageError for a value that is none
+    of those that ``Run.log`` takes.
 
-    def pairs(self, values: Mapping[str, Any], num_used: int) -> dict[str, Pair]:
-        """Return the numerator and the denominator of each metric; ``num_used`` images are this worker's.
+    Example::
 
-        Raises UsageError for a value that is none of those that ``Run.log`` takes.
-        """
-        pairs: dict[str, Pair] = {}
-        for name, value in values.items():
-            if isinstance(value, tuple):
-                pairs[name] = self._quotient(name, value)
-            elif is_metric(value):
-                for member, measured in joined_values(value, self._world_size).items():
-                    pairs.update({each: (number, 1.0) for each, number in self._numbers(member or name, measured)})
+        logged_fractions({"loss": 0.5}, num_used=8, classes=[], world_size=1)  # {"loss": (4.0, 8)}
+    """
+    fractions: dict[str, Fraction] = {}
+    for name, value in values.items():
+        # What is no mean over the images comes as its two sums.
+        if isinstance(value, tuple):
+            pair: tuple[Any, ...] = value
+            if len(pair) != 2 or not all(map(_is_number, pair)):
+                raise UsageError(
+                    f"run.log({name}=...) got a tuple of {len(pair)}; give (numerator, denominator), two numbers of "
+                    "this worker's images, or one number, the mean over them."
+                )
+            fractions[name] = _detached(pair[0]), _detached(pair[1])
+            continue
+
+        # A mean is weighted by its images. The value of a metric object is that of all workers' images already.
+        has_all_images = is_metric(value)
+        weight = 1 if has_all_images else num_used
+        for member, measured in (joined_values(value, world_size) if has_all_images else {name: value}).items():
+            prefix = member or name
+            if _is_number(measured):
+                fractions[prefix] = _detached(measured) * weight, weight
+            elif isinstance(measured, Tensor) and measured.ndim == 1 and len(measured) <= _MOST_NUMBERS:
+                suffixes = classes if len(measured) == len(classes) else range(len(measured))
+                for suffix, number in zip(suffixes, measured.detach(), strict=True):
+                    fractions[f"{prefix} {suffix}"] = number * weight, weight
             else:
-                pairs.update({each: (number * num_used, num_used) for each, number in self._numbers(name, value)})
-        return pairs
-
-    def _quotient(self, name: str, value: tuple[Any, ...]) -> Pair:
-        if len(value) != 2 or not all(map(_is_number, value)):
-            raise UsageError(
-                f"run.log({name}=...) got a tuple of {len(value)}; give (numerator, denominator), two numbers of this "
-                "worker's images, or one number, the mean over them."
-            )
-        return tuple(each.detach() if isinstance(each, Tensor) else float(each) for each in value)  # pyright: ignore
-
-    def _numbers(self, name: str, value: Any) -> list[tuple[str, Tensor | float]]:
-        """Return each number with the name of its metric."""
-        if _is_number(value):
-            return [(name, value.detach() if isinstance(value, Tensor) else float(value))]
-        if isinstance(value, Tensor) and value.ndim == 1 and len(value) <= _MOST_NUMBERS:
-            named = self._classes if len(value) == len(self._classes) else range(len(value))
-            return [(f"{name} {each}", number) for each, number in zip(named, value.detach(), strict=True)]
-        shape = f" of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        raise UsageError(
-            f"run.log({name}=...) got a {type(value).__name__}{shape}; give one number, the mean over this worker's "
-            f"images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object "
-            "of torchmetrics."
-        )
+                shape = f" of the shape {tuple(measured.shape)}" if isinstance(measured, Tensor) else ""
+                raise UsageError(
+                    f"run.log({prefix}=...) got a {type(measured).__name__}{shape}; give one number, the mean over "
+                    f"this worker's images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} "
+                    "numbers, or an object of torchmetrics."
+                )
+    return fractions
 
 
 def _is_number(value: Any) -> bool:
@@ -67,3 +69,7 @@ def _is_number(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return not isinstance(value, str)
+
+
+def _detached(value: Any) -> Tensor | float:
+    return value.detach() if isinstance(value, Tensor) else float(value)

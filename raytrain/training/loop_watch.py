@@ -2,10 +2,21 @@
 
 A loop is exact if its loss is a mean over images, each of which is alone in its term. Whether it is cannot be proved
 from outside, but the usual exceptions show in the calls of torch that the loop makes: :class:`_Calls` sees each of them
-in the first two steps. It follows what is computed from the batch, from tensor to tensor, and marks a sum that is not
-divided, a mean over something else than images, a comparison of images with each other, and what one step keeps for
-the next. A note is made only if the loss depends on a tensor with such a mark; what a loop does with it besides, for a
-metric say, changes no weight. Nothing is replaced, and from the third step on nothing is watched.
+in the first two steps, and follows what is computed from the batch from tensor to tensor. Nothing is replaced, and from
+the third step on nothing is watched.
+
+A tensor that depends on the batch has a set of marks, which whatever is computed from it inherits:
+
+- ``statistic``: a sum or a mean over the images, of each feature. This alone is harmless: a loss may be linear in it.
+- ``compares``: images are compared with each other: by a statistic over them that is combined with single images, is
+  multiplied with another one or is not linear, or by products of images with images.
+- ``sum``: a sum over images that has not been divided by their number.
+- ``selected``: rows that a mask has chosen, of which each worker has another number.
+- ``other mean``: a mean over something else than images.
+- ``kept``: it was computed in a step before.
+
+A note is made only if the loss has a mark, when its backward is called. What a loop does with a tensor besides, for a
+metric say, changes no weight. ``statistic`` and ``selected`` have no note: they only lead to other marks.
 """
 
 from __future__ import annotations
@@ -14,7 +25,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +36,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training.batch import Batch
 from raytrain.training.gradients import HOOK_NOTE
+from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, used_generators
-
-if TYPE_CHECKING:
-    from raytrain.training.run import Run
 
 _NUM_WATCHED = 2  # steps
 _NOTES = {
@@ -88,37 +99,48 @@ class LoopWatch:
     ``report`` gets a note, on all workers, for each sign that it does on any of them.
     """
 
-    def __init__(self, run: Run, report: Callable[[str], None]) -> None:
-        self._run, self._report = run, report
+    def __init__(
+        self, config: ResolvedConfig, worker: Worker, models: PreparedModels, report: Callable[[str], None]
+    ) -> None:
+        self._config, self._worker, self._models, self._report = config, worker, models, report
         self._notes: set[str] = set()  # of this worker
-        self._is_compared = True  # what this worker has found, with the others
-        self._calls = _Calls(self._notes.add, run.config.batch_size)
-        self._num_left = _NUM_WATCHED if run.world_size > 1 and not run.config.compile else 0
+        self._has_news = False  # for the other workers
+        self._calls = _Calls(self._notes.add, config.batch_size)
+        self._num_steps_left = _NUM_WATCHED if worker.world_size > 1 and not config.compile else 0
 
     @contextmanager
-    def step(self, batch: Batch, frame: FrameType | None) -> Iterator[None]:
-        """In this context the loop makes a step; ``frame`` is that of the function that loops over the batches."""
-        if not self._num_left:
+    def step(self, batch: Batch, frame: FrameType | None, run: object) -> Iterator[None]:
+        """Watch a step of the loop in this context; ``frame`` is that of the function that loops over the batches.
+
+        The generators that its variable ``run`` holds are not the loop's own: the run seeds them for each image.
+        """
+        if not self._num_steps_left:
             yield
             return
-        self._num_left -= 1
-        run = self._run
-        weights = [each for model in run.models.trained for each in (*model.parameters(), *model.buffers())]
+        self._num_steps_left -= 1
+
+        # Generators of NumPy and Python are compared before and after, as no call of torch shows that they are used.
+        variables = [] if frame is None else [value for value in frame.f_locals.values() if value is not run]
+        generators = held_generators([*variables, *self._models.trained])
+        generators = [generator for generator in generators if not isinstance(generator, torch.Generator)]
+        states = list(map(_state_of, generators))
+
+        weights = [each for model in self._models.trained for each in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, set(map(id, weights)))
-        held = held_generators([*_variables(frame, run), *run.models.trained])
-        held = [each for each in held if not isinstance(each, torch.Generator)]  # of those, all calls are seen
-        before = [_state_of(each) for each in held]
         with self._calls:
             yield
-        if any(_state_of(each) != state for each, state in zip(held, before, strict=True)):
+        if list(map(_state_of, generators)) != states:
             self._notes.add(_NOTES["generator"])
-        if drawn := used_generators(mix(run.config.seed, batch.step, run.rank), run.device):
-            self._notes.add(_DRAWS.format(names=" and ".join(drawn)))
-        self._is_compared = False
+
+        # The run has seeded the libraries' own generators for this step.
+        seed = mix(self._config.seed, batch.step, self._worker.rank)
+        if libraries := used_generators(seed, self._worker.device):
+            self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
+        self._has_news = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In this context nothing is watched: the run itself computes."""
+        """Watch nothing in this context, in which the run itself computes."""
         before, self._calls.is_paused = self._calls.is_paused, True
         try:
             yield
@@ -130,19 +152,21 @@ class LoopWatch:
 
         Workers call it where they are known to be together, after a step.
         """
-        if self._is_compared:
+        if not self._has_news:
             return
-        self._is_compared = True
+        self._has_news = False
+
+        # A layer may keep a statistic of a worker's images as a plain number, which no comparison of weights sees.
         numbers = {
             f"{type(layer).__name__}.{name}": value
-            for model in self._run.models.trained
+            for model in self._models.trained
             for layer in model.modules()
             for name, value in vars(layer).items()
             if isinstance(value, float) and not name.startswith("_")
         }
-        gathered: list[Any] = [None] * self._run.world_size
+        gathered: list[Any] = [None] * self._worker.world_size
         dist.all_gather_object(gathered, (sorted(self._notes), numbers))
-        for note in sorted({each for notes, _ in gathered for each in notes}):
+        for note in sorted({note for notes, _ in gathered for note in notes}):
             self._report(note)
         differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other in gathered)]
         if differing:
@@ -157,19 +181,19 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
         super().__init__()
-        self._batch_size = batch_size  # of the global batch
         self.is_paused = False
         self._report = report
+        self._batch_size = batch_size  # of the global batch
+        self._num_images = 0  # of this worker
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
-        self._num_images = 0
         self._weights: set[int] = set()
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
-        """The next step has this ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
+        """Follow a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
         for marks in self._marks.values():
             marks.add("kept")
-        for each in (batch.images, batch.labels, batch.targets, batch.samples):
-            self._marks[each] = set()
+        for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
+            self._marks[tensor] = set()
         self._num_images, self._weights = batch.num_used, weights
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,114 +201,136 @@ class _Calls(TorchFunctionMode):
         if torch.compiler.is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+
+        # A backward shows what the loss is, and a hook what else may change gradients.
         if name == "backward" and args:
             for mark in self._marks.get(args[0], ()):
                 if mark in _NOTES:
                     self._report(_NOTES[mark])
         if name == "register_hook":
             self._report(_NOTES["hook"])
+
         result = func(*args, **kwargs)
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self._report(_NOTES["generator"])
-        given = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
-        sources = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each in self._marks]
-        if getattr(func, "__module__", "").startswith("torch.distributed"):  # a collective of the loop's own
-            for each in sources:
-                del self._marks[each]
+
+        # The result depends on the batch if an argument does that gives more than its type or shape.
+        inputs = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
+        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf in self._marks]
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # after it all workers have the same
+            for source in sources:
+                del self._marks[source]
             return result
         if sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
             marks = self._marks_of(func, name, args, kwargs, sources, result)
-            for each in tree_leaves(result):
-                if isinstance(each, Tensor) and id(each) not in self._weights:
-                    self._marks[each] = set(marks)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
+                    self._marks[leaf] = set(marks)
         return result
 
     def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
-        """Return the words for the result of a call whose arguments ``sources`` depend on the batch."""
-        marks: set[str] = set().union(*(self._marks[each] for each in sources))
-        first, num_images = sources[0], self._num_images
+        """Return the marks for the ``result`` of a call, of whose arguments the ``sources`` depend on the batch.
+
+        Raises UsageError if the call is a batch norm over this worker's images alone.
+        """
         if func is F.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):
             raise UsageError(
                 "A network that is not prepared has batch norm in training mode, which normalises with one worker's "
                 "images: give it to run.prepare, or call its eval() if it is to stay as it is; or train on one worker."
             )
-        of_statistics = [each for each in sources if "statistic" in self._marks[each]]
-        is_spread = len(of_statistics) < len(sources) and isinstance(result, Tensor) and _has_rows(result, num_images)
-        is_squared = len(of_statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
-        if of_statistics and (name not in _LINEAR or is_spread or is_squared):
+        first, num_images = sources[0], self._num_images
+        is_tensor = isinstance(result, Tensor)
+
+        # The result inherits all marks of what it is computed from.
+        marks: set[str] = set().union(*(self._marks[source] for source in sources))
+
+        # A statistic stays harmless as long as the loss is linear in it: with the mean over all workers' images, which
+        # is the mean of their means. It is not if it is spread over single images again, which each meet the statistic
+        # of their own worker only, if it is multiplied with another statistic, or if the function is not linear.
+        statistics = [source for source in sources if "statistic" in self._marks[source]]
+        is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
+        is_squared = len(statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
+        if statistics and (name not in _LINEAR or is_spread or is_squared):
             marks.add("compares")
-        # A sum or a mean over the images.
-        over_images = _is_over_images(first, name, args, kwargs, num_images)
-        if over_images and first.ndim > 1 and name in _COMPARISONS:
-            marks.add("compares")
-        if over_images and first.ndim > 1 and name in _STATISTICS:
-            marks.add("statistic")
-        is_whole = isinstance(result, Tensor) and result.ndim == 0
-        if is_whole and (
-            (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
-        ):
+
+        # A reduction over the images makes a statistic of each feature. One that is not linear compares them at once.
+        if first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
+            if name in _COMPARISONS:
+                marks.add("compares")
+            if name in _STATISTICS:
+                marks.add("statistic")
+
+        # A single number that adds up the images would be larger with more of them on a worker.
+        adds_up = (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
+        if is_tensor and result.ndim == 0 and adds_up:
             marks.add("sum")
-        # A mean over something else than images.
-        indices = [each for each in tree_leaves(args[1:]) if isinstance(each, Tensor)]
-        if name in ("__getitem__", "masked_select") and any(each.dtype == torch.bool for each in indices):
+
+        # Rows that a mask chooses are not equally many on all workers, so their mean weights workers as it should not.
+        indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
+        if name in ("__getitem__", "masked_select") and any(index.dtype == torch.bool for index in indices):
             marks.add("selected")
         if name == "mean" and "selected" in marks:
             marks.add("other mean")
+
+        # The same holds for the weights of classes, by whose sum a cross entropy divides, and for labels left out.
         if name in ("cross_entropy", "nll_loss") and kwargs.get("reduction", "mean") == "mean":
             weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
-            is_ignored = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
-            if weight is not None or (is_ignored and bool((target == kwargs.get("ignore_index", -100)).any())):
+            has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
+            if weight is not None or (has_classes and bool((target == kwargs.get("ignore_index", -100)).any())):
                 marks.add("other mean")
+
+        # A quotient of two sums is a mean over what the second one counts. A sum that is divided by this worker's
+        # images, or by what can only be told later, is a mean; by the size of the global batch it is still a sum.
         if name in _DIVISIONS and len(args) > 1:
-            if isinstance(args[1], Tensor) and "sum" in self._marks.get(args[1], ()):
+            divisor = args[1]
+            if isinstance(divisor, Tensor) and "sum" in self._marks.get(divisor, ()):
                 marks.add("other mean")
-            if isinstance(args[1], Tensor) or (args[1] % num_images == 0 and args[1] != self._batch_size):
+            if isinstance(divisor, Tensor) or (divisor % num_images == 0 and divisor != self._batch_size):
                 marks.discard("sum")
-        # A product of images with images, or all pairs of them.
-        if name in _PRODUCTS and len(sources) > 1 and any(each.ndim < 3 for each in sources):
+
+        if _is_of_pairs(name, args, sources, result, num_images):
             marks.add("compares")
-        if name == "einsum" and len(sources) > 1 and not _keeps_images(args[0]):
-            marks.add("compares")
-        if name in ("cdist", "pdist") and first.ndim == 2:
-            marks.add("compares")
-        if isinstance(result, Tensor) and result.ndim > 1 and len(sources) > 1:
-            is_of_pairs = result.shape[0] % num_images == 0 == result.shape[1] % num_images
-            if is_of_pairs and any(each.ndim > 1 and each.shape[0] == 1 for each in sources):
-                marks.add("compares")
         return marks
 
 
+def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:
+    """Return whether a call combines images with images: by a product, a distance, or all pairs of their rows."""
+    if name in ("cdist", "pdist") and sources[0].ndim == 2:
+        return True
+    if len(sources) < 2:
+        return False
+    if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
+        return True
+    if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
+        operands, _, output = str(args[0]).replace(" ", "").partition("->")
+        if len({subscripts[:1] for subscripts in (*operands.split(","), output)}) > 1:
+            return True
+    if not isinstance(result, Tensor) or result.ndim < 2:
+        return False
+    has_pairs = result.shape[0] % num_images == 0 == result.shape[1] % num_images
+    return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
+
+
 def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_images: int) -> bool:
-    """Whether a reduction is over the first dimension of ``tensor`` alone, if that is of images."""
+    """Return whether a reduction is over the first dimension of ``tensor``, if that is of images."""
     if not _has_rows(tensor, num_images):
         return False
-    dim = kwargs.get("dim", kwargs.get("axis", next((a for a in args[1:] if isinstance(a, (int, tuple, list))), None)))
-    if name in ("norm", "vector_norm", "normalize") and "dim" not in kwargs:
+    positional = next((argument for argument in args[1:] if isinstance(argument, (int, tuple, list))), None)
+    dim = kwargs.get("dim", kwargs.get("axis", positional))
+    if name in ("norm", "vector_norm", "normalize") and "dim" not in kwargs:  # their first number is the order
         dim = args[2] if len(args) > 2 else None
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
 
 
 def _has_rows(tensor: Tensor, num_images: int) -> bool:
+    """Return whether ``tensor`` has one row per image, or several per image as of patches."""
     return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0
 
 
-def _keeps_images(equation: Any) -> bool:
-    """Whether an einsum computes each image alone: all operands and the result begin with the same letter."""
-    operands, _, result = str(equation).replace(" ", "").partition("->")
-    return len({each[:1] for each in (*operands.split(","), result)}) == 1
-
-
-def _variables(frame: FrameType | None, run: Run) -> list[Any]:
-    """The variables of the function that loops over the batches, without the run itself."""
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return [] if frame is None else [each for each in frame.f_locals.values() if each is not run]
-
-
-def _state_of(generator: Any) -> Any:
+def _state_of(generator: Any) -> str:
     if isinstance(generator, np.random.Generator):
         return repr(generator.bit_generator.state)
     return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))

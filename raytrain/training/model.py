@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from timm.models import PretrainedCfg
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
-_OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
+_OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}  # of torchvision's classifiers
 _CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")  # what people call the argument
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")  # the last one may mean other ones
 _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
@@ -30,64 +30,100 @@ _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``c
 def build_model(
     name: str, num_classes: int, channels: int, seed: int, image_size: tuple[int, int] | None = None
 ) -> nn.Module:
-    """A newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
+    """Return a newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
 
-    ``name`` is a classifier of torchvision, ``timm:`` and the name of one of timm's networks, of which some are made
-    for one ``image_size``, or ``package.module:function``, a function or class that returns an nn.Module and is called
-    with the keywords num_classes and channels, as far as it takes them. The same seed gives the same weights, whatever
-    random numbers were drawn before; torch's global generator does not change. Raises UsageError if there is no such
-    network.
+    ``name`` is one of:
+
+    - a classifier of torchvision,
+    - ``timm:`` and the name of one of timm's networks, of which some are made for one ``image_size``,
+    - ``package.module:function``, a function or class that returns an nn.Module. It is called with the keywords
+      num_classes and channels, as far as it takes them.
+
+    The same seed gives the same weights, whatever random numbers were drawn before; torch's global generator does not
+    change. Raises UsageError if there is no such network.
+
+    Example::
+
+        build_model("resnet18", num_classes=10, channels=3, seed=0)
     """
+    # Modules are imported before the seed is set, since an import may draw random numbers, too.
     in_timm = timm_name(name)
     if in_timm is not None:
-        build = partial(_build_timm, in_timm, num_classes, channels, image_size)
+        make = partial(_build_timm, in_timm, num_classes, channels, image_size)
     elif ":" in name:
-        build = _own_builder(name, num_classes, channels)
+        make = _users_function(name, num_classes, channels)
     else:
-        build = partial(_build_torchvision, _torchvision_classifier(name), name, num_classes, channels)
+        make = partial(_torchvision_classifier(name), num_classes=num_classes, **_OPTIONS.get(name, {}))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = build()
+        model = make()
         if not isinstance(model, nn.Module):
             raise UsageError(f"--model {name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+        # torchvision's classifiers take RGB: with other images the first convolution is replaced.
+        if in_timm is None and ":" not in name and channels != 3:
+            path, conv = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+            kept = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+            options: dict[str, Any] = {key: getattr(conv, key) for key in kept}
+            model.set_submodule(path, nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options))
         initialise_lazy_layers(model, channels, image_size)
     return model
 
 
-@torch.no_grad()
-def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[int, int] | None) -> None:
-    """Give layers such as nn.LazyLinear their shapes, by a forward of an image. Raises UsageError if that fails."""
-    if not any(is_lazy(parameter) for parameter in model.parameters()) or image_size is None:
-        return
-    modes = [(layer, layer.training) for layer in model.modules()]
-    try:
-        model.eval()(torch.zeros(1, channels, *image_size))
-    except (RuntimeError, TypeError, ValueError) as error:
+def _users_function(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
+    """Return the user's function or class ``package.module:function`` with its arguments.
+
+    It is called with as much of the two numbers as its parameters name, or with both if it takes any keywords.
+    """
+    function = load_function("--model", name)
+    if isinstance(function, nn.Module):
         raise UsageError(
-            f"The network has lazy layers, which an image of {channels}x{image_size[0]}x{image_size[1]} numbers cannot "
-            f"initialise ({str(error).partition(chr(10))[0]}); call it once before run.prepare."
-        ) from None
-    for layer, training in modes:
-        layer.training = training
+            f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
+        )
+    # Name the numbers as the function does. One that takes any keywords gets both.
+    signature = inspect.signature(function)
+    arguments: dict[str, int] = {}
+    if [each.kind for each in signature.parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+        arguments = {"num_classes": num_classes, "channels": channels}
+    else:
+        for names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):
+            known = [key for key in names if key in signature.parameters]
+            arguments.update(dict.fromkeys(known[:1], number))
+    # Refuse now what would be a TypeError in the user's code, with a traceback.
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        shown = " and ".join(arguments) or "no arguments"
+        raise UsageError(f"--model {name} is called with {shown}, which is not enough: {error}.") from None
+    return in_one_sentence(f"--model {name} cannot be built")(partial(function, **arguments))
 
 
 def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
-    """The network ``name`` with the weights that its library calls the default, and with the classes of those weights.
+    """Return the network ``name`` with the default weights of its library, and with the classes of those weights.
 
     torchvision keeps its downloads below TORCH_HOME, timm below HF_HOME. Raises UsageError if the network is of neither
     library, or timm has no weights for it; StorageError if the weights cannot be downloaded.
+
+    Example::
+
+        build_pretrained("timm:resnet18.a1_in1k", channels=3, image_size=None)
     """
     in_timm = timm_name(name)
-    if in_timm is None and ":" in name:
+    if in_timm is not None:
+        library = "timm"
+        pretrained = _find_pretrained(in_timm)
+        if not pretrained.has_weights:
+            raise UsageError(
+                f"--weights DEFAULT: timm has no weights for {in_timm}; leave --weights out, or give a file."
+            )
+        make = partial(_build_timm, in_timm, pretrained.num_classes, channels, image_size, pretrained=True)
+    elif ":" in name:
         raise UsageError(
             f"--weights DEFAULT are torchvision's or timm's, and --model {name} is your own; give a file of its "
             "weights."
         )
-    library = "torchvision" if in_timm is None else "timm"
-    if in_timm is None:
-        make = partial(_torchvision_classifier(name), weights="DEFAULT", progress=False)
     else:
-        make = _pretrained_timm(in_timm, channels, image_size)
+        library = "torchvision"
+        make = partial(_torchvision_classifier(name), weights="DEFAULT", progress=False)
     try:
         with torch.random.fork_rng(devices=[]):
             return make()
@@ -98,68 +134,8 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
         ) from None
 
 
-def preprocessing(name: str, channels: int) -> dict[str, Any]:
-    """Options with which images are as those that timm's weights were trained on; grey ones get the mean colour."""
-    pretrained = _find_pretrained(name)
-    mean, std = pretrained.mean, pretrained.std
-    return {
-        "image_size": pretrained.input_size[1:],
-        "resize": _RESIZE.get(pretrained.crop_mode, "crop"),
-        "crop_fraction": min(pretrained.crop_pct, 1.0),
-        "interpolation": pretrained.interpolation,
-        "mean": mean if channels == 3 else (sum(mean) / 3,),
-        "std": std if channels == 3 else (sum(std) / 3,),
-    }
-
-
-@torch.no_grad()
-def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
-    """Raise UsageError if the network cannot take the images that a growing ``--image-size`` starts with."""
-    if not isinstance(config.image_size, str):
-        return
-    (height, width), _ = first_and_full_size(config.image_size)
-    try:
-        model.eval()(torch.zeros(1, config.channels, height, width))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"--image-size is {config.image_size}, and --model {config.model} cannot take images of {height}x{width} "
-            f"pixels ({reason}); start with larger ones, or give one size."
-        ) from None
-
-
-def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
-    """The user's function or class ``package.module:function`` with its arguments."""
-    function = load_function("--model", name)
-    if isinstance(function, nn.Module):
-        raise UsageError(
-            f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
-        )
-    arguments = _arguments(function, num_classes, channels)
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        given = " and ".join(arguments) or "no arguments"
-        raise UsageError(f"--model {name} is called with {given}, which is not enough: {error}.") from None
-    return in_one_sentence(f"--model {name} cannot be built")(partial(function, **arguments))
-
-
-def _arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
-    """What a user's ``function`` is called with: as much as its parameters name, or both if it takes any keywords."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) and len(parameters) == 1:
-        return {"num_classes": num_classes, "channels": channels}
-    named = [next((name for name in names if name in parameters), None) for names in (_CLASSES, _CHANNELS)]
-    return {name: number for name, number in zip(named, (num_classes, channels), strict=True) if name is not None}
-
-
-def _build_torchvision(make: Callable[..., nn.Module], name: str, num_classes: int, channels: int) -> nn.Module:
-    model = make(num_classes=num_classes, **_OPTIONS.get(name, {}))
-    return model if channels == 3 else _with_channels(model, channels)
-
-
 def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
-    """torchvision's function for the classifier ``name``."""
+    """Return torchvision's function for the classifier ``name``."""
     from torchvision import models  # deferred: the import takes seconds
 
     names = models.list_models(module=models)
@@ -168,21 +144,10 @@ def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
     return models.get_model_builder(name)
 
 
-def _with_channels(model: nn.Module, channels: int) -> nn.Module:
-    """Replace the first convolution, which takes RGB, by one that takes ``channels``."""
-    name, conv = next((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
-    parent, _, attribute = name.rpartition(".")
-    kept = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-    options: dict[str, Any] = {key: getattr(conv, key) for key in kept}
-    replacement = nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options)
-    setattr(model.get_submodule(parent), attribute, replacement)
-    return model
-
-
 def _build_timm(
     name: str, num_classes: int, channels: int, image_size: tuple[int, int] | None = None, **options: Any
 ) -> nn.Module:
-    """timm's network ``name``, newly initialised: images (B, channels, H, W) -> logits (B, num_classes).
+    """Return timm's network ``name``: images (B, channels, H, W) -> logits (B, num_classes).
 
     If it takes images of one size only, it is made for ``image_size``, by default its own. ``options`` go to
     ``timm.create_model``. Raises UsageError if timm is missing, or has no such network.
@@ -190,26 +155,23 @@ def _build_timm(
     pretrained = _find_pretrained(name)
     import timm
 
+    # Only networks made for one size have the keyword.
     if pretrained.fixed_input_size and image_size not in (None, pretrained.input_size[1:]):
         options = {**options, "img_size": image_size}
     try:
         return timm.create_model(name, num_classes=num_classes, in_chans=channels, **options)
     except (AssertionError, ValueError) as error:  # such as an image size that the network cannot have
+        wanted, native = (" ".join(map(str, size or ())) for size in (image_size, pretrained.input_size[1:]))
         raise UsageError(
-            f"timm cannot build {name} for --image-size {_shown(image_size)}: {error}; its own size is "
-            f"{_shown(pretrained.input_size[1:])}."
+            f"timm cannot build {name} for --image-size {wanted}: {error}; its own size is {native}."
         ) from None
 
 
-def _pretrained_timm(name: str, channels: int, image_size: tuple[int, int] | None) -> Callable[[], nn.Module]:
-    pretrained = _find_pretrained(name)
-    if not pretrained.has_weights:
-        raise UsageError(f"--weights DEFAULT: timm has no weights for {name}; leave --weights out, or give a file.")
-    return partial(_build_timm, name, pretrained.num_classes, channels, image_size, pretrained=True)
-
-
 def _find_pretrained(name: str) -> PretrainedCfg:
-    """What timm knows of the weights for its network ``name``, whose tag may be omitted. Raises UsageError."""
+    """Return timm's description of the weights for its network ``name``, whose tag may be omitted.
+
+    Raises UsageError if timm is missing, or has no such network or tag.
+    """
     try:
         from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
     except ModuleNotFoundError as error:
@@ -229,6 +191,54 @@ def _find_pretrained(name: str) -> PretrainedCfg:
         ) from None
 
 
-def _shown(image_size: tuple[int, ...] | None) -> str:
-    """A size as it is typed."""
-    return " ".join(map(str, image_size or ()))
+def preprocessing(name: str, channels: int) -> dict[str, Any]:
+    """Return the options that treat images as those were on which the weights of timm's network ``name`` were trained.
+
+    Grey images get the mean over the colours.
+    """
+    pretrained = _find_pretrained(name)
+    mean, std = pretrained.mean, pretrained.std
+    return {
+        "image_size": pretrained.input_size[1:],
+        "resize": _RESIZE.get(pretrained.crop_mode, "crop"),
+        "crop_fraction": min(pretrained.crop_pct, 1.0),
+        "interpolation": pretrained.interpolation,
+        "mean": mean if channels == 3 else (sum(mean) / 3,),
+        "std": std if channels == 3 else (sum(std) / 3,),
+    }
+
+
+@torch.no_grad()
+def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[int, int] | None) -> None:
+    """Give layers such as nn.LazyLinear their shapes, by a forward of an image. Raises UsageError if that fails."""
+    if not any(is_lazy(parameter) for parameter in model.parameters()) or image_size is None:
+        return
+    # In evaluation mode a single image does: batch norm may find no variance in it, and dropout draws no random
+    # numbers.
+    modes = [(layer, layer.training) for layer in model.modules()]
+    try:
+        model.eval()(torch.zeros(1, channels, *image_size))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The network has lazy layers, which an image of {channels}x{image_size[0]}x{image_size[1]} numbers cannot "
+            f"initialise ({str(error).partition(chr(10))[0]}); call it once before run.prepare."
+        ) from None
+    for layer, training in modes:
+        layer.training = training
+
+
+@torch.no_grad()
+def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
+    """Raise UsageError if the network cannot take the images that a growing ``--image-size`` starts with."""
+    if not isinstance(config.image_size, str):
+        return
+    # A forward without gradients tells it in milliseconds, before the run has read any image.
+    (height, width), _ = first_and_full_size(config.image_size)
+    try:
+        model.eval()(torch.zeros(1, config.channels, height, width))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"--image-size is {config.image_size}, and --model {config.model} cannot take images of {height}x{width} "
+            f"pixels ({reason}); start with larger ones, or give one size."
+        ) from None

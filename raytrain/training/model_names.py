@@ -12,35 +12,33 @@ from raytrain.config.network import timm_name
 from raytrain.config.user_code import check_module
 from raytrain.errors import UsageError, did_you_mean
 
+# How torchvision and timm write the function of a network in their files.
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 
 def check_model_name(name: str) -> None:
-    """Raise UsageError if there is no network called ``name``; what only torch can tell is found out later."""
+    """Raise UsageError if there is no network called ``name``; the rest, which only torch knows, is found out later."""
     in_timm = timm_name(name)
     if in_timm is not None:
-        _check_timm_name(in_timm)
+        if importlib.util.find_spec("timm") is None:
+            raise missing(f"--model timm:{in_timm}", "timm")
+        known = _classifiers_of("timm")
+        if known and in_timm.partition(".")[0] not in known:
+            raise unknown_timm_model(in_timm, known)
     elif ":" in name:
         check_module("--model", name)
     elif (known := _classifiers_of("torchvision")) and name not in known:
         raise unknown_classifier(name, known)
 
 
-def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
-    """The error for a ``name`` that is none of torchvision's."""
-    return UsageError(
-        f"--model {name} is no classifier of torchvision{did_you_mean(name, known)}; give your own as "
-        "package.module:function, or one of timm's as timm:NAME."
-    )
-
-
-def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
-    """The error for a ``name`` that is none of those ``known`` to timm."""
-    architecture = name.partition(".")[0]
-    return UsageError(
-        f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
-        "lists them."
-    )
+@cache
+def _classifiers_of(library: str) -> list[str]:
+    """Return the names of the networks that a library's files register; empty if they are written in another way."""
+    # Neither library is imported: both import torch.
+    package = importlib.util.find_spec(library)
+    folders = (package and package.submodule_search_locations) or []
+    files = [file for folder in folders for file in Path(folder, "models").glob("*.py")]
+    return [name for file in files for name in _REGISTERED.findall(file.read_text())]
 
 
 def check_optimizer_name(name: str) -> None:
@@ -49,25 +47,25 @@ def check_optimizer_name(name: str) -> None:
         raise missing(f"--optimizer {name}", "timm")
 
 
-def missing(option: str, package: str) -> UsageError:
-    """The error for an ``option`` that needs a ``package`` which comes with the extra for timm."""
+def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a ``name`` that is none of those ``known`` to torchvision."""
     return UsageError(
-        f"{option} needs {package}, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
+        f"--model {name} is no classifier of torchvision{did_you_mean(name, known)}; give your own as "
+        "package.module:function, or one of timm's as timm:NAME."
     )
 
 
-def _check_timm_name(name: str) -> None:
-    if importlib.util.find_spec("timm") is None:
-        raise missing(f"--model timm:{name}", "timm")
-    known = _classifiers_of("timm")
-    if known and name.partition(".")[0] not in known:
-        raise unknown_timm_model(name, known)
+def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a ``name`` that is none of those ``known`` to timm."""
+    architecture = name.partition(".")[0]
+    return UsageError(
+        f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
+        "lists them."
+    )
 
 
-@cache
-def _classifiers_of(library: str) -> list[str]:
-    """The names of the functions that a library's files register; empty if they are written in another way."""
-    package = importlib.util.find_spec(library)
-    folders = (package and package.submodule_search_locations) or []
-    files = [file for folder in folders for file in Path(folder, "models").glob("*.py")]
-    return [name for file in files for name in _REGISTERED.findall(file.read_text())]
+def missing(option: str, package: str) -> UsageError:
+    """Return the error for an ``option`` that needs a ``package`` which comes with the extra for timm."""
+    return UsageError(
+        f"{option} needs {package}, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
+    )

@@ -19,7 +19,13 @@ from raytrain.training.transfer import head_parameters
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
-    """The optimizer of the trainable parameters of ``model``, at the peak learning rates."""
+    """Return the optimizer of the trainable parameters of ``model``, at the peak learning rates.
+
+    Example::
+
+        optimizer = build_optimizer(config, model, num_classes=10)
+        scheduler = build_scheduler(config, plan, optimizer)
+    """
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(config, model, num_classes)
     if not groups:
@@ -33,31 +39,48 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
         return optimizer
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=fused)
-    return _timm_optimizer(config.optimizer, groups, rate, decay)
+    # The others are timm's, which comes with an extra of raytrain and is imported only if it is used.
+    from timm.optim import Lamb, Lion  # pyright: ignore[reportPrivateImportUsage]
+
+    if config.optimizer == "lion":
+        return Lion(groups, lr=rate, weight_decay=decay)
+    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
 
 
 def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
-    """From zeros: torch's fused SGD leaves it uninitialised if the first gradients are infinite, as in float16."""
+    """Set momentum to zeros before the first step.
+
+    Torch's fused SGD leaves it uninitialised if the first gradients are infinite, as they may be in float16. This is a
+    hook at the top of the module, so that the optimizer can be copied.
+    """
     for weight in parameters_of(optimizer):
         if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
             optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters that ``optimizer`` trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model``, in a group for each learning rate (``lr``) and weight decay of its own.
+    """Return the trainable parameters of ``model`` in groups, one for each learning rate (``lr``) and weight decay.
 
     The body comes before the head, layers that learn faster before others, and matrices and kernels before vectors,
     which are norms and biases. Raises UsageError if the network lacks a head or layers that learn at a rate of their
     own.
     """
+    # Each parameter learns at the rate of the head or of the body, times the scale of its layer.
     head_factor = config.head_learning_rate_factor
     in_head = head_parameters(model, num_classes, head_factor) if head_factor != 1 else set[Tensor]()
     scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
+    # Sorted keys have the order of the groups: the scale is negative, so that a larger one comes first.
     groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
-    for each in model.parameters():
-        if each.requires_grad:
-            no_decay = each.ndim < 2 and not config.decay_norms_and_biases
-            groups.setdefault((each in in_head, -scales.get(each, 1.0), no_decay), []).append(each)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            no_decay = parameter.ndim < 2 and not config.decay_norms_and_biases
+            key = (parameter in in_head, -scales.get(parameter, 1.0), no_decay)
+            groups.setdefault(key, []).append(parameter)
     rate, decay = config.learning_rate, config.weight_decay
     return [
         {
@@ -69,20 +92,13 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     ]
 
 
-def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay: float) -> Optimizer:
-    from timm.optim import Lamb, Lion  # pyright: ignore[reportPrivateImportUsage]
-
-    if name == "lion":
-        return Lion(groups, lr=rate, weight_decay=decay)
-    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
-
-
 def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
-    """The factor of the learning rate of each parameter: 1 in the last layer, and ``decay`` times that in each before.
+    """Return the factor of the learning rate of each parameter: 1 in the last layer, ``decay`` in the one before, ...
 
     Clark et al. 2020 (ELECTRA), as in BEiT and timm: the network itself says which parameters make a layer, with its
     method ``group_matcher``. Raises UsageError if it has none.
     """
+    # Only timm's networks say which parameters make a layer, and in which order the layers follow each other.
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
         raise UsageError(
@@ -96,13 +112,23 @@ def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
     return {parameter: decay ** (last - layer_of[name]) for name, parameter in model.named_parameters()}
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters that ``optimizer`` trains."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def build_scheduler(config: TrainConfig, plan: BatchPlan, optimizer: Optimizer) -> LRScheduler:
+    """Return a scheduler that multiplies the peak learning rates of ``optimizer`` by :func:`learning_rate_factor`.
+
+    Its ``step()`` follows each batch. In a search for a learning rate (``--schedule rising``) it leaves the rates
+    alone: the run raises them itself.
+    """
+
+    def of_step(step: int) -> float:
+        if config.is_range_test:
+            return 1.0
+        return learning_rate_factor(config, step, plan.steps_per_epoch, plan.num_steps)
+
+    return LambdaLR(optimizer, of_step)
 
 
-def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
-    """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
+def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
+    """Return the factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
 
     A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
     start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
@@ -122,18 +148,6 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     return 1.0
 
 
-def build_scheduler(config: TrainConfig, plan: BatchPlan, optimizer: Optimizer) -> LRScheduler:
-    """Return a scheduler that multiplies the peak learning rates of ``optimizer`` by :func:`factor`, a step a batch.
-
-    In a search for a learning rate (``--schedule rising``) it leaves them alone: the run raises them itself.
-    """
-
-    def of_step(step: int) -> float:
-        return 1.0 if config.is_range_test else factor(config, step, plan.steps_per_epoch, plan.num_steps)
-
-    return LambdaLR(optimizer, of_step)
-
-
 def rising_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """Return the rate of ``step`` in a search for a learning rate: low · (high / low) ^ (step / (num_steps - 1))."""
     low, high = config.learning_rate_schedule.rates
@@ -141,7 +155,10 @@ def rising_rate(config: TrainConfig, step: int, num_steps: int) -> float:
 
 
 def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -> None:
-    """Raise UsageError unless ``logits`` are a tensor (m, C) for the ``labels``, (m, ...), of m images."""
+    """Raise UsageError unless ``logits`` are a tensor (m, C) for the ``labels``, (m, ...), of m images.
+
+    ``taker``: the call that got them, as the loop writes it.
+    """
     if not isinstance(logits, Tensor):
         raise UsageError(
             f"{taker} got a {type(logits).__name__} from the network; give it the logits, a tensor with one row per "
@@ -155,16 +172,21 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
 
 
 def check_answers(logits: Tensor, labels: Tensor, num_classes: int) -> None:
-    """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; there may be more of them than classes."""
+    """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; C may be more than the number of classes."""
     is_wide = logits.ndim == 2 and len(logits) == len(labels) and logits.shape[1] > num_classes
     check_logits("run.accuracy", logits, labels, logits.shape[1] if is_wide else num_classes)
 
 
 class Loss:
-    """The mean over images of the loss that the options ask for, divided by their number, also with class weights.
+    """Mean over images of the loss that the options ask for: cross entropy, or binary cross entropy of each class.
 
-    So it does not depend on how a batch is divided over workers. It is the cross entropy; if an image may have several
-    classes, the mean of their binary cross entropies.
+    The sum is divided by the number of images, also with class weights, so that the loss does not depend on how a batch
+    is divided over workers. If an image may have several classes, its loss is the mean of their binary cross entropies.
+
+    Example::
+
+        loss = Loss(config, num_classes=10, class_weights=None, device=device)
+        loss(model(images), labels).backward()
 
     Args:
         num_classes: C.
@@ -177,11 +199,35 @@ class Loss:
     ) -> None:
         self._config, self._num_classes = config, num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
-        self._made_by = ""  # torch's name of what makes the logits
-        self._learns_labels = False  # in place of targets
+        self._made_by = ""  # torch's name of the operation that made the last logits
+        self._learns_labels = False  # True once the network has learned labels in place of targets
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        config = self._config
+        check_logits("run.loss", logits, targets, self._num_classes)
+        self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
+        self._learns_labels |= targets.ndim == 1 and logits.requires_grad
+        # The mean is over the images in all cases: torch's own would divide by the weights of the classes that happen
+        # to be in this worker's batch.
+        weights = None if self._weights is None else self._weights.to(logits.dtype)
+        if config.multi_label:
+            losses = F.binary_cross_entropy_with_logits(
+                logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
+            )
+            return losses.mean()
+        losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
+        # Focal loss (Lin et al. 2017): images that are recognised already count less.
+        if config.focal_gamma:
+            probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
+            losses = losses * (1 - probabilities) ** config.focal_gamma
+        return losses.mean()
 
     def notes(self) -> Iterator[str]:
-        """A sentence if the network learns labels though images are mixed, and one if its logits are probabilities."""
+        """Yield a sentence on each mistake that the calls so far show.
+
+        The network learns labels though images are mixed; or what it gives as logits are probabilities.
+        """
         mixing = [flag(name) for name in ("mixup", "cutmix") if getattr(self._config, name) > 0]
         if mixing and self._learns_labels:
             yield (
@@ -194,21 +240,3 @@ class Loss:
                 f"the network ends with a {function}, but run.loss takes logits: leave that layer out, so that the "
                 "network learns faster"
             )
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
-        config = self._config
-        check_logits("run.loss", logits, targets, self._num_classes)
-        self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
-        self._learns_labels |= targets.ndim == 1 and logits.requires_grad
-        weights = None if self._weights is None else self._weights.to(logits.dtype)
-        if config.multi_label:
-            each = F.binary_cross_entropy_with_logits(
-                logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
-            )
-            return each.mean()
-        losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
-        if config.focal_gamma:  # Lin et al. 2017
-            probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
-            losses = losses * (1 - probabilities) ** config.focal_gamma
-        return losses.mean()

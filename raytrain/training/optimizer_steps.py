@@ -46,15 +46,9 @@ class OptimizerSteps:
         self._autocast_before: list[bool] = []  # of the steps that are running: an optimizer may wrap another one
         self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
 
-    def begin(self, step: int) -> None:
-        """The loop gets the batch of ``step``, counted from 0."""
-        self._step = step
-        self.has_stepped = False
-        self.learning_rates.clear()
-
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """In this context the steps of all optimizers of this process are followed."""
+        """Follow the steps of all optimizers of this process in this context."""
         hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         try:
             yield
@@ -62,8 +56,14 @@ class OptimizerSteps:
             for hook in hooks:
                 hook.remove()
 
+    def begin(self, step: int) -> None:
+        """Follow the optimizers through the batch of ``step``, counted from 0."""
+        self._step = step
+        self.has_stepped = False
+        self.learning_rates.clear()
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Check what steps and at which rates; torch calls this before each step of each optimizer."""
+        """Prepare a step of ``optimizer``, of which torch's hook says the arguments, and return others or None."""
         if self._step is None or not self._trains(optimizer):
             return None
         if not self._state.holds(optimizer):
@@ -76,38 +76,50 @@ class OptimizerSteps:
                 "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
                 "give it to run.prepare, too."
             )
+
+        # Gradients must be those of the global batch by now, also those that a loop has kept on the worker.
         self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
+
+        # A search for a learning rate sets that of the first group; further groups keep their ratio to it.
         if self._config.is_range_test:
-            self._raise_rates(optimizer, self._step)
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+            rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            first_rates = self._first_rates.setdefault(optimizer, rates)
+            if not first_rates[0]:
+                raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
+            rate = rising_rate(self._config, self._step, self._num_steps)
+            for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
+                group["lr"] = rate * first_rate / first_rates[0]
+
         # A scheduler changes tensors in place. To read one now would wait for the device.
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         self.learning_rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        kind = self._worker.device.type
-        self._autocast_before.append(torch.is_autocast_enabled(kind))
-        torch.set_autocast_enabled(kind, False)  # it is for what the networks compute
-        return _with_joined_loss(args, options, self._joined_loss)
+
+        # Autocast is for what the networks compute: a step in 16 bits would lose small changes.
+        device_type = self._worker.device.type
+        self._autocast_before.append(torch.is_autocast_enabled(device_type))
+        torch.set_autocast_enabled(device_type, False)
+
+        # A closure returns the loss of this worker's images. The optimizer gets that of the global batch; args[0] is
+        # the optimizer itself.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], partial(self._joined_loss, args[1]), *args[2:]), options
+        if callable(options.get("closure")):
+            return args, {**options, "closure": partial(self._joined_loss, options["closure"])}
+        return None
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
+        """Note a step of ``optimizer``; torch calls this after each step of each optimizer."""
         if self._step is not None and self._trains(optimizer):
             self.has_stepped = True
             torch.set_autocast_enabled(self._worker.device.type, self._autocast_before.pop())
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        """Whether a prepared network is trained, or what may become one: not if images are optimized, say."""
+        """Return whether a prepared network is trained, or what may become one: not if images are optimized, say."""
         if self._state.holds(optimizer):
             return True
-        return any(id(each) in self._models.known for group in optimizer.param_groups for each in group["params"])
-
-    def _raise_rates(self, optimizer: Optimizer, step: int) -> None:
-        """Set the rates of this step of a search; those of further groups keep their ratio to the first one's."""
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        first = self._first_rates.setdefault(optimizer, rates)
-        rate = rising_rate(self._config, step, self._num_steps)
-        if not first[0]:
-            raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
-        for group, own in zip(optimizer.param_groups, first, strict=True):
-            group["lr"] = rate * own / first[0]
+        ids = self._models.parameter_ids
+        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
     def _joined_loss(self, closure: Callable[[], Any]) -> Any:
         """Return the loss of the global batch for an optimizer that decides by it, such as LBFGS with a line search."""
@@ -123,12 +135,3 @@ class OptimizerSteps:
         if self._worker.world_size > 1:
             dist.all_reduce(joined)
         return joined
-
-
-def _with_joined_loss(args: tuple[Any, ...], options: dict[str, Any], joined: Callable[..., Any]) -> Any:
-    """Return the arguments of ``optimizer.step``, itself the first, with ``joined`` around a closure; else None."""
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], partial(joined, args[1]), *args[2:]), options
-    if callable(options.get("closure")):
-        return args, {**options, "closure": partial(joined, options["closure"])}
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import timeit
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16", "avx512_fp16"}}
-"""The flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
+"""Flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
 AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -21,7 +21,7 @@ _WORTH_A_WARNING = 1.1
 
 
 def cpu_flags() -> frozenset[str]:
-    """What this machine's CPU can do, as Linux tells it; nothing on other systems and processors."""
+    """Return the flags of this machine's CPU that Linux lists; none on other systems and processors."""
     if not _CPU_INFO.exists():
         return frozenset()
     lines = (line.partition(":") for line in _CPU_INFO.read_text().splitlines())
@@ -38,12 +38,16 @@ def set_gpu_products(precision: str) -> None:
 
 
 def precision_warning(precision: str, device: torch.device) -> str | None:
-    """A sentence if this device lacks ``precision``: it trains in float32, or emulates it at a cost measured here."""
+    """Return a sentence if ``device`` lacks ``precision``: it trains in float32, or emulates it at a measured cost."""
+    import torch
+
     if precision == "tf32":
-        return None if _has_tf32(device) else "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
+        has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+        return None if has_tf32 else "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
+    # A CPU without the flag of x86 may still be fast, such as those of ARM: then the measurement shows it.
     if device.type != "cpu" or precision not in NATIVE_FLAGS or NATIVE_FLAGS[precision] & cpu_flags():
         return None
-    ratio = _slowdown(precision)
+    ratio = measure_slowdown(precision)
     if ratio < _WORTH_A_WARNING:
         return None
     return (
@@ -52,26 +56,23 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
     )
 
 
-def _has_tf32(device: torch.device) -> bool:
-    import torch
+def measure_slowdown(precision: str) -> float:
+    """Return how many times as long a convolution takes on this CPU in mixed precision as in float32.
 
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
-
-
-def _slowdown(precision: str) -> float:
-    """How many times as long a convolution takes in mixed precision as in float32, the fastest of several tries."""
+    Each is timed several times, of which the fastest counts. Torch's random numbers stay as they are.
+    """
     import torch
     from torch.nn.functional import conv2d
 
+    # Ones do: the time does not depend on the numbers, and nothing random is drawn.
     images, weight = torch.ones(_SHAPE), torch.ones(_WEIGHT, requires_grad=True)
 
     def step(mixed: bool) -> None:
         with torch.autocast("cpu", getattr(torch, precision), enabled=mixed):
             conv2d(images, weight).float().sum().backward()
 
-    return _fastest_s(lambda: step(True)) / _fastest_s(lambda: step(False))
-
-
-def _fastest_s(action: Callable[[], None]) -> float:
-    action()  # the first time, more is set up
-    return min(timeit.repeat(action, number=1, repeat=_NUM_TIMES))
+    fastest_s: list[float] = []
+    for mixed in (True, False):
+        step(mixed)  # the first time, more is set up
+        fastest_s.append(min(timeit.repeat(partial(step, mixed), number=1, repeat=_NUM_TIMES)))
+    return fastest_s[0] / fastest_s[1]

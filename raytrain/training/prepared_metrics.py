@@ -27,13 +27,20 @@ def is_metric(thing: object) -> bool:
 def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
     """Let checkpoints hold the state of ``metric``, and let it learn nothing from a placeholder."""
     metric.persistent(True)
-    for each in members(metric).values():
-        each.update = _unless(is_placeholder, each.update)
+    for member in _members(metric).values():
+        member.update = _without_placeholders(member.update, is_placeholder)
 
 
-def members(metric: Any) -> dict[str, Any]:
-    """Return the metrics of a collection by name; a single one has the name ""."""
-    return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
+def _without_placeholders(update: Callable[..., Any], is_placeholder: Callable[[], bool]) -> Callable[..., Any]:
+    """Return a method of a metric that does what ``update`` does, and nothing with a placeholder."""
+
+    @wraps(update)
+    def update_with_images(*arguments: Any, **options: Any) -> None:
+        if not is_placeholder():
+            update(*arguments, **options)
+
+    setattr(update_with_images, _PREPARED, True)
+    return update_with_images
 
 
 def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
@@ -41,20 +48,25 @@ def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
 
     Raises UsageError if it is not prepared: it would learn from placeholders, and lose its state in a resume.
     """
-    if not all(hasattr(each.update, _PREPARED) for each in members(metric).values()):
+    if not all(hasattr(member.update, _PREPARED) for member in _members(metric).values()):
         raise UsageError(
             f"run.log got a {type(metric).__name__} that is not prepared, so a resumed run would lose what it has "
             "counted; give it to run.prepare before the first batch."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a metric has seen no image yet
-        return {name: _joined(each, world_size).compute() for name, each in members(metric).items()}
+        return {name: _joined(member, world_size).compute() for name, member in _members(metric).items()}
 
 
 def joined_state(metric: Any, world_size: int) -> dict[str, Any]:
     """Return the ``state_dict`` of ``metric`` with the states of all workers. Every worker calls this."""
-    states = {name: _joined(each, world_size).state_dict() for name, each in members(metric).items()}
+    states = {name: _joined(member, world_size).state_dict() for name, member in _members(metric).items()}
     return {f"{name}.{key}" if name else key: value for name, state in states.items() for key, value in state.items()}
+
+
+def _members(metric: Any) -> dict[str, Any]:
+    """Return the metrics of a collection by name; a single one has the name ""."""
+    return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
 
 
 def _joined(metric: Any, world_size: int) -> Any:
@@ -64,23 +76,13 @@ def _joined(metric: Any, world_size: int) -> Any:
         dist.all_gather_object(gathered, metric)
     joined = copy.deepcopy(metric)
     joined.reset()
-    joined.distributed_available_fn = bool  # False
+    joined.distributed_available_fn = bool  # it returns False
     try:
-        for each in gathered:
-            joined.merge_state(each.to(joined.device))
+        for other in gathered:
+            joined.merge_state(other.to(joined.device))
     except RuntimeError as error:
         raise UsageError(
             f"The states of {type(metric).__name__} on several workers cannot be merged ({error}); log sums of this "
             "worker's images as (numerator, denominator), or train on one worker."
         ) from None
     return joined
-
-
-def _unless(is_placeholder: Callable[[], bool], update: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(update)
-    def counted(*arguments: Any, **options: Any) -> None:
-        if not is_placeholder():
-            update(*arguments, **options)
-
-    setattr(counted, _PREPARED, True)
-    return counted

@@ -1,4 +1,4 @@
-"""A run's surroundings: the worker that it runs on, its source of images, and its reporter of metrics and events."""
+"""What a run is given: the worker that it runs on, its source of images, and its reporter of metrics and events."""
 
 from __future__ import annotations
 
@@ -25,49 +25,52 @@ class Worker:
 
     @classmethod
     def here(cls, device: torch.device) -> Worker:
-        """This process's place in the default process group; the only worker if there is none."""
+        """Return this process's worker of the default process group; the only worker if there is no group."""
         if not dist.is_initialized():
             return cls(0, 1, device)
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
 
 class BatchSource(Protocol):
-    """Where a worker's images come from."""
+    """Source of a worker's images."""
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """The worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
+        """Yield the worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
         ...
 
     def test(self) -> Iterator[LocalBatch]:
-        """The worker's slice of the test images. Each image is on one worker."""
+        """Yield the worker's slice of the test images. Each image is on one worker."""
         ...
 
 
 class Reporter(Protocol):
-    """Takes a worker's metrics (worker 0's) and events, passes requests on to it; all but ``flush`` returns at once."""
+    """Takes metrics (of worker 0) and events of a worker, and passes requests on to it.
+
+    All calls but ``flush`` return at once.
+    """
 
     def started(self, num_workers: int, step: int) -> None:
-        """The workers start, or resume, after ``step`` completed steps."""
+        """Note that ``num_workers`` workers begin to train, after ``step`` completed steps."""
 
     def record(self, row: MetricRow) -> None:
         """Add a row to the run's metrics history."""
 
     def measured(self, use: MachineUse) -> None:
-        """Note how fast this worker is and how its machine is used. Every worker reports it every few seconds."""
+        """Note how fast this worker is and how its machine is used. Every worker calls this every few seconds."""
 
     def event(self, event: Event) -> None:
         """Note something that whoever watches the run should read."""
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        """Note where worker ``rank`` waits for the others, again and again; None once after it does so no more."""
+        """Note the ``place`` where worker ``rank`` waits for the others, again and again; None once it has gone on."""
 
     def flush(self) -> None:
-        """Return when all rows so far are in storage; raises StorageError if they cannot be written."""
+        """Wait until all rows so far are in storage. Raises StorageError if they cannot be written."""
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked the run to stop."""
+        """Return whether somebody asked the run to stop."""
         ...
 
     def checkpoint_requested(self) -> bool:
-        """Whether a checkpoint should be written now. True once for each request."""
+        """Return whether a checkpoint should be written now: True once for each request."""
         ...

@@ -1,4 +1,9 @@
-"""Random number generators: those of torch, NumPy and Python, and those that a user's transforms hold."""
+"""Random number generators: those of torch, NumPy and Python, and those that a user's transforms hold.
+
+Random numbers must not depend on the number of workers, nor on where a run was stopped. What raytrain draws itself
+comes from keys (``data/plan/permutation.py``). What the user's code draws comes from generators, which are seeded
+before each step, and before each image that a user's transforms change.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python.
 
     torch.manual_seed is slower: it seeds those of all devices.
+
+    Example::
+
+        seed_generators(mix(seed, step, rank), torch.device("cpu"))
     """
     torch.default_generator.manual_seed(seed >> 1)
     if device.type == "cuda":
@@ -29,23 +38,25 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def used_generators(seed: int, device: torch.device) -> list[str]:
-    """Whose generators have given numbers since :func:`seed_generators` got the same: torch, NumPy, Python."""
+    """Return whose generators have given numbers since :func:`seed_generators` got the same: torch, NumPy, Python."""
+    # The state of a generator is compared with that of a new one with the same seed.
     on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
     is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
     if device.type == "cuda" and not is_torch:
         fresh = torch.Generator(device).manual_seed(seed >> 1).get_state()
         is_torch = not torch.equal(torch.cuda.get_rng_state(device), fresh)
-    numpy_is = np.random.RandomState(seed % 2**32).get_state(legacy=False)["state"]
-    numpy_now = np.random.get_state(legacy=False)["state"]
-    is_numpy = numpy_now["pos"] != numpy_is["pos"] or bool((numpy_now["key"] != numpy_is["key"]).any())
+    seeded = np.random.RandomState(seed % 2**32).get_state(legacy=False)["state"]
+    current = np.random.get_state(legacy=False)["state"]
+    is_numpy = current["pos"] != seeded["pos"] or bool((current["key"] != seeded["key"]).any())
     is_python = random.getstate() != random.Random(seed).getstate()
-    found = {"torch": is_torch, "NumPy": is_numpy, "Python's random": is_python}
-    return [name for name, is_used in found.items() if is_used]
+    used = {"torch": is_torch, "NumPy": is_numpy, "Python's random": is_python}
+    return [name for name, is_used in used.items() if is_used]
 
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Afterwards, the generators continue as if nobody had used or seeded them meanwhile."""
+    """Keep the generators: after this context they continue as if nobody had used or seeded them in it."""
+    # Torch has a context for its own; NumPy and Python get their state back.
     of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -56,13 +67,13 @@ def kept_generators(device: torch.device) -> Iterator[None]:
 
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_OF_CLASSES = (FunctionType, *_KINDS)
+_IN_CLASSES = (FunctionType, *_KINDS)
 
 
 def seed_each(generators: Iterable[Any], seed: int) -> None:
-    """Seed each of a user's generators with another number, which depends on ``seed`` and its place."""
-    for place, generator in enumerate(generators):
-        key = mix(seed, place)
+    """Seed each of a user's generators with another number, which depends on ``seed`` and its position."""
+    for position, generator in enumerate(generators):
+        key = mix(seed, position)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key >> 1)
         elif isinstance(generator, np.random.Generator):
@@ -72,27 +83,31 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
 
 
 def held_generators(function: Any) -> list[Any]:
-    """The generators that a function, an object or a list of them uses, in the order in which they are found.
+    """Return the generators that a function, an object or a list of them uses, in the order in which they are found.
 
-    They are looked for in attributes of objects and classes, in lists and dicts, in closures, and in the global
-    variables that functions and methods of the user's own files name.
+    They are searched in attributes of objects and classes, in lists and dicts, in closures, and in the global variables
+    that functions and methods of the user's own files name.
+
+    Example::
+
+        seed_each(held_generators(transforms), mix(seed, sample))
     """
-    found: list[Any] = []
-    seen: dict[int, Any] = {}
+    generators: list[Any] = []
+    seen: dict[int, Any] = {}  # by id(); holds the values, so that no ID is given twice
     waiting: list[Any] = [function]
     while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen[id(each)] = each
-            if isinstance(each, _KINDS):
-                found.append(each)
+        value = waiting.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            if isinstance(value, _KINDS):
+                generators.append(value)
             else:
-                waiting += _held_by(each)
-    return found
+                waiting += _values_held_by(value)
+    return generators
 
 
-def _held_by(value: Any) -> list[Any]:
-    """What one value refers to, as far as a transform may draw from it."""
+def _values_held_by(value: Any) -> list[Any]:
+    """Return all that ``value`` refers to, as far as a transform may draw from it."""
     if isinstance(value, (list, tuple)):
         return list(value)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     if isinstance(value, dict):
@@ -101,11 +116,13 @@ def _held_by(value: Any) -> list[Any]:
         return [value.func, value.args, value.keywords]  # pyright: ignore[reportUnknownMemberType]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
+    # Global variables of a library's functions are not searched: they lead into all that the library imports.
     if isinstance(value, FunctionType):
         of_module, of_closure = variables_of(value)
         return [*of_closure.values(), *(of_module.values() if is_of_user(value.__code__.co_filename) else ())]
     if isinstance(value, type):
-        return [each for base in value.__mro__ for each in vars(base).values() if isinstance(each, _OF_CLASSES)]
+        members = (member for base in value.__mro__ for member in vars(base).values())
+        return [member for member in members if isinstance(member, _IN_CLASSES)]
     if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), type(value)]

@@ -1,4 +1,16 @@
-"""A run as a training loop sees it: epochs of batches, and the few calls that make N workers compute what one would."""
+"""A run as a training loop sees it: epochs of batches, and the few calls that make N workers compute what one would.
+
+Each worker calls the same loop with a :class:`Run` of its own, and the loop computes as on one GPU. For each batch that
+it asks for,
+
+1. ``_begin_step`` takes a local batch that was read ahead, starts the step's all-reduce (``Steps.begin``), seeds the
+   random number generators, and augments and mixes the images on the device;
+2. the loop's own code runs with the batch, in the precision of the run; its gradients, batch norm and dropout ask
+   which images they are of (``_begin_part``), and ``log``, ``mean``, ``gather`` and ``total`` which count;
+3. ``Steps.end_batch`` reads the totals of all workers when the loop asks for the next batch, and does what is due.
+
+What is due is decided in :mod:`raytrain.training.steps`. Evaluations are measured here, where the loop may call one.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +38,26 @@ from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
+from raytrain.training.batch import Batch, HostTensors, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
-from raytrain.training.evaluation import Network, check_network, with_views
 from raytrain.training.gallery import Gallery
 from raytrain.training.gather import gather_rows
-from raytrain.training.logged_values import LoggedValues
-from raytrain.training.loop_watch import LoopWatch
+from raytrain.training.logged_values import logged_fractions
+from raytrain.training.mixup import mix_batch
 from raytrain.training.optimisation import Loss, build_optimizer, build_scheduler, check_answers, check_logits
 from raytrain.training.prepared_metrics import is_metric
-from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
+from raytrain.training.prepared_models import PreparedModels, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
 from raytrain.training.steps import Steps
+from raytrain.training.weight_average import WeightAverage
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
-_NUM_TRIED = 2  # images; fewer than two are no batch to some networks
 T = TypeVar("T", bound=Stateful)
 
 
 class Epoch:
-    """The batches of one epoch; after a resume in the middle of it, those that are left."""
+    """Batches of one epoch; after a resume in the middle of it, those that are left."""
 
     def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
         self.number = number
@@ -80,29 +91,25 @@ class Run:
     state: CheckpointState  # all that the loop has prepared
     steps: Steps
     gallery: Gallery
-    evaluation: Callable[[Run, Network], dict[str, float]]  # of the first prepared network, by default
+    evaluation: Callable[[Run], dict[str, float]]  # the built-in one, of the first prepared network
 
     def __post_init__(self) -> None:
         self.thresholds = self.progress.thresholds
         self.evaluating = False
-        self._is_due = False  # the evaluation, which the loop did not call itself
-        self._evaluate = self._built_in_evaluation
-        self._part: Batch | None = None
-        self._logged = LoggedValues(self.classes, self.world_size)
+        self.own_evaluation: Callable[[], dict[str, float]] | None = None  # the loop's
+        self.part: Batch | None = None  # what the loop computes: its batch, or a part of it
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
-        self.watch = LoopWatch(self, self.steps.report_once)
-        self.steps.compare_loops = self.watch.compare
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
     def device(self) -> torch.device:
-        """The device that this worker computes on."""
+        """Device that this worker computes on."""
         return self.worker.device
 
     @property
     def rank(self) -> int:
-        """This worker's number, counted from 0."""
+        """Number of this worker, counted from 0."""
         return self.worker.rank
 
     @property
@@ -121,26 +128,31 @@ class Run:
         return self.steps.progress
 
     def build_model(self) -> nn.Module:
-        """The network that the options name, with its initial weights and its frozen layers."""
+        """Return the network that the options name, with its initial weights and its frozen layers."""
         model = transfer.initial_model(self.config, self.num_classes, self.weights).train()
         transfer.freeze(model, self.config.freeze, self.num_classes)
         self.models.built_by_options.add(str(model))
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer that the options name, over the parameters of ``model``."""
+        """Return the optimizer that the options name, over the parameters of ``model``."""
         return build_optimizer(self.config, model, self.num_classes)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """The learning rates that ``--schedule`` and ``--warmup-epochs`` ask for; call ``step()`` after each batch."""
+        """Return the scheduler of ``--schedule`` and ``--warmup-epochs``; call its ``step()`` after each batch."""
         return build_scheduler(self.config, self.plan, optimizer)
 
     def prepare(self, thing: T) -> T:
-        """Put ``thing`` into every checkpoint, and restore it if the run resumes. Returns what the loop should use.
+        """Put ``thing`` into every checkpoint, restore it if the run resumes, and return what the loop should use.
 
         A network is moved to the device, and its batch norm and gradients become those of all workers: train what is
         returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
         A loop prepares the same things in the same order each time, and on every worker.
+
+        Example::
+
+            model = run.prepare(run.build_model())
+            optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
         """
         if isinstance(thing, nn.Module) and is_metric(thing):
             self.state.add_metric(thing.to(self.device), lambda: self._is_placeholder)
@@ -173,7 +185,7 @@ class Run:
             evaluate: measures the run in place of the built-in evaluation (``raytrain/training/evaluation.py``), on
                 every worker. It returns numbers by name; ``accuracy`` and ``loss`` are used for the run's summary.
         """
-        self._evaluate = evaluate or self._evaluate
+        self.own_evaluation = evaluate or self.own_evaluation
         self.leave_batch()
         self._open_epochs = self._epochs()
         return self._open_epochs
@@ -181,23 +193,27 @@ class Run:
     def _epochs(self) -> Generator[Epoch, None, None]:
         self.state.check_complete()
         self.steps.open(self._evaluate_when_due)
-        if self.steps.exhausted:
+        if self.steps.is_over:
             return
         per_epoch, num_steps = self.plan.steps_per_epoch, self.plan.num_steps
+
+        # Local batches are read ahead, and brought to memory that the device can copy from, while the loop computes.
         ready = partial(on_host, augment=self.augment, device=self.device)
         read = self.source.train(self.progress.step)
         local_batches = Prefetch(((local, ready(local)) for local in read), self.config.prefetch)
         try:
-            while not self.steps.exhausted:
+            while not self.steps.is_over:
                 number = self.progress.step // per_epoch
                 last_step = min((number + 1) * per_epoch, num_steps)
                 self._open_batches = self._batches(local_batches, last_step)
                 yield Epoch(number, per_epoch, self._open_batches)
+
+                # The loop asks for the next epoch. If it has left this one, the rest of its batches is skipped.
                 num_left = last_step - self.progress.step - self.steps.in_batch
                 if self.steps.in_batch:
                     self.steps.leave_epoch(num_left)
                 self.steps.end_epoch(self._evaluate_when_due)
-                for _ in range(0 if self.steps.exhausted else num_left):
+                for _ in range(0 if self.steps.is_over else num_left):
                     next(local_batches)
         finally:
             local_batches.close()
@@ -206,12 +222,40 @@ class Run:
         self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int
     ) -> Generator[Batch, None, None]:
         """Yield the batches up to ``last_step``, and do what is due between two of them."""
-        while not self.steps.exhausted and self.progress.step < last_step:
+        while not self.steps.is_over and self.progress.step < last_step:
             batch = self._begin_step(local_batches)
-            with self.models.computing(), self.watch.step(batch, sys._getframe(1)):  # pyright: ignore
+            loop_frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            with self.models.computing(), self.steps.watch.step(batch, loop_frame, self):
                 yield batch
             if self.steps.end_batch():
                 return
+
+    def _begin_step(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]]) -> Batch:
+        """Return the next batch on the device, augmented and mixed, and begin its step."""
+        started = time.perf_counter()
+        with record_function(WAIT_FOR_DATA):
+            local, tensors = next(local_batches)
+        self.steps.begin(local, time.perf_counter() - started)
+        seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
+        mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
+        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
+        if mixup or cutmix:
+            batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
+        batch = replace(batch, begin_part=self._begin_part)
+        self._begin_part(batch, is_whole=True)
+        return batch
+
+    def _begin_part(self, part: Batch, *, is_whole: bool) -> None:
+        """Tell all that depends on the images whose loss the loop computes that they are those of ``part`` now."""
+        self.part = part
+        self.steps.begin_part(part.num_used)
+        self.models.begin_microbatch(part, is_whole=is_whole)
+
+    def leave_batch(self) -> None:
+        """Leave the context of a batch and close the reader, if a loop has left both open."""
+        for generator in (self._open_batches, self._open_epochs):
+            if generator is not None:
+                generator.close()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a context in which backwards leave their gradients on this worker, if it is ``enabled``.
@@ -244,8 +288,9 @@ class Run:
 
             run.log(loss=loss, accuracy=(logits.argmax(1) == batch.labels).float().mean(), recall=(hits, positives))
         """
-        part = self._current_part("log")
-        self.steps.metrics.log(self._logged.pairs(values, part.num_used), counts=part.num_used > 0)
+        num_used = self._current_part("log").num_used
+        fractions = logged_fractions(values, num_used, self.classes, self.world_size)
+        self.steps.metrics.log(fractions, counts=num_used > 0)
 
     def mean(self, numerator: Tensor, denominator: Tensor | float) -> Tensor:
         """Return a loss: the sum of all workers' numerators over that of their denominators. Every worker calls this.
@@ -261,9 +306,9 @@ class Run:
         """
         part = self._current_part("mean")
         self.steps.check_all("means")
-        with self.watch.paused():
-            own = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
-            totals = torch.stack([own * (part.num_used > 0), torch.full_like(own, part.num_used)])
+        with self.steps.watch.paused():
+            divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
+            totals = torch.stack([divisor * (part.num_used > 0), torch.full_like(divisor, part.num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)
             total, num_images = totals.to(numerator.dtype).clamp(min=torch.finfo(numerator.dtype).tiny)
@@ -273,6 +318,10 @@ class Run:
         """Return the fraction of right answers in a batch, or a part of one, (); ``logits`` are (m, C).
 
         If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
+
+        Example::
+
+            run.log(accuracy=run.accuracy(logits, batch))
         """
         check_answers(logits, batch.labels, self.num_classes)
         if self.label_sets is None:
@@ -285,13 +334,26 @@ class Run:
         Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
         It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
         have another shape.
+
+        Example::
+
+            run.show(batch, logits)
         """
         check_logits("run.show", logits, batch.labels, self.num_classes)
-        if self.label_sets is None:
-            (self.gallery.add if self.evaluating else self.gallery.remember)(batch, logits)
+        if self.label_sets is not None:
+            return
+        if self.evaluating:
+            self.gallery.add(batch, logits)
+        else:
+            self.gallery.remember(batch, logits)
 
     def test_batches(self) -> Iterator[Batch]:
-        """This worker's slice of the test images, resized and normalised. Each image is on one worker."""
+        """Yield this worker's slice of the test images, resized and normalised. Each image is on one worker.
+
+        Example::
+
+            logits = [model(batch.images) for batch in run.test_batches()]
+        """
         for local in self.source.test():
             if len(local.labels):
                 yield to_batch(local, self.augment, self.device, training=False, label_sets=self.label_sets)
@@ -300,15 +362,19 @@ class Run:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
 
         In a batch, those of a worker without images count as nothing: they are of a placeholder.
+
+        Example::
+
+            num_right, num_images = run.total([right, len(labels)])
         """
-        given = torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).detach()
-        self.steps.check_all("totals", tuple(given.shape))
-        added = given.to(self.device, torch.int64 if given.dtype == torch.bool else given.dtype, copy=True)
+        local = torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).detach()
+        self.steps.check_all("totals", tuple(local.shape))
+        totals = local.to(self.device, torch.int64 if local.dtype == torch.bool else local.dtype, copy=True)
         if self._is_placeholder:
-            added.zero_()
+            totals.zero_()
         if self.world_size > 1:
-            dist.all_reduce(added)
-        return added.tolist()
+            dist.all_reduce(totals)
+        return totals.tolist()
 
     def gather(self, rows: Tensor | npt.NDArray[Any]) -> Tensor:
         """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...). Each worker calls this.
@@ -320,84 +386,60 @@ class Run:
 
             features, labels = run.gather(normalize(model(batch.images))), run.gather(batch.labels)
         """
-        given = torch.as_tensor(rows).to(self.device)
-        self.steps.check_all("gathers", (tuple(given.shape[1:]), given.dtype))
-        own = given[:0] if self._is_placeholder else given
-        with self.watch.paused():
-            return own if self.world_size == 1 else gather_rows(own, self.steps.share)
+        local = torch.as_tensor(rows).to(self.device)
+        self.steps.check_all("gathers", (tuple(local.shape[1:]), local.dtype))
+        used = local[:0] if self._is_placeholder else local
+        with self.steps.watch.paused():
+            return used if self.world_size == 1 else gather_rows(used, self.steps.share)
 
     @property
     def _is_placeholder(self) -> bool:
-        """Whether the batch that the loop is in has none of this worker's images."""
-        in_batch = self._part is not None and self.steps.in_batch and not self.evaluating
-        return in_batch and not self._part.num_used  # pyright: ignore[reportOptionalMemberAccess]
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history."""
-        self.steps.report_start()  # otherwise nobody would read the test images
-        self.steps.check_all("evaluations")
-        started = time.perf_counter()
-        self.evaluating = True
-        with self.models.evaluating(keeps_weights=not self._is_due or self._evaluate != self._built_in_evaluation):
-            measured = self._evaluate()
-        self.evaluating = False
-        self.gallery.write(self.steps.evaluated(measured, self.thresholds), self.rank, self.world_size)
-        self.steps.metrics.exclude(time.perf_counter() - started)
-        return measured
-
-    def leave_batch(self) -> None:
-        """Leave the context of a batch and close the reader, if a loop has left both open."""
-        for generator in (self._open_batches, self._open_epochs):
-            if generator is not None:
-                generator.close()
-
-    def finish(self) -> Outcome:
-        """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
-        self.leave_batch()
-        outcome = self.steps.finish(self._evaluate_when_due)
-        self.gallery.close()
-        return outcome
-
-    def check_evaluation(self) -> None:
-        """Raise UsageError if the built-in evaluation is due some time, and cannot measure what the loop prepares."""
-        if self._evaluate == self._built_in_evaluation and not self.config.is_range_test and self._part is not None:
-            check_network(self, self.models.evaluated, self._part.images[:_NUM_TRIED])
+        """True in a batch that has none of this worker's images."""
+        return self.part is not None and self.steps.in_batch and not self.evaluating and not self.part.num_used
 
     def _current_part(self, call: str) -> Batch:
-        """The part of the batch that the loop computes; UsageError before it has got a batch."""
-        if self._part is None:
+        """Return the part of the batch that the loop computes. Raises UsageError before it has got a batch."""
+        if self.part is None:
             raise UsageError(
                 f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, inside of `for "
                 "epoch in run.epochs():`."
             )
-        return self._part
+        return self.part
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history.
+
+        Example::
+
+            if run.evaluate()["accuracy"] > 0.9:
+                return
+        """
+        return self._measure(keeps_weights=True)
 
     def _evaluate_when_due(self) -> None:
-        if self._evaluate != self._built_in_evaluation:
+        """Measure the run between two epochs, or after its last step."""
+        if self.own_evaluation is not None:
             self.steps.before_own_evaluation()
-        self._is_due = True
-        self.evaluate()
-        self._is_due = False
+        self._measure(keeps_weights=self.own_evaluation is not None)
 
-    def _built_in_evaluation(self) -> dict[str, float]:
-        return self.evaluation(self, with_views(self.models.evaluated, self.config.test_views))
-
-    def _begin_step(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]]) -> Batch:
+    @torch.no_grad()
+    def _measure(self, *, keeps_weights: bool) -> dict[str, float]:
+        """Measure the run. Pass ``keeps_weights`` if the evaluation may be one that swaps weights only meanwhile."""
+        self.steps.report_start()  # otherwise nobody would read the test images
+        self.steps.check_all("evaluations")
         started = time.perf_counter()
-        with record_function(WAIT_FOR_DATA):
-            local, tensors = next(local_batches)
-        self.steps.begin(local, time.perf_counter() - started)
-        seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
-        mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
-        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
-        if mixup or cutmix:
-            batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
-        batch = replace(batch, begin_part=self._begin_part)
-        self._begin_part(batch, is_whole=True)
-        return batch
+        self.evaluating = True
+        with self.models.evaluating(keeps_weights=keeps_weights):
+            measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
+        self.evaluating = False
+        step = self.steps.record_evaluation(measured, self.thresholds)
+        self.gallery.write(step, self.rank, self.world_size)
+        self.steps.metrics.exclude(time.perf_counter() - started)
+        return measured
 
-    def _begin_part(self, part: Batch, *, is_whole: bool) -> None:
-        self._part = part
-        self.steps.begin_part(part.num_used)
-        self.models.begin_part(part, is_whole=is_whole)
+    def finish(self) -> Outcome:
+        """End the run, as the loop has returned. Raises UsageError if only some workers' loops have."""
+        self.leave_batch()
+        outcome = self.steps.finish(self._evaluate_when_due)
+        self.gallery.close()
+        return outcome

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a run trains, the same on every worker. It travels to the workers, and holds no secret."""
+    """Spec of a run, the same on every worker. It travels to the workers, and holds no secret."""
 
     config: ResolvedConfig
     loop: Callable[[Run], None] | None  # the caller's own; None: the one that the options name, or the built-in one
@@ -40,7 +40,7 @@ class RunSpec:
     def of(
         cls, config: ResolvedConfig, data: Dataset, store: Store, loop: Callable[[Run], None] | None, num_workers: int
     ) -> RunSpec:
-        """The one way to put a run together. ``num_workers`` only sizes the batches of evaluations."""
+        """Return the spec of a run of ``config`` on ``data``. ``num_workers`` only sizes the batches of evaluations."""
         return cls(
             config=config,
             loop=loop,
@@ -55,10 +55,10 @@ class RunSpec:
 
     @property
     def identity(self) -> Identity:
-        """What the run's checkpoints belong to."""
+        """Identity of the run, to which its checkpoints belong."""
         return Identity.of(self.config, self.classes, self.manifest_digest)
 
     def with_functions(self) -> RunSpec:
-        """With the loop and the transforms that the options name, which are loaded here and may import anything."""
+        """Return a spec with the loop and the transforms that the options name, which may import anything."""
         loop = self.loop or load_optional("--loop", self.config.loop)
         return replace(self, loop=loop, transforms=load_optional("--transforms", self.config.transforms))

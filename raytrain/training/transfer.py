@@ -1,4 +1,9 @@
-"""Transfer learning: initial weights from a file or a run, frozen layers, and a head that learns faster."""
+"""Transfer learning: initial weights from a file or a run, frozen layers, and a head that learns faster.
+
+Weights come from many places, whose files differ: a plain state_dict, one inside of a dictionary, or one whose names
+all begin with a prefix. :func:`initial_weights` finds the tensors and gives them the names of the network, if it can.
+:func:`initial_model` then refuses whatever does not fit, except for the head, which is for other classes in most cases.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +28,26 @@ from raytrain.training.weights_source import (
 )
 
 ALL = "all"  # in place of a layer's name for ``--freeze``: every layer but the head
-
-
 _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")
 """Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
-"""What DataParallel, torch.compile and modules of Lightning put before all names."""
+"""Prefixes that DataParallel, torch.compile and modules of Lightning put before all names."""
 
 
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
-    """The weights that ``--weights`` names, on the CPU, by the names of the parameters and buffers of ``config.model``.
+    """Return the weights that ``--weights`` names, on the CPU, by the names of the network's parameters and buffers.
 
     ``DEFAULT`` means the weights that torchvision or timm has for it. A file, an s3:// object or hf://owner/name[/file]
     holds a state_dict, written by torch.save or as safetensors, or is a checkpoint of a run; code in it is never run.
-    If a file says that it is for other classes than ``classes``, its head is left out. None if the seed decides the
-    weights, or a checkpoint does: a run that resumes after ``first_step`` steps needs no initial weights. Raises
-    UsageError if there are no such weights, StorageError if they are out of reach.
+    If a file says that it is for other classes than ``classes``, its head is left out.
+
+    Returns None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps
+    needs no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
+
+    Example::
+
+        weights = initial_weights(config, classes, first_step=0)
+        model = initial_model(config, len(classes), weights)
     """
     if config.weights is None or first_step:
         return None
@@ -46,28 +55,85 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
         weights = build_pretrained(config.model, config.channels, config.full_image_size).state_dict()
         # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
         return {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
-    weights, old_classes = _read(config.weights)
+    weights, old_classes = _read_weights(config.weights)
     if old_classes is None or old_classes == tuple(classes):
         return weights
+    # The head's names are those of a network with as many outputs as the file has classes.
     num_old = len(old_classes)
-    head = _head_weights(_build(config, num_old), num_old)
+    model = build_model(config.model, num_old, config.channels, config.seed, config.full_image_size)
+    head = _head_weights(model, num_old)
     return {name: value for name, value in weights.items() if name not in head}
 
 
+def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
+    """Return the weights in a file, and the classes that they were trained for; None if the file does not say.
+
+    Raises UsageError if the file holds something else, or only code could read it.
+    """
+    name, data = read_weights_file(location)
+    weights: Any
+    if name.endswith(SUFFIX):
+        weights, classes = from_safetensors(data)
+    else:
+        try:
+            check_unpacked_size(data)
+        except ValueError as error:
+            raise UsageError(
+                f"--weights {location} is not read, because {error}; give a file that was not compressed."
+            ) from None
+        try:
+            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception:  # of many kinds, some of which advise to run the code in the file
+            content = None
+        checkpoint = checkpoint_in(content)
+        weights = checkpoint.weights if checkpoint else _find_state_dict(content)
+        classes = checkpoint.identity.classes if checkpoint else None
+    if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UsageError(
+            f"--weights {location} holds no state_dict (it is damaged, or was saved with code in it, which is never "
+            "run); save one with torch.save(model.state_dict(), FILE), or as safetensors."
+        )
+    return weights, classes
+
+
+def _find_state_dict(content: Any) -> Any:
+    """Return the weights in a file of another trainer, by the names of the network; None if there are none.
+
+    It may hold them in a dictionary of more, or with a prefix before every name.
+    """
+    # Descend until all values are tensors: a file may hold {"model": {"state_dict": ...}}.
+    while isinstance(content, Mapping) and not all(isinstance(value, Tensor) for value in content.values()):
+        inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
+        if inner is None:
+            return None
+        content = inner
+    if not isinstance(content, Mapping):
+        return None
+    weights = {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
+    # Wrappers may stand around each other, so several prefixes may follow each other.
+    while prefix := next(
+        (prefix for prefix in _PREFIXES if weights and all(name.startswith(prefix) for name in weights)), None
+    ):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
 def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    """The network that ``config`` names, with ``weights``, or with weights that depend on the seed if they are None.
+    """Return the network that ``config`` names, with ``weights``, or with weights that depend on the seed if None.
 
     If the head in ``weights`` has another shape or is missing, the seed decides the head. Raises UsageError with the
-    differences if anything else does not match, and what :func:`build_model` raises.
+    differences if anything else does not match, and whatever :func:`build_model` raises.
     """
-    model = _build(config, num_classes)
+    model = build_model(config.model, num_classes, config.channels, config.seed, config.full_image_size)
     if weights is None:
         return model
-    own = model.state_dict()
+    # The head is new if the weights are for other classes. All else must fit, or the run would train another network
+    # than the user believes.
+    expected = model.state_dict()
     head = _head_weights(model, num_classes)
-    if any(name not in weights or weights[name].shape != own[name].shape for name in head):
-        weights = {**weights, **{name: own[name] for name in head}}
-    if difference := _difference(weights, own):
+    if any(name not in weights or weights[name].shape != expected[name].shape for name in head):
+        weights = {**weights, **{name: expected[name] for name in head}}
+    if difference := _difference(weights, expected):
         raise UsageError(
             f"--weights {config.weights} do not fit --model {config.model}: {difference}; give weights of the same "
             "network."
@@ -76,18 +142,65 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     return model
 
 
+def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return a text on the names and shapes in which ``weights`` are not as ``expected``; None if they match."""
+    missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
+    reshaped = [name for name, value in expected.items() if name in weights and weights[name].shape != value.shape]
+    differences: list[str] = []
+    if missing:
+        differences.append(f"they have no {some_of(missing)}")
+    if unknown:
+        differences.append(f"they have {some_of(unknown)}, which the network lacks")
+    if reshaped:
+        first, *rest = reshaped
+        shapes = f"their {first} is {_shape_text(weights[first])}, and the network's is {_shape_text(expected[first])}"
+        differences.append(f"{shapes}, and so differ {some_of(rest)}" if rest else shapes)
+    return "; ".join(differences) or None
+
+
+def _shape_text(value: Tensor) -> str:
+    return "×".join(map(str, value.shape)) or "a number"
+
+
+def _head_weights(model: nn.Module, num_classes: int) -> list[str]:
+    """Return the names of the head's parameters and buffers; none if there is no head."""
+    heads = find_heads(model, num_classes)
+    return [f"{head}.{name}" for head in heads for name in model.get_submodule(head).state_dict()]
+
+
 def find_heads(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the layers that give the logits, whatever the network calls them; empty if there are none.
+    """Return the names of the layers that give the logits, whatever the network calls them; empty if there are none.
 
     Networks of timm know: mostly one layer, two if they were distilled. Of others it is the last fully connected layer
     or convolution with ``num_classes`` outputs, in the order in which layers were made.
+
+    Example::
+
+        find_heads(torchvision.models.resnet18(), 1000)  # ["fc"]
     """
     if callable(get_classifier := getattr(model, "get_classifier", None)):
-        found: Any = get_classifier()
-        layers = found if isinstance(found, tuple) else (found,)
-        return [name for name, layer in model.named_modules() if any(layer is each for each in layers)]
-    names = [name for name, layer in model.named_modules() if _num_outputs(layer) == num_classes]
+        classifier: Any = get_classifier()
+        heads = classifier if isinstance(classifier, tuple) else (classifier,)
+        return [name for name, layer in model.named_modules() if any(layer is head for head in heads)]
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) and layer.out_features == num_classes)
+        or (isinstance(layer, nn.Conv2d) and layer.out_channels == num_classes)
+    ]
     return names[-1:]
+
+
+def head_parameters(model: nn.Module, num_classes: int, rate_factor: float) -> set[Tensor]:
+    """Return the parameters of the head, which is to learn ``rate_factor`` times as fast. UsageError if it has none."""
+    heads = find_heads(model, num_classes)
+    if not heads:
+        raise UsageError(
+            f"--head-learning-rate-factor is {rate_factor:g}, and the network has no fully connected layer or "
+            f"convolution with {num_classes} outputs, one per class; leave the factor at 1."
+        )
+    return {parameter for head in heads for parameter in model.get_submodule(head).parameters()}
 
 
 def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
@@ -95,10 +208,28 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
 
     Their parameters get no gradient. Their batch norm normalises with its running statistics, which don't change, also
     after ``model.train()``. Raises UsageError if there is no such layer, or if nothing is left to train.
+
+    Example::
+
+        freeze(model, ["conv1", "layer1"], num_classes=10)
     """
     layers = dict(model.named_modules())
     if ALL in names:
-        _freeze_body(model, num_classes)
+        heads = [layers[head] for head in find_heads(model, num_classes)]
+        if not heads:
+            raise UsageError(
+                "--freeze all leaves the head to train, and the network has no fully connected layer or convolution "
+                f"with {num_classes} outputs, one per class; name the layers to freeze."
+            )
+        in_head = {layer for head in heads for layer in head.modules()}
+        model.requires_grad_(False)
+        for layer in in_head:
+            layer.requires_grad_(True)
+        # A layer around the head stays as it is: the batch norm of its other layers comes one by one.
+        for layer in model.modules():
+            if in_head.isdisjoint(layer.modules()):
+                batchnorm.freeze(layer)
+    # Named layers, also those of the head after ``all``.
     for name in (name for name in names if name != ALL):
         if name not in layers:
             top = ", ".join(child for child, _ in model.named_children())
@@ -109,115 +240,3 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
         batchnorm.freeze(layers[name])
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"--freeze {' '.join(names)} leaves no layer to train; freeze fewer of them.")
-
-
-def _freeze_body(model: nn.Module, num_classes: int) -> None:
-    heads = [model.get_submodule(head) for head in find_heads(model, num_classes)]
-    if not heads:
-        raise UsageError(
-            "--freeze all leaves the head to train, and the network has no fully connected layer or convolution with "
-            f"{num_classes} outputs, one per class; name the layers to freeze."
-        )
-    in_head = {layer for head in heads for layer in head.modules()}
-    model.requires_grad_(False)
-    for layer in in_head:
-        layer.requires_grad_(True)
-    for layer in model.modules():
-        if in_head.isdisjoint(layer.modules()):
-            batchnorm.freeze(layer)
-
-
-def head_parameters(model: nn.Module, num_classes: int, rate_factor: float) -> set[Tensor]:
-    """The parameters of the head, which is to learn ``rate_factor`` times as fast. Raises UsageError without one."""
-    heads = find_heads(model, num_classes)
-    if not heads:
-        raise UsageError(
-            f"--head-learning-rate-factor is {rate_factor:g}, and the network has no fully connected layer or "
-            f"convolution with {num_classes} outputs, one per class; leave the factor at 1."
-        )
-    return {parameter for head in heads for parameter in model.get_submodule(head).parameters()}
-
-
-def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
-    """The weights, and the classes that they were trained for; None if the file does not say."""
-    name, data = read_weights_file(place)
-    if name.endswith(SUFFIX):
-        weights, classes = from_safetensors(data)
-    else:
-        weights, classes = _from_torch(place, data)
-    if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UsageError(
-            f"--weights {place} holds no state_dict (it is damaged, or was saved with code in it, which is never run); "
-            "save one with torch.save(model.state_dict(), FILE), or as safetensors."
-        )
-    return weights, classes
-
-
-def _from_torch(place: str, data: bytes) -> tuple[Any, tuple[str, ...] | None]:
-    """What a file of torch.save holds, if it holds weights, and their classes if it is a checkpoint of a run."""
-    try:
-        check_unpacked_size(data)
-    except ValueError as error:
-        raise UsageError(
-            f"--weights {place} is not read, because {error}; give a file that was not compressed."
-        ) from None
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # of many kinds, some of which advise to run the code
-        return None, None
-    checkpoint = checkpoint_in(content)
-    return (checkpoint.weights, checkpoint.identity.classes) if checkpoint else (_state_dict(content), None)
-
-
-def _state_dict(content: Any) -> Any:
-    """The weights in what other trainers save: in a dictionary of more, or with a prefix before every name."""
-    while isinstance(content, Mapping) and not all(isinstance(value, Tensor) for value in content.values()):
-        inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
-        if inner is None:
-            return None
-        content = inner
-    if not isinstance(content, Mapping):
-        return None
-    weights = {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
-    while prefix := next(
-        (each for each in _PREFIXES if weights and all(name.startswith(each) for name in weights)), None
-    ):
-        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
-
-
-def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
-    """The names and shapes in which ``given`` differs from the network's ``own`` weights; None if they match."""
-    missing = [name for name in own if name not in given]
-    unknown = [name for name in given if name not in own]
-    reshaped = [name for name, value in own.items() if name in given and given[name].shape != value.shape]
-    differences: list[str] = []
-    if missing:
-        differences.append(f"they have no {some_of(missing)}")
-    if unknown:
-        differences.append(f"they have {some_of(unknown)}, which the network lacks")
-    if reshaped:
-        first, *others = reshaped
-        shapes = f"their {first} is {_shape(given[first])}, and the network's is {_shape(own[first])}"
-        differences.append(f"{shapes}, and so differ {some_of(others)}" if others else shapes)
-    return "; ".join(differences) or None
-
-
-def _shape(value: Tensor) -> str:
-    return "×".join(map(str, value.shape)) or "a number"
-
-
-def _build(config: TrainConfig, num_classes: int) -> nn.Module:
-    return build_model(config.model, num_classes, config.channels, config.seed, config.full_image_size)
-
-
-def _head_weights(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the head's parameters and buffers; none if there is no head."""
-    heads = find_heads(model, num_classes)
-    return [f"{head}.{name}" for head in heads for name in model.get_submodule(head).state_dict()]
-
-
-def _num_outputs(layer: nn.Module) -> int | None:
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    return layer.out_channels if isinstance(layer, nn.Conv2d) else None

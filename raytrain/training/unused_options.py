@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from raytrain.config import ResolvedConfig
+from raytrain.config.options import options_by_call
 from raytrain.config.user_code import is_of_user, variables_of
 from raytrain.errors import flag
 from raytrain.recipes import RECIPES
@@ -15,19 +16,6 @@ from raytrain.recipes import RECIPES
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-_TAKEN_BY = {
-    "run.build_model": ("model", "weights", "freeze"),
-    "run.build_optimizer": (
-        *("optimizer", "learning_rate", "momentum", "nesterov", "weight_decay", "decay_norms_and_biases"),
-        *("head_learning_rate_factor", "layer_decay"),
-    ),
-    "run.build_scheduler": ("schedule", "warmup_epochs"),
-    "run.loss": ("label_smoothing", "class_weights", "focal_gamma"),
-    "batch.microbatches": ("accumulate",),
-    "WeightAverage": ("ema_decay",),
-    "clip_grad_norm_": ("clip_norm",),
-}
-"""The call with which a loop uses these options. All other options take effect in every loop."""
 _MIXED = (
     "{options}: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
     "run.loss, so its own loss has to take them"
@@ -40,51 +28,59 @@ _NOT_SCALED = (
 
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     """Yield a sentence for each call that ``loop`` lacks, if an option that it takes is not its recipe's."""
+    config, recipe = run.config, RECIPES[run.config.recipe]().scaled_to(run.world_size)
+    options = [option.name for option in fields(recipe)]
+    changed = {name for name in options if getattr(config, name) != getattr(recipe, name)}
     names = names_in_code(loop)
-    recipe = RECIPES[run.config.recipe]().scaled_to(run.world_size)
-    for call, options in _TAKEN_BY.items():
-        unused = [] if call.rpartition(".")[2] in names else _changed(run.config, recipe, options)
-        unused = [name for name in unused if name not in names]  # the loop reads run.config.NAME
-        if not run.config.learning_rate:  # of a loop that was given none
-            unused = [name for name in unused if name != "learning_rate"]
-        if run.config.is_range_test:
-            unused = [name for name in unused if name not in ("schedule", "learning_rate")]
+
+    # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate decides
+    # the schedule itself, and a loop that was given no learning rate has one of its own.
+    decided = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
+    if not config.learning_rate:
+        decided.add("learning_rate")
+    for call, taken in options_by_call().items():
+        if call.rpartition(".")[2] in names:
+            continue
+        unused = [name for name in taken if name in changed - names - decided]
         if unused:
-            given, takes = ", ".join(map(flag, unused)), "takes" if len(unused) == 1 else "take"
-            yield f"{given} {takes} effect in {call}, which the loop does not call"
-    mixing = _changed(run.config, recipe, ("mixup", "cutmix"))
+            flags, takes = ", ".join(map(flag, unused)), "takes" if len(unused) == 1 else "take"
+            yield f"{flags} {takes} effect in {call}, which the loop does not call"
+
+    # These two take effect in every loop, but a loss must know of them.
+    mixing = [name for name in ("mixup", "cutmix") if name in changed]
     if mixing and not {"loss", "targets"} & names:
         yield _MIXED.format(options=" and ".join(map(flag, mixing)))
-    if run.config.precision == "float16" and "GradScaler" not in names:
+    if config.precision == "float16" and "GradScaler" not in names:
         yield _NOT_SCALED
 
 
-def _changed(config: ResolvedConfig, recipe: Any, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if getattr(config, name) != getattr(recipe, name)]
-
-
 def names_in_code(function: Any) -> set[str]:
-    """Return the names in the code of ``function`` and of the user's functions and classes that it refers to."""
+    """Return the names in the code of ``function`` and of the user's functions and classes that it refers to.
+
+    Example::
+
+        names_in_code(lambda run: run.build_model())  # {"build_model"}
+    """
     names: set[str] = set()
     seen: dict[int, Any] = {}
     waiting: list[Any] = [function]
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+        thing = waiting.pop()
+        if id(thing) in seen:
             continue
-        seen[id(each)] = each
-        if isinstance(each, CodeType):
-            names.update(each.co_names)
-            waiting += [constant for constant in each.co_consts if isinstance(constant, CodeType)]
-        elif isinstance(each, FunctionType) and is_of_user(each.__code__.co_filename):
-            of_module, of_closure = variables_of(each)
-            waiting += [each.__code__, *of_module.values(), *of_closure.values()]
-        elif isinstance(each, MethodType):
-            waiting += [each.__func__, type(each.__self__)]
-        elif isinstance(each, partial):
-            waiting += [each.func, *each.args]  # pyright: ignore[reportUnknownMemberType]
-        elif isinstance(each, type):
-            waiting += [value for value in vars(each).values() if isinstance(value, (FunctionType, type))]
-        elif callable(each) and not isinstance(each, FunctionType):
-            waiting.append(type(each))
+        seen[id(thing)] = thing  # which also keeps its ID from being given to another one
+        if isinstance(thing, CodeType):
+            names.update(thing.co_names)
+            waiting += [constant for constant in thing.co_consts if isinstance(constant, CodeType)]
+        elif isinstance(thing, FunctionType) and is_of_user(thing.__code__.co_filename):
+            of_module, of_closure = variables_of(thing)
+            waiting += [thing.__code__, *of_module.values(), *of_closure.values()]
+        elif isinstance(thing, MethodType):
+            waiting += [thing.__func__, type(thing.__self__)]
+        elif isinstance(thing, partial):
+            waiting += [thing.func, *thing.args]  # pyright: ignore[reportUnknownMemberType]
+        elif isinstance(thing, type):
+            waiting += [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
+        elif callable(thing) and not isinstance(thing, FunctionType):
+            waiting.append(type(thing))
     return names

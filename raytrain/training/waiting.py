@@ -1,4 +1,4 @@
-"""Tells where a worker waits for the others, if it waits long: those that wait in different places wait for ever."""
+"""Reports where a worker waits for the others, if it waits long: those that wait in different places wait for ever."""
 
 from __future__ import annotations
 
@@ -18,45 +18,49 @@ from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.steps import Steps
 
-_LOOK_S = 2.0
-_LONG = 8  # looks in a row that find a worker waiting in the same place, before it is told
-_TORCHS = dist.distributed_c10d.__file__
-_WAITS = {each.__code__ for each in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)}
+_POLL_EVERY_S = 2.0
+_NUM_POLLS = 8  # in a row that see a worker wait in the same place, before that is reported
+_COLLECTIVES = dist.distributed_c10d.__file__  # torch's file of collectives
+_WAITS = {call.__code__ for call in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)}
 
 
 @contextmanager
-def tell_long_waits(steps: Steps, reporter: Reporter, worker: Worker) -> Iterator[None]:
-    """In this context a thread looks where the calling one waits for other workers, and tells ``reporter`` if for long.
+def report_long_waits(
+    steps: Steps, reporter: Reporter, worker: Worker, poll_every_s: float = _POLL_EVERY_S
+) -> Iterator[None]:
+    """Poll, in this context, where the calling thread waits for other workers, and report it if that lasts.
 
-    It costs the loop nothing: all is read from the stack of the calling thread.
+    It costs the loop nothing: another thread reads all of it from the stack of this one.
     """
     ended = threading.Event()
-    arguments = steps, reporter, worker, threading.get_ident(), ended
+    arguments = steps, reporter, worker, threading.get_ident(), ended, poll_every_s
     if worker.world_size > 1:
-        threading.Thread(target=_watch, args=arguments, daemon=True, name="long-waits").start()
+        threading.Thread(target=_poll, args=arguments, daemon=True, name="long-waits").start()
     try:
         yield
     finally:
         ended.set()
 
 
-def _watch(steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended: threading.Event) -> None:
-    place, looks = None, 0
+def _poll(
+    steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended: threading.Event, poll_every_s: float
+) -> None:
+    location, num_polls = None, 0
     with suppress(OSError, EOFError):  # whoever takes the reports may be gone first
-        while not ended.wait(_LOOK_S):
-            seen = _place(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
-            if place is not None and seen != place and looks >= _LONG:
+        while not ended.wait(poll_every_s):
+            current = _wait_location(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
+            if location is not None and current != location and num_polls >= _NUM_POLLS:
                 reporter.waits(worker.rank, worker.world_size, None)
-            looks = looks + 1 if seen == place else 0
-            place = seen
-            if place is not None and looks >= _LONG:  # told each time, which shows that it is still so
-                reporter.waits(worker.rank, worker.world_size, place)
+            num_polls = num_polls + 1 if current == location else 0
+            location = current
+            if location is not None and num_polls >= _NUM_POLLS:  # each time, which shows that it is still so
+                reporter.waits(worker.rank, worker.world_size, location)
 
 
-def _place(frame: FrameType | None, steps: Steps) -> str | None:
-    """Where in the run ``frame`` waits for other workers; None if it does something else."""
+def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:
+    """Return where in the run ``frame`` waits for other workers; None if it does something else."""
     innermost = islice(traceback.walk_stack(frame), 3) if frame else ()  # torch's own, and what calls it
-    if not any(each.f_code in _WAITS or each.f_code.co_filename == _TORCHS for each, _ in innermost):
+    if not any(caller.f_code in _WAITS or caller.f_code.co_filename == _COLLECTIVES for caller, _ in innermost):
         return None
     line = users_line(traceback.extract_stack(frame))
     calls = f"after {steps.progress.step:,} steps and {steps.num_calls:,} calls of the run"

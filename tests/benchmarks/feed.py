@@ -18,7 +18,7 @@ import psutil
 
 from raytrain.data.blocks import to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.storage.open import open_store
@@ -151,8 +151,7 @@ class Workers:
         self._is_paused = False
 
     def take_stream(self, feeders: Any, images: Any, partitions: list[Partition]) -> None:
-        from raytrain.launch.ray.feed.exchange import Stream
-        from raytrain.launch.ray.feed.streaming import stream_blocks
+        from raytrain.launch.ray.feed.streaming import Stream, stream_blocks
 
         for partition in partitions:
             self._take(stream_blocks(feeders, Stream(0, 0, "train", 0, len(partitions)), images, partition))

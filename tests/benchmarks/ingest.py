@@ -166,12 +166,13 @@ def read_local_batches(run: Any, folder: str) -> None:
     import torch
 
     from raytrain.data.blocks import Prefetch
+    from raytrain.training.steps import LoopPhase
 
     run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
     local_batches = Prefetch(run.source.train(0), run.config.prefetch)
     arrays = ((each.batch.epoch, np.require(each.images, requirements=["C", "W"])) for each in local_batches)
     read(((epoch, torch.from_numpy(images)) for epoch, images in arrays), run.rank, folder)
-    run.steps.exhausted = True  # otherwise a loop without a step is an error
+    run.steps.phase = LoopPhase.OVER  # otherwise a loop without a step is an error
 
 
 # Ray's documented way: a reader that shuffles the files each epoch, a map over its rows, a shard for each worker.
@@ -256,7 +257,7 @@ def decode_here(files: list[bytes], pixels: int) -> tuple[float, float, int]:
 
 
 def _shuffled_keys(url: str) -> list[str]:
-    from raytrain.data.labels.manifest import build_manifest
+    from raytrain.data.labels.folders import build_manifest
     from raytrain.storage.open import open_store
 
     keys = build_manifest(open_store(url)).keys.to_pylist()

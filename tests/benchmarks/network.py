@@ -30,8 +30,8 @@ from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.hosts import Host, hosts
+from tests.helpers.memory_runs import Recorder
 from tests.helpers.small_runs import make_images
-from tests.integration.test_exact import Recorder
 
 _MEGABITS_PER_S = 100
 _NUM_HOSTS = (1, 2, 4)

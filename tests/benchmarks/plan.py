@@ -50,10 +50,10 @@ def look_up() -> dict[str, Any]:
     steps, ranks = random.integers(0, plan.num_steps, _CALLS).tolist(), random.integers(0, NUM_WORKERS, _CALLS).tolist()
 
     def local_batch(call: int) -> int:
-        return len(Partition(plan, ranks[call], loads).local_samples(plan.batch(steps[call])))
+        return len(Partition(plan, ranks[call], loads).local_draws(plan.batch(steps[call])))
 
     def block(call: int) -> int:
-        return len(WorkerOrder(Partition(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))
+        return len(WorkerOrder(Partition(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).draws(1))
 
     return {
         "local_batch_ms": _time_ms(local_batch),

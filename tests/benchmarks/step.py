@@ -27,7 +27,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import TrainConfig
-from raytrain.launch.prepare import Start, check_places, prepare
+from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.training.run import Run
@@ -17,8 +17,8 @@ from raytrain.training.run import Run
 
 def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]], loop: Callable[[Run], None]) -> None:
     """Train like ``raytrain.train`` on the images with the indices ``choose(num_images)``, which may repeat."""
-    config = check_places(config)
-    with Connection(config.address) as cluster, prepare(config, Start(loop=loop)) as prepared:
+    config = settle_options(config)
+    with Connection(config.address) as cluster, prepare(config, TrainRequest(loop=loop)) as prepared:
         manifest = prepared.data.train
         data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
         cluster.connect()

@@ -72,7 +72,7 @@ class Soaked:
             "workers": self.workers,
             "cache": self.cache,
             "loop": f"{self.folder / 'loop.py'}:loop",
-            "model": "tests.integration.test_exact:network",
+            "model": "tests.helpers.memory_runs:network",
             "batch-size": 150,
             "epochs": 2,
             "learning-rate": 0.05,

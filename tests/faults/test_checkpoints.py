@@ -177,11 +177,11 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
 def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseException) -> None:
     """Make each file write fail after ``after_bytes`` bytes."""
 
-    def write(file: str, data: bytes) -> None:
-        Path(file).write_bytes(data[:after_bytes])
+    def fail(descriptor: int) -> None:
+        os.ftruncate(descriptor, after_bytes)
         raise error
 
-    monkeypatch.setattr("raytrain.storage.folder._write_to_disk", write)
+    monkeypatch.setattr(os, "fsync", fail)
 
 
 def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,11 +233,10 @@ def test_a_checkpoint_is_written_after_the_metrics_of_its_steps(tmp_path: Path) 
 
 
 def test_training_goes_on_while_storage_hangs_and_the_newest_and_the_best_checkpoint_are_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("raytrain.training.checkpoint._PATIENCE_S", 0.1)
     store, hang, events = open_store(str(tmp_path)), threading.Event(), list[Event]()
-    checkpoints = Checkpoints(store, IDENTITY, 10, events.append)
+    checkpoints = Checkpoints(store, IDENTITY, 10, events.append, patience_s=0.1)
     for step in range(1, 7):
         best = {"evaluated_step": 3, "score": 0.9, "best_score": 0.9} if step >= 3 else {}
         checkpoints.save({}, Progress(step=step, **best), before=hang.wait)  # pyright: ignore

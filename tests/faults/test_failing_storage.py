@@ -27,8 +27,8 @@ from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import EVENTS, open_run, read_config
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.storage.hedged_requests import MAX_THREADS
 from raytrain.storage.open import open_store
+from raytrain.storage.retries_and_hedges import MAX_THREADS
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images

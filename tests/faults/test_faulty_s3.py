@@ -10,13 +10,13 @@ import pytest
 
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.demo.demo import render_digits
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import bucket_client
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.hedged_requests import MAX_THREADS
 from raytrain.storage.open import open_store
+from raytrain.storage.retries_and_hedges import MAX_THREADS
 from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 
@@ -26,7 +26,7 @@ NUM_OBJECTS = 300
 @pytest.fixture
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests time out after half a second."""
-    monkeypatch.setitem(bucket_client._CLIENT_OPTIONS, "read_timeout", timedelta(seconds=0.5))
+    monkeypatch.setitem(bucket_client.TIMEOUTS, "read_timeout", timedelta(seconds=0.5))
 
 
 def content(number: int) -> bytes:

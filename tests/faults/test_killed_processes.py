@@ -211,7 +211,7 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
         "data": images,
         "storage": storage,
         "name": "run",
-        "model": "tests.integration.test_exact:network",
+        "model": "tests.helpers.memory_runs:network",
         "batch-size": 20,
         "workers": 2,
     }

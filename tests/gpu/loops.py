@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.gpu.trial import Trial
-from tests.integration import test_loops_of_others, test_loops_of_papers
-from tests.integration.test_loops_of_others import (
+from tests.helpers.loops_beside_torch import (
     OPTIONS,
-    cross_entropy,
     sgd,
     small,
     with_a_run,
     with_torch,
 )
+from tests.integration import test_loops_of_others, test_loops_of_papers
 
 
 def of_others(trial: Trial) -> None:
@@ -52,7 +51,7 @@ def on_cuda(run: Any) -> list[nn.Module]:
 def in_autocast(run: Any) -> list[nn.Module]:
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return cross_entropy(model(batch.images), batch.labels)
+            return F.cross_entropy(model(batch.images), batch.labels)
 
     return _trained(run, loss_of)
 

@@ -23,7 +23,7 @@ from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
 from raytrain.training.run import Epoch, Run
 from tests.gpu.trial import Trial
-from tests.integration.test_exact import Recorder, config, images, make_run, trained
+from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
 
 _PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 _NETWORK = "tests.gpu.same:network"
@@ -32,7 +32,7 @@ _NO_MORE: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": ()}
 
 def precisions(trial: Trial) -> None:
     """Each precision learns, keeps its weights in the type that it promises, and starts where float64 does."""
-    wide, small = ("raytrain.models:cifar10", 0.01, 32), ("tests.integration.test_exact:network", 0.05, 12)
+    wide, small = ("raytrain.models:cifar10", 0.01, 32), ("tests.helpers.memory_runs:network", 0.05, 12)
     model, rate, num_steps = wide if trial.on_gpu else small
     firsts: dict[str, float] = {}
     for precision, channels_last in itertools.product(_PRECISIONS, (False, True)):

@@ -54,7 +54,7 @@ def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfi
         data=str(photographs),
         name=f"photographs-{cache}",
         storage=str(trial.folder / "runs"),
-        model="resnet50" if trial.on_gpu else "tests.integration.test_exact:network",
+        model="resnet50" if trial.on_gpu else "tests.helpers.memory_runs:network",
         image_size=(_SIDE, _SIDE),
         random_resized_crop=True,
         cache_side=1.0 if cache == "memory" else None,

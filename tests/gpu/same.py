@@ -17,20 +17,20 @@ from torchvision.ops import StochasticDepth
 
 from raytrain.training.augment import Augment, build_transforms
 from tests.gpu.trial import Trial
-from tests.helpers.reference_loop import train_alone
-from tests.integration.test_exact import (
+from tests.helpers.memory_runs import (
     Case,
     Recorder,
-    _batches,
     alone,
     config,
     images,
     make_run,
     on_one_worker,
+    plain_batches,
     together,
     trained,
 )
-from tests.integration.test_exact_matrix import cases
+from tests.helpers.option_matrix import cases
+from tests.helpers.reference_loop import train_alone
 
 Weights = Mapping[str, Tensor]
 _LIMITS = {"float64": 1e-9, "float32": 1e-4}
@@ -199,7 +199,7 @@ def _train_plainly(options: Any, folder: Path) -> Weights:
     model = run.build_model().to(options.device, torch.float32)
     kept = {"momentum": options.momentum, "weight_decay": options.weight_decay}
     optimizer = torch.optim.SGD(model.parameters(), options.learning_rate, fused=True, **kept)
-    train_alone(model, optimizer, _batches(run, images(64), (1.0,)), [options.learning_rate] * run.plan.num_steps)
+    train_alone(model, optimizer, plain_batches(run, images(64), (1.0,)), [options.learning_rate] * run.plan.num_steps)
     return {f"model.{name}": value.cpu() for name, value in model.state_dict().items()}
 
 

@@ -131,7 +131,7 @@ class Bench:
     def through_raytrain(self, loop: Callable[[Run], None] | None = None, **options: Any) -> Clock:
         folder = str(self.trial.folder / f"{time.monotonic_ns()}")
         spec, run = run_in_memory(self.work.config(self.trial, **options), self.images, self.labels, folder, loop)
-        run.evaluation = lambda run, network: {}  # the last step ends with one
+        run.evaluation = lambda run: {}  # the last step ends with one
         with Clock(self.trial, self.work.num_steps).runs() as clock:
             train_run(spec, run)
         return clock

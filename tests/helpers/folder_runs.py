@@ -22,8 +22,8 @@ from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import Recorder, weights_of
 from tests.helpers.small_runs import config as small_config
-from tests.integration.test_exact import Recorder, weights_of
 
 Weights = dict[str, Tensor]
 

@@ -27,7 +27,7 @@ LEASE_S = 1.0
 def shorten_lease() -> None:
     ownership.LEASE_S = LEASE_S
     ownership.RENEW_EVERY_S = 0.2
-    ownership._LOOK_EVERY_S = 0.05
+    ownership.POLL_EVERY_S = 0.05
 
 
 def write(owner: RunClaim, steps: range, keep: int = 1) -> None:

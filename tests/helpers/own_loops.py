@@ -18,7 +18,7 @@ from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import train_run
 from raytrain.training.batch import Batch
 from raytrain.training.run import Run
-from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
+from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch
 NUM_IMAGES = 36  # the last batch of an epoch is a single image: of several workers, one has it and the others none

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 import raytrain
@@ -45,7 +44,7 @@ def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConf
         "name": "run",
         "data": str(images),
         "storage": str(storage),
-        "model": "tests.integration.test_exact:network",
+        "model": "tests.helpers.memory_runs:network",
         "image_size": (12, 12),
         "batch_size": 20,
         "learning_rate": 0.05,
@@ -71,15 +70,22 @@ def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) 
 
 
 def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
-    """Train in plain PyTorch, and call ``before_step`` before each step."""
+    """Train as the built-in loop, which may resume from what this one has prepared, and vice versa.
+
+    ``before_step`` is called before each step.
+    """
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
+    scheduler = run.prepare(run.build_scheduler(optimizer))
+    scaler = run.prepare(torch.amp.GradScaler(run.device.type, enabled=run.config.precision == "float16"))
     for epoch in run.epochs():
         for batch in epoch:
             before_step(run, batch)
-            logits = model(batch.images)
-            loss = F.cross_entropy(logits, batch.labels)
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss, accuracy=(logits.argmax(dim=1) == batch.labels).float().mean())
+            logits = model(batch.images)
+            loss = run.loss(logits, batch.targets)
+            scaler.scale(loss).backward()
+            run.log(loss=loss, accuracy=run.accuracy(logits, batch))
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()

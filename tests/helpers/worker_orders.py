@@ -19,6 +19,6 @@ def assert_reads_only_its_local_batches(
     first_step = data.draw(st.integers(0, plan.num_steps - 1))
     partition = Partition(plan, rank, loads)
     order = WorkerOrder(partition, first_step, rows_per_block)
-    read = np.concatenate([np.empty(0, np.int64), *(order.samples(number) for number in range(len(order)))])
-    wanted = [partition.local_samples(plan.batch(step)) for step in range(first_step, plan.num_steps)]
+    read = np.concatenate([np.empty(0, np.int64), *(order.draws(number) for number in range(len(order)))])
+    wanted = [partition.local_draws(plan.batch(step)) for step in range(first_step, plan.num_steps)]
     assert read.tolist() == np.concatenate(wanted).tolist()

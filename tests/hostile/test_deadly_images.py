@@ -20,10 +20,10 @@ from raytrain.data.dataset import open_dataset
 from raytrain.data.images.decode import BadImage, ImageShape, decode
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 from tests.helpers.deadly_images import make_images
-from tests.unit.test_decode import encoded
+from tests.helpers.image_files import encoded
 
 DECODER = Path(__file__).parents[1] / "helpers" / "deadly_decoder"
 SHAPE = ImageShape(12, 12, 3)

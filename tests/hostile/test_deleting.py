@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.launch.prepare import check_places
+from raytrain.launch.prepare import settle_options
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import METRICS, is_own
+from raytrain.runs.documents import METRICS, is_run_file
 from raytrain.runs.records import delete_run
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, make_images
@@ -48,7 +48,7 @@ def test_what_a_run_writes_is_its_own() -> None:
     own = [METRICS, f"{METRICS}.000001", "checkpoints/step-000000100.pt", "checkpoints/step-000000100.pt.json"]
     own += ["logs/worker-0-20260101T000000a1.err", "trace/000000001-000000009-00001.parquet", "trackers/mlflow.json"]
     others = ["checkpoints/my-backup/step-000000100.pt", "checkpoints/step-1.pt", "x/config.json", "metrics.jsonl.bak"]
-    assert all(map(is_own, own)) and not any(map(is_own, others))
+    assert all(map(is_run_file, own)) and not any(map(is_run_file, others))
 
 
 def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_new_run_is_refused_in_a_folder_of_other_files(images: Path, tmp_path:
     for storage in (str(tmp_path / "runs"), s3_url):
         open_store(storage).put("run/notes.txt", b"mine")
         with pytest.raises(UsageError, match=r"files that no run wrote, such as notes.txt; choose another --name"):
-            check_places(config(images, storage))
+            settle_options(config(images, storage))
 
 
 @pytest.mark.parametrize(("storage", "name"), [(".", "images"), ("images", "run"), (".", "images/red")])
@@ -72,4 +72,4 @@ def test_images_and_a_run_within_each_other_are_refused(storage: str, name: str,
     else:
         options = config(images, tmp_path / storage, name=name)
     with pytest.raises(UsageError, match=r"(one is within the other|holds files that no run wrote)"):
-        check_places(options)
+        settle_options(options)

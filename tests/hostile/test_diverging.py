@@ -21,10 +21,10 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
+from tests.helpers import memory_runs
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import loop_with
 from tests.hostile.test_mistaken_resume import local
-from tests.integration import test_exact
 
 
 def poison(run: raytrain.Run, batch: raytrain.Batch, at_step: int, value: float = math.nan) -> None:
@@ -84,10 +84,10 @@ def test_two_workers_agree(tmp_path: Path) -> None:
 
 
 def diverge(folder: str) -> tuple[Outcome, list[Event]]:
-    recorder = test_exact.Recorder()
-    options = test_exact.config()
-    run = test_exact.make_run(options, test_exact.images(70), folder, recorder)
-    return test_exact.trained(run, partial(loop_with, before_step=partial(poison, at_step=6))), recorder.events
+    recorder = memory_runs.Recorder()
+    options = memory_runs.config()
+    run = memory_runs.make_run(options, memory_runs.images(70), folder, recorder)
+    return memory_runs.trained(run, partial(loop_with, before_step=partial(poison, at_step=6))), recorder.events
 
 
 def row(step: int, loss: float | None) -> MetricRow:

@@ -19,7 +19,7 @@ from rich.console import Console
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
@@ -260,7 +260,7 @@ def claim(folder: Path) -> None:
 def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folders, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(folders, "_REPORT_AFTER_S", 0.1)
     monkeypatch.setattr("raytrain.runs.ownership.LEASE_S", 0.1)
     halted = subprocess.Popen([sys.executable, "-c", HALTED, str(tmp_path)])
     try:

@@ -15,9 +15,9 @@ from PIL import Image
 
 from raytrain.data.images.decode import BadImage, ImageShape, decode
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
-from tests.unit.test_decode import encoded, jpeg_bomb, png
+from tests.helpers.image_files import encoded, jpeg_bomb, png
 
 SHAPE = ImageShape(32, 32, 3)
 TRANSPARENT_PNG, EXIF = 6, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"

@@ -50,7 +50,7 @@ def test_the_address_that_was_read_is_the_one_that_is_joined(
         asked.append(address)
         raise UsageError("nobody answers")
 
-    monkeypatch.setattr(connection, "_check_answers", refuse)
+    monkeypatch.setattr(connection, "check_answers", refuse)
     with pytest.raises(UsageError):
         opened.connect()
     assert asked == [address]
@@ -70,7 +70,7 @@ def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monk
     monkeypatch.setattr(connection, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (refuse,)))
     address = note.read_text().strip()
     with pytest.raises(UsageError, match=rf"{address} asks for a token, and this machine's token is another one"):
-        connection._check_answers(address)
+        connection.check_answers(address)
     assert asked == [address, address], "the second time with this machine's token"
 
 

@@ -6,11 +6,12 @@ import logging
 
 import pytest
 
-from raytrain.data.labels.manifest import Manifest, build_manifest
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError
 from raytrain.storage.bucket import BucketStore
+from tests.helpers.scripted_bucket import listing, scripted
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
-from tests.unit.test_storage import listing, scripted
 
 GOOD = [f"prefix/{name}/{number:03d}.jpg" for name in ("cat", "dog") for number in range(70)]
 BAD = ["prefix/cat//7.jpg", "prefix/cat/../8.jpg", "prefix/cat/a/./9.jpg", "prefix/cat/007.jpg//"]

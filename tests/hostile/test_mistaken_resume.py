@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, TrainingFailed, UsageError
-from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.prepare import prepare, settle_options
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config
@@ -87,7 +87,7 @@ def test_before_a_driver_starts_its_workers_on_ray(mistake: str, images: Path, s
     wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
     before = documents(storage)
     with pytest.raises(UsageError, match=sentence):
-        prepare(check_places(wanted))
+        prepare(settle_options(wanted))
     assert documents(storage) == before
 
 

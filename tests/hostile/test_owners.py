@@ -28,7 +28,7 @@ from moto.server import ThreadedMotoServer
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
-from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.prepare import prepare, settle_options
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.runs import ownership as claims
 from raytrain.runs.checkpoint_files import Identity, checkpoint_path, newest_checkpoint, newest_step
@@ -54,7 +54,7 @@ LEASE_S = 1.0
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "LEASE_S", LEASE_S)
     monkeypatch.setattr(claims, "RENEW_EVERY_S", 0.1)
-    monkeypatch.setattr(claims, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(claims, "POLL_EVERY_S", 0.05)
 
 
 @pytest.fixture(scope="session")
@@ -220,7 +220,7 @@ def test_a_process_of_this_machine_that_ended_is_known_to_be_dead(store: Store) 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     stalled(claim_run(store, "run"))
-    from_elsewhere(store, machine=claims._machine(), pid=gone.pid, token="another")
+    from_elsewhere(store, machine=claims.machine_id(), pid=gone.pid, token="another")
     begun = time.monotonic()
     claim_run(store, "run").close()
     assert time.monotonic() - begun < LEASE_S
@@ -377,7 +377,7 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(ima
     def start_another(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if (run.rank, batch.step) == (0, 2):
             try:
-                prepare(check_places(dataclasses.replace(local(images, tmp_path), resume=True)))
+                prepare(settle_options(dataclasses.replace(local(images, tmp_path), resume=True)))
             except UsageError as error:
                 refused.write_text(str(error))
 
@@ -408,7 +408,7 @@ def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: P
     with claim_run(run_store(str(tmp_path), "run"), "run"):
         status.write_text(json.dumps(ahead | {"heartbeat_at": "2000-01-01T00:00:00+00:00"}))
         with pytest.raises(UsageError, match="is training at this moment"):
-            prepare(check_places(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True)))
+            prepare(settle_options(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True)))
 
 
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:

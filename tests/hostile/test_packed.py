@@ -17,7 +17,8 @@ from rich.console import Console
 
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.plan.permutation import Packing
 from raytrain.data.shards import encode_shard
 from raytrain.datasets.pack import pack

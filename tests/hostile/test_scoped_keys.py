@@ -16,10 +16,10 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from raytrain.errors import UsageError
-from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.prepare import prepare, settle_options
 from raytrain.launch.ray.coordinator import lend_credentials
 from raytrain.storage import lent_credentials
-from raytrain.storage.clouds.s3 import S3, resolve
+from raytrain.storage.clouds.s3 import S3, resolve_credentials
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.lent_credentials import Scope, ScopedCredentials
 from raytrain.storage.open import open_store
@@ -153,7 +153,7 @@ def test_the_cluster_is_lent_the_scoped_keys_and_no_others(
     store = open_store("s3://runs/mine/first", cloud=S3(None, "us-east-1"))
     lend_credentials(server, [store], SCOPE if scoped else None)
     lent = [Credentials(*fields) for fields in server.lent]
-    own = resolve()
+    own = resolve_credentials()
     assert own is not None and len(lent) == 1
     assert ("canary-own" in lent[0].fields(), "GetFederationToken" in asked) == (not scoped, scoped)
 
@@ -176,8 +176,8 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
 
 
 def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
-    with prepare(check_places(config(images, tmp_path, scope_keys=True))) as prepared:
+    with prepare(settle_options(config(images, tmp_path, scope_keys=True))) as prepared:
         scope = prepared.scope()
     assert scope == Scope((f"{images}/", f"{images}/"), (f"{tmp_path}/run/",))
-    with prepare(check_places(config(images, tmp_path, name="other"))) as prepared:
+    with prepare(settle_options(config(images, tmp_path, name="other"))) as prepared:
         assert prepared.scope() is None

@@ -28,7 +28,7 @@ __all__ = ["moto_server", "moto_url"]
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEASE_S", "RENEW_EVERY_S", "_LOOK_EVERY_S"):
+    for name in ("LEASE_S", "RENEW_EVERY_S", "POLL_EVERY_S"):
         monkeypatch.setattr(f"raytrain.runs.ownership.{name}", getattr(old_owner.ownership, name))
     old_owner.shorten_lease()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from raytrain import Run
-from raytrain.training.batch import mix_batch
+from raytrain.training.mixup import mix_batch
 from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here, train_runs
 
 TRANSFORMED: dict[str, Any] = {
@@ -26,7 +26,7 @@ TRANSFORMED: dict[str, Any] = {
     "transforms": "tests.integration.test_augmented:own_transforms",
 }
 MIXED: dict[str, Any] = {"mixup": 0.4, "cutmix": 1.0}
-NO_NORM = "tests.integration.test_exact:network_without_norm"
+NO_NORM = "tests.helpers.memory_runs:network_without_norm"
 
 
 def own_transforms() -> Any:

@@ -91,7 +91,7 @@ def num_nodes(host: Host) -> int:
 
 def test_nodes_come_for_a_run_and_go_after_it(cloud: Host, images: Path, tmp_path: Path) -> None:
     train = ["custom", "--name", "run", "--data", str(images), "--storage", str(tmp_path / "runs"), "--trace"]
-    train += ["--model", "tests.integration.test_exact:network", "--image-size", "12", "12", "--batch-size", "20"]
+    train += ["--model", "tests.helpers.memory_runs:network", "--image-size", "12", "12", "--batch-size", "20"]
     train += ["--workers", "2..4", "--wait-for-machines-s", str(DEADLINE_S), "--epochs", "100000", "--json"]
     train += ["--evaluate-every", "0", "--checkpoint-every", "100ep"]
     driver = cloud.run([sys.executable, "-m", "raytrain", "train", *train], environment(cloud))

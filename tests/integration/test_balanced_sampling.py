@@ -15,7 +15,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run, note_parts, trained, weights_of
+from tests.helpers.memory_runs import CLASSES, Recorder, config, images, make_run, note_parts, trained, weights_of
 
 NUM_IMAGES, NUM_STEPS = 38, 18
 OPTIONS = config(batch_size=7, epochs=3, sampling="balanced", trace=True, focal_gamma=1.5)

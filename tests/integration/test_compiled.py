@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from raytrain.training.prepared_models import apply_options
-from tests.integration.test_exact import Recorder, config, images, make_run, trained
+from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from raytrain.training.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import config
 from tests.helpers.own_loops import OPTIONS, WIDTH, TwoPaths, assert_same_weights, cross_entropy, fit, train_loop
-from tests.integration.test_exact import config
 
 Losses = Callable[[Run, nn.Sequential, Batch], Sequence[Tensor]]
 """The losses of a batch, which a loop backpropagates one after the other."""

@@ -19,7 +19,7 @@ from raytrain.experiments.find_rate import smooth, suggest
 from raytrain.recipes import digits
 from raytrain.runs.records import read_run
 from tests.helpers.folder_runs import folder_run, train_here
-from tests.unit.test_terminal import text
+from tests.helpers.rendered import text
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from raytrain.monitor.events import CheckpointWritten
 from raytrain.runs.outcome import StopReason
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import Recorder
 from tests.helpers.own_loops import (
     OPTIONS,
     Loop,
@@ -29,7 +30,6 @@ from tests.helpers.own_loops import (
     to_the_end,
     train_loop,
 )
-from tests.integration.test_exact import Recorder
 
 
 def returns_early(run: Run) -> None:

@@ -270,7 +270,7 @@ from raytrain.training.loop import train as loop
 
 store = open_store({url!r})
 found = [each.path for each in store.list("")]
-assert len(list(store.get_each(found[:5]))) == 5
+assert len(store.get_many(found[:5])) == 5
 """
 
 

@@ -18,8 +18,8 @@ from torchmetrics import MeanMetric
 from raytrain.errors import LoopFailed, UsageError
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import CLASSES
 from tests.helpers.own_loops import OPTIONS, Trained, assert_same_weights, cross_entropy, fit, train_loop
-from tests.integration.test_exact import CLASSES
 
 
 def logs_seldom(run: Run) -> None:

@@ -20,8 +20,8 @@ from torch.optim import SGD
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run
-from tests.integration.test_plain_loops import Loop, by_steps, entropy, mlp, steps
+from tests.helpers.memory_runs import Recorder, config, images, make_run
+from tests.helpers.plain_loops import Loop, by_steps, entropy, mlp, steps
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0], dtype=torch.float64)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR, OneCycleLR, StepLR
 
-from tests.integration.test_loops_of_others import (
+from tests.helpers.loops_beside_torch import (
     NUM_IMAGES_WITH_EMPTY_SLICES,
     WIDTH,
     check,

@@ -17,8 +17,8 @@ from raytrain.errors import UsageError
 from raytrain.training.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import Recorder
 from tests.helpers.own_loops import OPTIONS, Loop, LossOf, cross_entropy, fit, linear, train_loop
-from tests.integration.test_exact import Recorder
 
 Body = Callable[[Run, nn.Module, Any, Batch], None]
 """What a loop does with each batch."""

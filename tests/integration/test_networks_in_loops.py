@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain.errors import UsageError
-from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.run import Run
+from raytrain.training.weight_average import WeightAverage
 from tests.helpers.gloo_processes import run_in_processes
-from tests.helpers.own_loops import TwoPaths, cross_entropy, train_loop
-from tests.integration.test_exact import config
+from tests.helpers.memory_runs import config
+from tests.helpers.own_loops import TwoPaths, assert_same_weights, cross_entropy, train_loop
 
 
 def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Path) -> None:
@@ -75,6 +75,28 @@ def test_an_optimizers_step_leaves_autocast_as_it_was(tmp_path: Path) -> None:
 
     train_loop(loop, tmp_path, config(batch_size=64, epochs=1, precision="bfloat16"))
     assert seen[0] and not any(seen[-2:])
+
+
+def weights_after_a_forward_before_the_first_batch(folder: str) -> list[Tensor]:
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        model(torch.zeros(2, 3, 8, 8, dtype=torch.float64, device=run.device))
+        run.evaluate()
+        optimizer = run.prepare(run.build_optimizer(model))
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+
+    return train_loop(loop, folder).weights
+
+
+def test_a_network_may_be_called_before_the_first_batch_on_several_workers(tmp_path: Path) -> None:
+    (alone,) = run_in_processes(1, weights_after_a_forward_before_the_first_batch, str(tmp_path / "1"))
+    together = run_in_processes(2, weights_after_a_forward_before_the_first_batch, str(tmp_path / "2"))
+    for name, weights in zip(("worker 0", "worker 1"), together, strict=True):
+        assert_same_weights(name, weights, alone, 1e-9)
 
 
 def all_draws(folder: str) -> list[list[tuple[float, ...]]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import raytrain
+from tests.helpers.loops_with_networks import LOOPS
 from tests.helpers.small_runs import config
-from tests.integration.test_networks_of_loops import LOOPS
 
 
 def documents(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain.monitor.events import Note
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Case, Recorder, _batches, config, images, make_run
+from tests.helpers.memory_runs import Case, Recorder, config, images, make_run, plain_batches
+from tests.helpers.plain_loops import NUM_CLASSES, STEPS, STEPS_PER_EPOCH, Loop, Normed, by_steps, entropy, mlp, steps
 
-NUM_CLASSES, STEPS, STEPS_PER_EPOCH = 4, 8, 4
-Loop = Callable[[Any], None]
 Tensors = list[dict[str, Tensor]]
 
 
@@ -40,7 +39,7 @@ class PlainRun:
     def __init__(self, case: Case) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.run = make_run(case.options, images(case.num_samples), folder, Recorder())
-        self.batches = list(_batches(self.run, images(case.num_samples, case.bad), (1.0,)))
+        self.batches = list(plain_batches(self.run, images(case.num_samples, case.bad), (1.0,)))
         self.prepared: list[nn.Module] = []
 
     def prepare(self, thing: Any) -> Any:
@@ -73,51 +72,6 @@ class PlainEpoch(list[Any]):
     def __init__(self, number: int, batches: list[Any]) -> None:
         super().__init__(batches)
         self.number = number
-
-
-def mlp(num_outputs: int = NUM_CLASSES) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Tanh(), nn.Linear(8, num_outputs))
-
-
-class Normed(nn.Module):
-    """A network with batch norm, and a layer that no image goes through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-        self.block = nn.Sequential(nn.Conv2d(6, 6, 3, 1, 1), nn.Tanh())
-        self.head = nn.Linear(96, NUM_CLASSES)
-        self.spare = nn.Linear(2, 2)
-
-    def embed(self, pixels: Tensor) -> Tensor:
-        return self.block(self.body(pixels)).flatten(1)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.head(self.embed(pixels))
-
-
-def steps(run: Any, model: nn.Module, optimizer: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> None:
-    for epoch in run.epochs():
-        for batch in epoch:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
-
-
-def entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch.images), batch.labels)
-
-
-def by_steps(loss_of: Callable[[nn.Module, Any], Tensor], make: Callable[[], nn.Module] = Normed) -> Loop:
-    def loop(run: Any) -> None:
-        model = run.prepare(make())
-        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9)), loss_of)
-
-    return loop
 
 
 def schedulers(run: Any) -> None:

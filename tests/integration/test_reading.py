@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raytrain.data.images.decode import ImageFormat, ImageShape
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import block_refs
 from raytrain.storage.open import open_store
@@ -31,7 +31,7 @@ class Slow:
     def __len__(self) -> int:
         return 20
 
-    def samples(self, number: int) -> Any:
+    def draws(self, number: int) -> Any:
         (self.folder / str(number)).touch()
         wait_for(self.released.exists)
         raise RuntimeError("released")

@@ -17,7 +17,7 @@ from raytrain.monitor.events import Note
 from raytrain.training.assembly import train_run
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
+from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-loop.md"
 OPTIONS = {"microbatches": {"accumulate": 2}}  # of loops that need some

@@ -30,9 +30,9 @@ from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.monitor.stop_request import StopReason, StopSignals
 from raytrain.training.model import build_model
+from tests.helpers.image_files import encoded
 from tests.helpers.ray_head import free_port
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
-from tests.unit.test_decode import encoded
 
 _DECODER = "raytrain.data.images.decode_process"
 
@@ -132,7 +132,7 @@ def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: p
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/run"
-        assert model_server._answering("127.0.0.1", server.server_port, "run", StopSignals()) == url
+        assert model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals()) == url
         server.shutdown()
 
 
@@ -157,7 +157,7 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = model_server._answering("127.0.0.1", server.server_port, "run", signals)
+        url = model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", signals)
         server.shutdown()
     assert asked == ["/run"] * 3
     assert caplog.messages == [f"loading the network of run; until then, {url} answers 503 …"]
@@ -166,12 +166,12 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
 def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from raytrain.launch.ray import model_server
 
+    def decode(file: bytes, *_: object) -> int:
+        return len(file)
+
     monkeypatch.setattr(model_server, "_MAX_HELD_BYTES", 100)
-    replica = model_server.Replica(
-        served(lambda *_: None),
-        1,
-    )
-    monkeypatch.setattr(replica, "_decode", len)
+    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: SimpleNamespace(decode=decode))
+    replica = model_server.Replica(served(lambda *_: None), 1)
     monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))
 
     async def scenario() -> None:
@@ -190,7 +190,12 @@ def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch
 
 def served(load: Callable[..., object]) -> Any:
     """The network of the run ``first``, loaded by ``load``."""
-    return SimpleNamespace(run="first", load_predictor=load, store=None, format=SimpleNamespace(shape=(8, 8, 3)))
+    return SimpleNamespace(
+        run="first",
+        load_predictor=load,
+        store=None,
+        format=SimpleNamespace(shape=(8, 8, 3), cropping=SimpleNamespace(crop=None)),
+    )
 
 
 def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +236,10 @@ def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
         b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + content + b"\r\n--xyz--\r\n"
     )
     kind = f"multipart/form-data; boundary={boundary}"
-    assert model_server._posted_file(kind, field + file) == content
-    assert model_server._posted_file("image/png", file) == file
-    with pytest.raises(model_server._Refused, match="the form has no file"):
-        model_server._posted_file(kind, field + b"--xyz--")
+    assert model_server.posted_file(kind, field + file) == content
+    assert model_server.posted_file("image/png", file) == file
+    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
+        model_server.posted_file(kind, field + b"--xyz--")
 
 
 def posted(

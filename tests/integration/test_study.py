@@ -31,10 +31,10 @@ from raytrain.runs.documents import METRICS, encode_lines, read_config, run_stor
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import list_runs, read_run
 from raytrain.runs.status import RunStatus, write_status
+from tests.helpers.scaling_histories import history
 from tests.helpers.small_runs import config as tiny_config
 from tests.helpers.small_runs import loop_with
 from tests.helpers.waiting import wait_for
-from tests.unit.test_scaling import history
 
 
 def options(storage: Path, **more: Any) -> TrainConfig:

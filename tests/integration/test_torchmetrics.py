@@ -16,8 +16,8 @@ from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Case, Recorder, config, images, make_run
-from tests.integration.test_plain_loops import entropy, mlp
+from tests.helpers.memory_runs import Case, Recorder, config, images, make_run
+from tests.helpers.plain_loops import entropy, mlp
 
 CASE = Case(config(batch_size=12, flip="none", translate=0), 37, bad=(4,))  # workers without images in the last batch
 STOPPED = dataclasses.replace(CASE, stop_after=2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
-from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.prepare import prepare, settle_options
 from raytrain.recipes import custom
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
@@ -31,8 +31,8 @@ from raytrain.training.optimisation import parameter_groups
 from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import Recorder, config, images, make_run, plain_batches, trained, weights_of
 from tests.hostile import stored_runs
-from tests.integration.test_exact import Recorder, _batches, config, images, make_run, trained, weights_of
 
 HEADS = {
     "alexnet": "classifier.6",
@@ -364,7 +364,7 @@ def transferred_alone(folder: str) -> dict[str, Tensor]:
     learning = [p for name, p in model.named_parameters() if name.split(".")[0] not in ("0", "1", "9")]
     groups = [{"params": learning}, {"params": model.get_submodule("9").parameters(), "lr": 0.2}]
     optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
-    for [[(batch, labels)]] in _batches(run, images(70), (1.0,)):
+    for [[(batch, labels)]] in plain_batches(run, images(70), (1.0,)):
         model.train()
         model.get_submodule("1").eval()
         optimizer.zero_grad()
@@ -447,4 +447,4 @@ def test_a_run_cannot_be_resumed_with_other_frozen_layers(cifar10_folder: Path, 
     started = custom(**place, model="resnet18", freeze=("conv1",), mean=(0.5,) * 3, std=(0.5,) * 3)
     settings = read_config(stored_runs.make_run(tmp_path, started, "run"))
     with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was started with \('conv1',\)"):
-        prepare(check_places(dataclasses.replace(settings, resume=True, freeze=("layer1",))))
+        prepare(settle_options(dataclasses.replace(settings, resume=True, freeze=("layer1",))))

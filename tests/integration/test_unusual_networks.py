@@ -19,8 +19,7 @@ from raytrain.training.batch import Batch
 from raytrain.training.loop import train
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
-from tests.integration.test_loops_of_others import (
+from tests.helpers.loops_beside_torch import (
     NUM_IMAGES,
     NUM_IMAGES_WITH_EMPTY_SLICES,
     OPTIONS,
@@ -28,6 +27,7 @@ from tests.integration.test_loops_of_others import (
     linear,
     seeded,
 )
+from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
 
 
 class Fourier(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytrain.errors import UsageError
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run, trained
+from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch
 NUM_IMAGES = 38

@@ -24,7 +24,7 @@ from raytrain.training import waiting
 from raytrain.training.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run, trained
+from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch
 Extra = Callable[[Run, nn.Module, Batch], object]
@@ -141,9 +141,8 @@ class Telling(Recorder):
 
 
 def work(loop: Callable[[Run], None], folder: str, calls: CallAddress) -> None:
-    waiting._LOOK_S = 0.05  # pyright: ignore
     run = make_run(OPTIONS, images(38), folder, Telling(calls))
-    with waiting.tell_long_waits(run.steps, run.reporter, run.worker):
+    with waiting.report_long_waits(run.steps, run.reporter, run.worker, poll_every_s=0.05):
         try:
             trained(run, loop)
         except RaytrainError as error:

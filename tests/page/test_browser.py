@@ -21,12 +21,12 @@ from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.monitor.events import Note, TrainingStarted
 from raytrain.runs.documents import CONFIG, EVALUATION, MACHINE_HISTORY, STOP_REQUEST, SWEEP, read_json, write_json
 from raytrain.runs.machine_history import MachineHistory, MachineUse
+from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
-expect.set_options(timeout=120_000)
 Visit = Callable[..., Page]
 
 
@@ -54,24 +54,6 @@ def training(data: Path, storage: Path) -> Iterator[tuple[subprocess.Popen[str],
 def step_shown(page: Page) -> int:
     found = re.search(r"step ([\d,]+) of", page.locator(".progress-text").inner_text())
     return int(found[1].replace(",", "")) if found else 0
-
-
-def expect_later_step(page: Page, step: int) -> None:
-    page.wait_for_function(
-        "step => Number((document.querySelector('.progress-text')?.innerText.match(/step ([\\d,]+)/)?.[1] ?? '0')"
-        ".replaceAll(',', '')) > step",
-        arg=step,
-    )
-
-
-def ink(page: Page, title: str) -> int:
-    """The number of pixels of a chart that are drawn upon."""
-    chart = page.locator("figure.chart", has=page.locator(f"h3:text-is('{title}')")).locator("canvas")
-    expect(chart).to_be_visible()
-    return chart.evaluate(
-        "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data"
-        ".reduce((sum, value, i) => sum + (i % 4 === 3 && value > 0), 0)"
-    )
 
 
 def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: Path) -> None:

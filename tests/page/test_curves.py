@@ -45,7 +45,7 @@ def test_a_long_curve_keeps_its_extremes_and_its_mean() -> None:
 def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_extremes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raytrain.display.page.feed._MAX_POINTS", 4096)
+    monkeypatch.setattr("raytrain.display.page.feed.MAX_POINTS", 4096)
     values = np.random.default_rng(0).normal(size=100_003)
     values[123], values[77_777], values[77_778] = 50.0, -50.0, math.inf
     curves = filled(values.tolist())
@@ -61,7 +61,7 @@ def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_ex
 
 
 def test_it_does_not_matter_in_which_pieces_and_in_which_form_rows_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.display.page.feed._MAX_POINTS", 512)
+    monkeypatch.setattr("raytrain.display.page.feed.MAX_POINTS", 512)
     values = np.random.default_rng(0).normal(size=9_001).tolist()
     rows = [
         step_row(step, loss=value, **({"top5": value} if step > 4_000 else {})) for step, value in enumerate(values)

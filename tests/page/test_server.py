@@ -23,8 +23,8 @@ from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
 from raytrain.runs.outcome import StopReason
+from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run
-from tests.page.test_curves import snapshot
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from raytrain.demo.demo import render_digits
 from raytrain.display.page.widget import RunWidget
 from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
+from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import evaluation_row, step_row
-from tests.page.test_browser import expect_later_step, ink
 
 START = """
 import raytrain

@@ -16,9 +16,9 @@ from raytrain import UsageError, audit
 from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
+from tests.helpers import memory_runs
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration import test_exact
-from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
+from tests.helpers.memory_runs import CLASSES, Recorder, config, images, make_run
 
 pytestmark = pytest.mark.not_quick
 
@@ -28,7 +28,7 @@ OPTIONS = config(batch_size=7, epochs=2, trace=True, checkpoint_every=("1ep", "4
 
 def train(folder: str, stop_after: int | None = None) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES, bad=(3,)), folder, Recorder(stop_after))
-    test_exact.trained(run)
+    memory_runs.trained(run)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from raytrain.errors import StorageError, UsageError
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.clouds import azure as azure_cloud
 from raytrain.storage.clouds.azure import Azure
-from raytrain.storage.credentials import AzureCredentials, Credentials, restored
+from raytrain.storage.credentials import AzureCredentials, Credentials, credentials_of_fields
 from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import new_output, open_store, read_input, write_output
 from raytrain.storage.store import Store
@@ -94,7 +94,7 @@ def test_the_key_comes_first_then_the_signature_then_the_sign_in(
 ) -> None:
     expires_at = datetime(2199, 1, 1, tzinfo=timezone.utc)
     token = SimpleNamespace(token="of-az-login", expires_on=expires_at.timestamp())
-    monkeypatch.setattr(azure_cloud, "_identity", lambda: SimpleNamespace(get_token=lambda scope: token))
+    monkeypatch.setattr(azure_cloud, "default_credential", lambda: SimpleNamespace(get_token=lambda scope: token))
     store = open_store("az://images")
     assert credentials_of(store) == AzureCredentials("token", "of-az-login", expires_at)
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=2")
@@ -108,7 +108,7 @@ def test_their_text_shows_no_secret_and_they_cannot_be_pickled() -> None:
     assert repr(keys) == "AzureCredentials(account key, expires_at=None)"
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(keys)
-    assert restored("az", keys.fields()) == keys
+    assert credentials_of_fields("az", keys.fields()) == keys
 
 
 def test_missing_credentials_are_reported(azure_url: str, no_identity: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_sign_in_that_fails_is_reported(
         raise ClientAuthenticationError(reason)
 
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    monkeypatch.setattr(azure_cloud, "_identity", lambda: SimpleNamespace(get_token=refused))
+    monkeypatch.setattr(azure_cloud, "default_credential", lambda: SimpleNamespace(get_token=refused))
     with pytest.raises(StorageError, match=expected):
         open_store(azure_url).get("a")
 

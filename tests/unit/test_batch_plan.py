@@ -35,9 +35,7 @@ def test_a_position_of_a_huge_epoch_is_found_without_an_array(num_samples: int, 
 
 def test_orders_of_different_epochs_and_seeds_are_independent() -> None:
     plans = [
-        (seed, epoch, BatchPlan(1000, 10, 2, seed).samples(epoch, np.arange(1000)))
-        for seed in (0, 1)
-        for epoch in (0, 1)
+        (seed, epoch, BatchPlan(1000, 10, 2, seed).draws(epoch, np.arange(1000))) for seed in (0, 1) for epoch in (0, 1)
     ]
     for i, (_, _, one) in enumerate(plans):
         for _, _, other in plans[i + 1 :]:
@@ -59,7 +57,7 @@ def test_the_batches_of_an_epoch_use_each_sample_once(
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, epochs, seed)
     last = range((epochs - 1) * plan.steps_per_epoch, plan.num_steps)
-    used = np.concatenate([plan.batch_samples(plan.batch(step)) for step in last])
+    used = np.concatenate([plan.batch_draws(plan.batch(step)) for step in last])
     assert sorted(used.tolist()) == list(range(num_samples))
 
 
@@ -68,9 +66,9 @@ def test_a_position_has_the_same_sample_alone_and_among_others(
     num_samples: int, batch_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 4, seed)
-    whole = plan.samples(epoch, np.arange(num_samples))
+    whole = plan.draws(epoch, np.arange(num_samples))
     some = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), max_size=20)), np.int64)
-    assert plan.samples(epoch, some).tolist() == whole[some].tolist()
+    assert plan.draws(epoch, some).tolist() == whole[some].tolist()
 
 
 @given(sizes, batch_sizes, seeds, st.integers(1, 5), st.integers(1, 5), st.integers(1, 10**4))
@@ -82,7 +80,7 @@ def test_a_longer_run_starts_with_the_batches_of_a_shorter_one(
     assert short.num_steps == min(max_steps, epochs * short.steps_per_epoch)
     for step in {0, short.num_steps // 2, short.num_steps - 1}:
         assert short.batch(step) == long.batch(step)
-        assert short.batch_samples(short.batch(step)).tolist() == long.batch_samples(long.batch(step)).tolist()
+        assert short.batch_draws(short.batch(step)).tolist() == long.batch_draws(long.batch(step)).tolist()
 
 
 @given(sizes, batch_sizes, st.integers(0, 10**6))

@@ -29,12 +29,10 @@ def test_a_worker_reads_only_its_local_batches_in_blocks_of_any_length(
 def test_a_worker_that_has_no_samples_left_in_the_epoch_reads_all_of_the_next() -> None:
     plan = BatchPlan(913, 228, 2, 0)  # The last batch of an epoch has one sample, which belongs to worker 0.
     order = WorkerOrder(Partition(plan, 1, [1, 1]), 4, rows_per_block=1)
-    read = np.concatenate([order.samples(number) for number in range(len(order))])
+    read = np.concatenate([order.draws(number) for number in range(len(order))])
     assert (
         read.tolist()
-        == np.concatenate(
-            [Partition(plan, 1, [1, 1]).local_samples(plan.batch(step)) for step in range(4, 10)]
-        ).tolist()
+        == np.concatenate([Partition(plan, 1, [1, 1]).local_draws(plan.batch(step)) for step in range(4, 10)]).tolist()
     )
 
 
@@ -46,7 +44,7 @@ def test_a_cache_holds_each_sample_once_and_starts_at_its_first_step(
     plan = BatchPlan(num_samples, batch_size, 2, seed)
     step = data.draw(st.integers(0, plan.num_steps - 1))
     order = CacheOrder(plan, step, rows_per_block)
-    rows = np.concatenate([order.samples(number) for number in range(len(order))])
+    rows = np.concatenate([order.draws(number) for number in range(len(order))])
     assert sorted(rows.tolist()) == list(range(num_samples))
-    first = plan.batch_samples(plan.batch(step))
+    first = plan.batch_draws(plan.batch(step))
     assert rows[: len(first)].tolist() == first.tolist()

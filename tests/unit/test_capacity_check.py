@@ -18,7 +18,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """An empty fake of Ray's placement group table, with no waiting time between two checks."""
     groups: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 0.0)
-    monkeypatch.setattr(capacity_check, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(capacity_check, "_POLL_EVERY_S", 0.0)
     monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: OURS))
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.5})

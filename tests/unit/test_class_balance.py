@@ -19,7 +19,7 @@ from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.errors import UsageError
 from raytrain.training.evaluation_metrics import balanced_accuracy, macro_f1
 from raytrain.training.optimisation import Loss
-from tests.integration.test_exact import config
+from tests.helpers.memory_runs import config
 
 LABELS = np.repeat([0, 1, 2], [90, 9, 1])
 
@@ -29,7 +29,7 @@ def plan_of(labels: np.ndarray, seed: int = 3) -> BatchPlan:
 
 
 def epoch_of(plan: BatchPlan, epoch: int) -> np.ndarray:
-    return plan.samples(epoch, np.arange(plan.num_samples))
+    return plan.draws(epoch, np.arange(plan.num_samples))
 
 
 def test_every_class_comes_equally_often_and_every_sample_of_a_class_too() -> None:
@@ -49,7 +49,7 @@ def test_draws_are_told_apart_and_do_not_depend_on_how_they_are_asked_for(
     plan = plan_of(np.array(labels), seed=seed)
     draws = epoch_of(plan, epoch)
     assert len(set(draws.tolist())) == len(labels)
-    one_by_one = [int(plan.samples(epoch, np.array([position]))[0]) for position in range(len(labels))]
+    one_by_one = [int(plan.draws(epoch, np.array([position]))[0]) for position in range(len(labels))]
     assert one_by_one == draws.tolist()
     numbers = np.bincount(np.array(labels)[draws % len(labels)], minlength=5)[np.bincount(labels, minlength=5) > 0]
     assert np.ptp(numbers) <= 1

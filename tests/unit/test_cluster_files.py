@@ -308,11 +308,11 @@ def test_the_dashboard_shows_metrics_that_a_run_has() -> None:
 
 
 def test_prometheus_looks_for_the_run_at_the_port_of_the_tracker() -> None:
-    from raytrain.trackers.prometheus import _PORT
+    from raytrain.trackers.prometheus import DEFAULT_PORT
 
     scraped = yaml.safe_load((CLUSTER / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {each["job_name"]: each.get("static_configs", [{}])[0].get("targets") for each in scraped}
-    assert targets == {"raytrain": [f"localhost:{_PORT}"], "ray": None}
+    assert targets == {"raytrain": [f"localhost:{DEFAULT_PORT}"], "ray": None}
 
 
 STOP_WAIT = re.compile(r"RAY_JOB_STOP_WAIT_TIME_S\W*=?\s*\"?(\d+)")

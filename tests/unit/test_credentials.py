@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.storage.clouds.s3 import own_role, own_role_or, resolve
+from raytrain.storage.clouds.s3 import own_role, own_role_or, resolve_credentials
 from raytrain.storage.credentials import Credentials, CredentialSource
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
@@ -69,14 +69,14 @@ def test_credentials_cannot_be_pickled_except_as_plain_fields(holder: Callable[[
 
 
 def test_credentials_of_the_environment_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve() is None
+    assert resolve_credentials() is None
     for name, value in (
         ("AWS_ACCESS_KEY_ID", "id"),
         ("AWS_SECRET_ACCESS_KEY", "secret"),
         ("AWS_SESSION_TOKEN", "token"),
     ):
         monkeypatch.setenv(name, value)
-    assert resolve() == Credentials("id", "secret", "token", None)
+    assert resolve_credentials() == Credentials("id", "secret", "token", None)
 
 
 def test_a_rewritten_profile_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_rewritten_profile_is_read_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("AWS_PROFILE", "lab")
     for name in ("first", "second"):
         file.write_text(f"[lab]\naws_access_key_id = {name}\naws_secret_access_key = s\n")
-        keys = resolve()
+        keys = resolve_credentials()
         assert keys is not None and keys.access_key_id == name
 
 
@@ -105,7 +105,7 @@ def test_refreshable_credentials_are_cached_until_the_profile_changes(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     for name in ("a", "b"):
         monkeypatch.setenv("AWS_PROFILE", name)
-        assert {resolve() for _ in range(5)} == {Credentials(name, "s", "t", LATER)}
+        assert {resolve_credentials() for _ in range(5)} == {Credentials(name, "s", "t", LATER)}
     assert log.read_text().count("x") == 2
 
 
@@ -141,7 +141,7 @@ def test_an_ec2_instance_has_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
         assert own_role() == Credentials("ASIAEC2", "s", "t", LATER)
         num_requests = len(requests)
-        assert own_role() == resolve() == Credentials("ASIAEC2", "s", "t", LATER)
+        assert own_role() == resolve_credentials() == Credentials("ASIAEC2", "s", "t", LATER)
         assert len(requests) == num_requests
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a person's")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from raytrain import TrainConfig
 from raytrain.data.dataset import evaluation_format, training_format
-from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_draws
+from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_numbers
 from raytrain.data.images.decode import ImageShape, decode
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
@@ -53,7 +53,7 @@ def test_pad_sees_everything_without_distortion_on_black(size: tuple[int, int]) 
 
 
 def test_boxes_have_the_areas_and_shapes_of_random_resized_crops() -> None:
-    draws = crop_draws(3, 1, np.arange(20_000))
+    draws = crop_numbers(3, 1, np.arange(20_000))
     left, top, right, bottom = crop_boxes((300, 400), draws).T
     area, aspect = (right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top)
     assert left.min() >= 0 and top.min() >= 0 and right.max() <= 400 and bottom.max() <= 300
@@ -64,10 +64,10 @@ def test_boxes_have_the_areas_and_shapes_of_random_resized_crops() -> None:
 
 def test_the_box_of_a_sample_depends_on_seed_and_epoch_and_not_on_the_batch() -> None:
     samples = np.array([5, 9, 1])
-    boxes = crop_boxes((100, 100), crop_draws(0, 0, samples))
-    assert (crop_boxes((100, 100), crop_draws(0, 0, samples[1:])) == boxes[1:]).all()
+    boxes = crop_boxes((100, 100), crop_numbers(0, 0, samples))
+    assert (crop_boxes((100, 100), crop_numbers(0, 0, samples[1:])) == boxes[1:]).all()
     for seed, epoch in [(1, 0), (0, 1)]:
-        assert (crop_boxes((100, 100), crop_draws(seed, epoch, samples)) != boxes).any(axis=1).all()
+        assert (crop_boxes((100, 100), crop_numbers(seed, epoch, samples)) != boxes).any(axis=1).all()
     assert len(np.unique(boxes, axis=0)) == 3
 
 

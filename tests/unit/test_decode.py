@@ -18,19 +18,11 @@ from PIL import Image, ImageFile, ImageOps
 
 from raytrain.data.images.decode import BadImage, ImageShape, decode
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
+from tests.helpers.image_files import HEIGHT, WIDTH, Array, encoded, jpeg_bomb, photo, png
 
-Array = npt.NDArray[np.uint8]
-
-HEIGHT, WIDTH = 24, 40
 SHAPE, GREY_SHAPE = ImageShape(HEIGHT, WIDTH, 3), ImageShape(HEIGHT, WIDTH, 1)
-
-
-def photo() -> Array:
-    """Make a smooth picture without symmetry, (24, 40, 3)."""
-    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
-    return np.stack([6 * x, 10 * y, 3 * x + 3 * y], axis=2).astype(np.uint8)
 
 
 def alpha() -> Array:
@@ -41,23 +33,6 @@ def alpha() -> Array:
 def on_white(colours: Array, opacity: Array) -> npt.NDArray[np.float64]:
     weight = opacity[..., None] / 255
     return colours * weight + 255 * (1 - weight)
-
-
-def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    picture.save(file, format, **options)
-    return file.getvalue()
-
-
-def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> bytes:
-    """Make a PNG file from its compressed rows, for kinds that Pillow cannot write."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", idat) + chunk(b"IEND", b"")
 
 
 def black_png(side: int) -> bytes:
@@ -251,14 +226,6 @@ def test_truncated_jpegs_with_exif_or_progressive_order_are_refused() -> None:
         data = encoded(photo(), "JPEG", **options)
         with pytest.raises(BadImage, match="cannot be decoded"):
             decode(data[: -len(data) // 4], SHAPE)
-
-
-def jpeg_bomb(side: int, **options: Any) -> bytes:
-    """Make a small JPEG whose header claims ``side`` x ``side`` pixels."""
-    data = bytearray(encoded(photo(), "JPEG", **options))
-    start = data.index(b"\xff\xc2" if options.get("progressive") else b"\xff\xc0")
-    data[start + 5 : start + 9] = struct.pack(">HH", side, side)
-    return bytes(data)
 
 
 @pytest.mark.parametrize(

@@ -6,63 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
 
-from raytrain.data.blocks import Block
-from raytrain.data.images.decode import Pixels
-from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.launch.decoders import Decoders
 from raytrain.runs.metric_row import SkippedImage
+from tests.helpers.decoder_reading import (
+    FAILS,
+    FAILS_STRANGELY,
+    ROWS,
+    Reading,
+    block,
+)
 from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.not_quick
-ROWS, ROW_BYTES = 3, 4
-FAILS, FAILS_STRANGELY = 100, 200
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.skipped: list[SkippedImage] = []
-        self.retries = 0
-
-    def skip(self, images: list[SkippedImage]) -> None:
-        self.skipped += images
-
-    def retried(self, num_requests: int) -> None:
-        self.retries += num_requests
-
-
-class Strange(Exception):
-    """An error that cannot be sent to another process."""
-
-    def __init__(self, text: str, lock: threading.Lock) -> None:
-        super().__init__(text, lock)
-
-
-class Reading:
-    """Reads blocks whose pixels are the samples' numbers, and whose labels tell which process has read them."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES)
-
-    def read(self, samples: Int64s, epoch: int, pixels: Pixels | None) -> Block:
-        if samples[0] == FAILS:
-            raise UsageError("no such image")
-        if samples[0] == FAILS_STRANGELY:
-            raise Strange("out of order", threading.Lock())
-        assert pixels is not None
-        images = pixels[: len(samples) * ROW_BYTES].reshape(len(samples), 2, 2, 1)
-        images[:] = samples[:, None, None, None] + epoch
-        self.decoders.report([SkippedImage("a.jpg", "it is empty")], num_retries=2)
-        return Block(images, np.full(len(samples), os.getpid()), samples)
 
 
 @pytest.fixture
@@ -71,10 +33,6 @@ def reading() -> Iterator[Reading]:
     with reading.decoders:
         reading.decoders.start([reading.read], lambda: None)
         yield reading
-
-
-def block(reading: Reading, first: int, epoch: int = 0) -> Future[Block]:
-    return reading.decoders.read(0, np.arange(first, first + ROWS), epoch)
 
 
 def test_blocks_are_read_in_another_process_for_their_epoch(reading: Reading) -> None:
@@ -134,7 +92,7 @@ def test_nothing_waits_for_what_is_closed(reading: Reading) -> None:
 
 _DIES = """
 import os, signal
-from tests.unit.test_decoders import Reading, block
+from tests.helpers.decoder_reading import Reading, block
 reading = Reading()
 reading.decoders.start([lambda *given: os.kill(os.getpid(), signal.SIGSEGV)], lambda: None)
 block(reading, 0).result(60)
@@ -147,7 +105,7 @@ def test_a_signal_that_ends_one_ends_its_worker_so_that_the_agent_sees_why() -> 
 
 _IS_KILLED = """
 import os, signal
-from tests.unit.test_decoders import Reading, block
+from tests.helpers.decoder_reading import Reading, block
 reading = Reading()
 reading.decoders.start([reading.read], lambda: None)
 print(*block(reading, 0).result(60).labels, flush=True)

@@ -45,7 +45,7 @@ def test_the_users_aws_configuration_is_ignored_and_restored(tmp_path: Path, mon
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://a.user.example")
     (tmp_path / "own").mkdir()
     before = dict(os.environ)
-    with S3Server(tmp_path) as server, demo._aws_environment(server.environment()):
+    with S3Server(tmp_path) as server, demo.aws_environment(server.environment()):
         open_store("s3://own").check_readable()
         assert "AWS_SESSION_TOKEN" not in os.environ
     assert dict(os.environ) == before
@@ -53,7 +53,7 @@ def test_the_users_aws_configuration_is_ignored_and_restored(tmp_path: Path, mon
 
 def test_a_second_demo_has_another_name(tmp_path: Path) -> None:
     for name in ("demo", "demo-2", "demo-3"):
-        assert demo._unused_name(str(tmp_path)) == name
+        assert demo.unused_name(str(tmp_path)) == name
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
 

@@ -23,7 +23,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
 from raytrain.launch import cache_choice
@@ -162,33 +162,6 @@ def test_a_disk_that_refuses_is_done_without(bucket: Bucket, tmp_path: Path, mon
     bucket.get(disk, 2)
     assert bucket.fetched == [1, 2, 2]
     assert entries(tmp_path / "cache") == []
-
-
-def test_a_disk_slower_than_the_bucket_is_hardly_used(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = cache(tmp_path)
-    for number in range(200):
-        bucket.get(disk, number)
-    seconds = iter(range(10**6))
-    monkeypatch.setattr("raytrain.storage.disk_cache.time.perf_counter", lambda: float(next(seconds)))
-    bucket.fetched.clear()
-    for number in [*range(200)] * 4:
-        bucket.get(disk, number)
-    assert 600 < len(bucket.fetched) < 740
-
-
-def test_a_disk_slower_than_the_bucket_is_not_written_to_again(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = cache(tmp_path)
-    for number in [*range(100)] * 2:
-        bucket.get(disk, number)
-    written = {path: path.stat().st_ino for path in entries(tmp_path)}
-    monkeypatch.setattr("raytrain.storage.disk_cache._Speed.disk_is_worth_it", lambda speed: False)
-    for number in range(200):
-        bucket.get(disk, number)
-    assert {path: path.stat().st_ino for path in entries(tmp_path)} == written
 
 
 def test_of_other_files_in_the_folder_none_is_touched(bucket: Bucket, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.datasets import download
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store

@@ -10,7 +10,7 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, place
-from raytrain.launch.prepare import check_places
+from raytrain.launch.prepare import settle_options
 from raytrain.recipes import custom, digits
 from raytrain.runs.documents import CONFIG, run_store, write_config
 from raytrain.runs.status import RunStatus, write_status
@@ -105,9 +105,9 @@ def test_a_run_that_ended_before_its_first_step_frees_its_name(
     for status in (RunStatus(status="failed", step=3), RunStatus(status="interrupted"), RunStatus(status="running")):
         write_status(store, status)
         with pytest.raises(UsageError, match=r"A run called 'first' is in .* already; resume it"):
-            check_places(config)
+            settle_options(config)
     for status in ("failed", "stopped"):
         write_config(store, config)
         write_status(store, RunStatus(status=status))
-        assert check_places(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
+        assert settle_options(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
     assert "Run 'first' has ended before its first step; a new one takes its place." in caplog.text

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import raytrain
 from raytrain.config import TrainConfig
 from raytrain.data.images.decode import decode
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CLASSES, run_store, write_config
@@ -133,6 +133,7 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
     told = ["# run\n", "`raytrain.models:digits`, 3 outputs, 1 input", "20×12", "minus 0.2, divided by 0.3", "Füchse"]
     assert all(text in card for text in [*told, "accuracy 75.00%, loss 0.5", "digest-of-data", "raytrain train digits"])
     assert "\x1b" not in card and card.count("\n```\n") == 3
+    assert f"```python\n{result.example}\n```" in card  # the lines that the command prints, and no others
     again = TrainConfig(**{**vars(small()), "weights": str(file)})
     loaded = initial_model(again, 3, initial_weights(again, classes, first_step=0)).state_dict()
     torch.testing.assert_close(dict(loaded), weights, rtol=0, atol=0)
@@ -146,8 +147,8 @@ def test_an_export_can_be_written_to_s3(s3_url: str) -> None:
 
 def test_an_export_with_other_predictions_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
-    wrong = (export._to_pt2, lambda *_: lambda images: np.ones((len(images), 3)))
-    monkeypatch.setitem(export._FORMATS, ".pt2", wrong)
+    wrong = SimpleNamespace(module=lambda: lambda images: torch.ones(len(images), 3))
+    monkeypatch.setattr(torch.export, "load", lambda file: wrong)
     with pytest.raises(RaytrainError, match=r"differ by up to .*model\.pt2 was not written"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
     assert not (tmp_path / "model.pt2").exists()

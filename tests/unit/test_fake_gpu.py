@@ -26,16 +26,16 @@ from raytrain.config.network import first_and_full_size
 from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host
+from raytrain.training.batch import Batch, HostTensors, on_host
+from raytrain.training.mixup import mix_batch
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import Loss
-from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
 from raytrain.training.step_metrics import StepMetrics, StepTotals
 from tests.gpu.same import OPTIONS
-from tests.integration.test_exact import Recorder, images, make_run
-from tests.integration.test_exact import config as small_config
+from tests.helpers.memory_runs import Recorder, images, make_run
+from tests.helpers.memory_runs import config as small_config
 
 # Those of torch 2.8 look for a driver.
 pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 has no fake GPU without a GPU")
@@ -73,7 +73,7 @@ class HostWaits(TorchDispatchMode):
 def _no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
-    monkeypatch.setattr("raytrain.training.machine_meter._gpu", lambda device: {})
+    monkeypatch.setattr("raytrain.training.machine_meter.gpu_use", lambda device: {})
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,8 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     monkeypatch.setattr("raytrain.training.batch._to_device", copied)
     monkeypatch.setattr("raytrain.training.batch.on_host", not_pinned)
     monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
-    monkeypatch.setattr(PreparedModels, "_move", lambda self, model: None)
+    for method in ("to", "float"):
+        monkeypatch.setattr(torch.nn.Module, method, lambda self, *place, **options: self)
 
     def prepared(**options: Any) -> Run:
         chosen = {"device": "cuda", "precision": "float32", "model": "tests.gpu.same:network", **options}
@@ -228,7 +229,7 @@ def test_an_evaluation_waits_once_at_its_end(
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = run_on_gpu(test_views=views, ema_decay=0.9)
         monkeypatch.setattr(run, "total", lambda sums: [1.0] * len(sums))
-        monkeypatch.setattr(run.steps, "evaluated", lambda measured, thresholds: 1)
+        monkeypatch.setattr(run.steps, "record_evaluation", lambda measured, thresholds: 1)
         monkeypatch.setattr(run.gallery, "write", lambda *place: None)
         run.evaluate()
         with HostWaits() as waits:

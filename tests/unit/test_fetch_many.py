@@ -8,16 +8,17 @@ from collections import Counter
 
 import pytest
 
-from raytrain.storage import hedged_requests as fetch_many
-from raytrain.storage.hedged_requests import Concurrency, HedgeDelay, fetch_each
+from raytrain.storage import retries_and_hedges
+from raytrain.storage.retries_and_hedges import Concurrency, HedgeDelay, fetch_each
 
 NUM = 200
+PATHS = [str(number) for number in range(NUM)]
 
 
 @pytest.fixture(autouse=True)
 def _no_experience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_many, "_concurrency", Concurrency())
-    monkeypatch.setattr(fetch_many, "_hedge_delay", HedgeDelay())
+    monkeypatch.setattr(retries_and_hedges, "_concurrency", Concurrency())
+    monkeypatch.setattr(retries_and_hedges, "_hedge_delay", HedgeDelay())
 
 
 class Requests:
@@ -25,64 +26,77 @@ class Requests:
 
     def __init__(self, slow: set[int], enough: int) -> None:
         self._slow, self._enough = slow, enough
-        self._lock, self._released = threading.Lock(), threading.Event()
+        self._lock, self.released = threading.Lock(), threading.Event()
         self.counts: Counter[int] = Counter()
 
-    def get(self, number: int) -> bytes | Exception:
+    def get(self, path: str, etag: str) -> bytes:
+        number = int(path)
         with self._lock:
             self.counts[number] += 1
             first, num_repeated = self.counts[number] == 1, sum(count > 1 for count in self.counts.values())
             if num_repeated >= self._enough:
-                self._released.set()
+                self.released.set()
         if first and number in self._slow:
-            self._released.wait()
+            self.released.wait()
             return b"late"
-        return self.repeated(number) if not first else str(number).encode()
+        return path.encode() if first else self.repeated(path)
 
-    def repeated(self, number: int) -> bytes | Exception:
-        return str(number).encode()
+    def repeated(self, path: str) -> bytes:
+        return path.encode()
 
 
 def test_a_slow_request_is_sent_again_and_the_first_answer_counts() -> None:
     requests = Requests({150}, enough=2)  # the first request for 150 is never answered
-    assert dict(fetch_each(requests.get, NUM)) == {number: str(number).encode() for number in range(NUM)}
+    assert dict(fetch_each(requests.get, PATHS)) == {number: str(number).encode() for number in range(NUM)}
     assert requests.counts[150] == 2
-    requests._released.set()
+    requests.released.set()
 
 
 def test_of_many_slow_requests_a_tenth_is_sent_again() -> None:
     slow = set(range(100, 140))
     requests = Requests(slow, enough=NUM // 10 + 1)
-    fetched = dict(fetch_each(requests.get, NUM))
+    fetched = dict(fetch_each(requests.get, PATHS))
     assert sum(requests.counts.values()) == NUM + NUM // 10 + 1
     assert all(fetched[number] in (b"late", str(number).encode()) for number in range(NUM))
 
 
 def test_a_second_request_that_fails_does_not_end_the_first() -> None:
     class Failing(Requests):
-        def repeated(self, number: int) -> Exception:
-            return OSError("the second request fails")
+        def repeated(self, path: str) -> bytes:
+            raise OSError("the second request fails")
 
-    assert dict(fetch_each(Failing({150}, enough=1).get, NUM))[150] == b"late"
+    assert dict(fetch_each(Failing({150}, enough=1).get, PATHS))[150] == b"late"
 
 
 def test_who_needs_no_more_gets_no_more() -> None:
-    counts: Counter[int] = Counter()
-    first = threading.Event()
+    counts: Counter[str] = Counter()
+    closed = threading.Event()
+    limit = Concurrency().limit
 
-    def get(number: int) -> bytes:
-        counts[number] += 1
-        if number:
-            assert first.wait(60)
+    def get(path: str, etag: str) -> bytes:
+        counts[path] += 1
+        if path != "0":
+            assert closed.wait(60)
         return b""
 
-    each = fetch_each(get, 10_000)
-    assert next(each) == (0, b"")
-    each.close()
+    fetched = fetch_each(get, [str(number) for number in range(10_000)])
+    assert next(fetched) == (0, b"")
+    fetched.close()
     num_begun = sum(counts.values())
-    first.set()
-    assert num_begun <= fetch_many._FIRST_LIMIT + 1
-    assert sum(counts.values()) <= num_begun + fetch_many._FIRST_LIMIT
+    closed.set()
+    assert num_begun <= limit + 1
+    assert sum(counts.values()) <= num_begun + limit
+
+
+def test_each_object_is_fetched_with_its_etag_and_an_error_takes_its_place() -> None:
+    def get(path: str, etag: str) -> bytes:
+        if path == "b":
+            raise FileNotFoundError(path)
+        return etag.encode()
+
+    fetched = dict(fetch_each(get, ["a", "b", "c"], ["one", "two", "three"]))
+    assert (fetched[0], fetched[2]) == (b"one", b"three")
+    assert isinstance(fetched[1], FileNotFoundError)
 
 
 def observe(concurrency: Concurrency, *limits_and_rates: tuple[int, float]) -> int:

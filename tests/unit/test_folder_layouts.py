@@ -15,7 +15,7 @@ from PIL import Image
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from raytrain.storage.store import StoredObject

@@ -222,12 +222,12 @@ def test_another_users_process_is_refused_by_client_and_server(monkeypatch: pyte
         listener.bind(b"")
         listener.listen()
         address = listener.getsockname()
-        monkeypatch.setattr(fork_client, "_address", lambda program: address)
+        monkeypatch.setattr(fork_client, "server_address", lambda program: address)
         monkeypatch.setattr(os, "getuid", lambda: user + 1)
         with pytest.raises(PermissionError, match="another user listens"):
             connect(ray_program())
         monkeypatch.setattr(fork_server, "_IDLE_S", 0.1)
-        monkeypatch.setattr(fork_server, "_has_processes", lambda: False)
+        monkeypatch.setattr(fork_server, "has_processes", lambda: False)
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked for another user"))
         monkeypatch.setattr(os, "_exit", sys.exit)
@@ -254,9 +254,9 @@ def test_its_threads_hardly_spin_unless_the_user_says_otherwise(monkeypatch: pyt
     waits = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
     for name in waits:
         monkeypatch.delenv(name, raising=False)
-    assert fork_client._start_variables().items() >= waits.items()
+    assert fork_client.start_variables().items() >= waits.items()
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    of_user = fork_client._start_variables()
+    of_user = fork_client.start_variables()
     assert of_user["OMP_WAIT_POLICY"] == "active"
     assert "GOMP_SPINCOUNT" not in of_user
 

@@ -17,7 +17,7 @@ import raytrain
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.clouds.google import Google
-from raytrain.storage.credentials import GoogleCredentials, restored
+from raytrain.storage.credentials import GoogleCredentials, credentials_of_fields
 from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import new_output, open_store, read_input, write_output
 from raytrain.storage.store import ObjectChanged, Store
@@ -112,7 +112,7 @@ def test_their_text_shows_no_secret_and_they_cannot_be_pickled() -> None:
     assert repr(NEW) == "GoogleCredentials(access token, expires_at=None)"
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(NEW)
-    assert restored("gs", NEW.fields()) == NEW
+    assert credentials_of_fields("gs", NEW.fields()) == NEW
 
 
 def test_a_refused_token_is_replaced_by_a_new_one(google: GoogleStorage) -> None:

@@ -25,6 +25,6 @@ def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
     watch = HeadWatch(told.append)
     deadline = time.monotonic() + WAIT_S
     while len(told) < 2 and time.monotonic() < deadline:
-        watch.look()
+        watch.poll()
     watch.close()
     assert [event.kind for event in told] == ["head_silent", "head_back"]

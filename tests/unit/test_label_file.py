@@ -17,7 +17,8 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset, write_manifests
-from raytrain.data.labels.manifest import Manifest, build_manifest
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.sources import Labelling
 from raytrain.errors import StorageError, UsageError

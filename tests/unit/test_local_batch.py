@@ -36,13 +36,13 @@ def block(samples: Int64s) -> Block:
 def all_streamed(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
     order = WorkerOrder(partition, first_step, rows_per_block)
     return list(
-        batches_from_stream(partition, (block(order.samples(number)) for number in range(len(order))), first_step)
+        batches_from_stream(partition, (block(order.draws(number)) for number in range(len(order))), first_step)
     )
 
 
 def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
     order = CacheOrder(partition.plan, first_step, rows_per_block)
-    blocks = CachedBlocks(lambda number: block(order.samples(number)), order)
+    blocks = CachedBlocks(lambda number: block(order.draws(number)), order)
     return list(batches_from_cache(partition, blocks, first_step))
 
 
@@ -57,7 +57,7 @@ def test_workers_together_get_the_same_batches_as_one(
         by_rank = [batches_of(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
         assert {len(batches) for batches in by_rank} == {plan.num_steps - first_step}
         for step, together in enumerate(zip(*by_rank, strict=True), start=first_step):
-            planned = plan.batch_samples(plan.batch(step))
+            planned = plan.batch_draws(plan.batch(step))
             used = np.concatenate([local.samples for local in together])
             assert used.tolist() == planned[planned % 5 > 0].tolist()
             for local in together:

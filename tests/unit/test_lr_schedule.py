@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.training.optimisation import factor
+from raytrain.training.optimisation import learning_rate_factor
 
 STEPS_PER_EPOCH = 10
 
 
 def rates(num_steps: int = 100, **options: Any) -> list[float]:
     config = TrainConfig(batch_size=1, learning_rate=0.8, **options)
-    return [0.8 * factor(config, step, STEPS_PER_EPOCH, num_steps) for step in range(num_steps)]
+    return [0.8 * learning_rate_factor(config, step, STEPS_PER_EPOCH, num_steps) for step in range(num_steps)]
 
 
 def test_the_constant_schedule_keeps_the_rate() -> None:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.labels.labelled_images import train_test_split
-from raytrain.data.labels.manifest import UNLABELLED, Manifest, build_manifest, list_images
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import UNLABELLED, Manifest, list_images
+from raytrain.data.labels.train_test_split import train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
@@ -34,7 +35,7 @@ OTHERS = [
 
 WRITE = """
 import sys
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 build_manifest(open_store(sys.argv[1])).to_parquet()
 assert "pandas" not in sys.modules

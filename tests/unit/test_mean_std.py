@@ -11,7 +11,7 @@ from PIL import Image
 
 from raytrain.data.dataset import measure_mean_std
 from raytrain.data.images.decode import ImageFormat, ImageShape
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 
 pytestmark = pytest.mark.not_quick  # the images are decoded in a process of their own

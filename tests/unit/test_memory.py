@@ -58,7 +58,7 @@ def fails_later(run: Run) -> None:
 
 
 MODEL = "tests.unit.test_memory:limited"
-SIMPLE = "tests.integration.test_exact:network_without_norm"
+SIMPLE = "tests.helpers.memory_runs:network_without_norm"
 
 
 def parts_told(run: FolderRun) -> int | None:

@@ -18,7 +18,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.training.model_names import check_optimizer_name
 from raytrain.training.optimisation import build_optimizer
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
-from tests.integration.test_exact import config
+from tests.helpers.memory_runs import config
 
 CHECKED = """
 import sys

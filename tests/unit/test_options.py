@@ -12,7 +12,9 @@ import torch
 
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
 from raytrain.config.evaluation import Intervals
+from raytrain.config.marks import Mark
 from raytrain.config.optimisation import Schedule
+from raytrain.config.options import options_by_call, options_with
 from raytrain.errors import UsageError
 
 
@@ -183,3 +185,21 @@ def test_a_value_of_another_type_is_refused(given: dict[str, Any], sentence: str
 def test_each_option_is_in_one_section() -> None:
     names = [name for section in SECTIONS.values() for name in vars(section())]
     assert sorted(names) == sorted(vars(config()))
+
+
+@pytest.mark.parametrize(
+    ("mark", "names"),
+    [
+        (Mark.OWN_CODE, {"loop", "track", "model", "transforms"}),
+        (Mark.DECIDED_ANEW, {"workers", "device", "backend", "address", "worker_load", "wait_for_machines_s"}),
+        (Mark.SHARED_PLACE, {"data", "test_data", "labels", "test_labels", "storage", "weights"}),
+        (Mark.DESCRIBES_RUN, {"name", "storage", "tag", "note"}),
+    ],
+)
+def test_marks_that_decide_what_runs_and_what_is_compared(mark: Mark, names: set[str]) -> None:
+    assert set(options_with(mark)) == names
+
+
+def test_options_that_a_call_takes_are_known_by_the_call() -> None:
+    assert options_by_call()["run.build_scheduler"] == ["schedule", "warmup_epochs"]
+    assert options_by_call()["run.build_model"] == ["model", "weights", "freeze"]

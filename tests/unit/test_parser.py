@@ -15,6 +15,7 @@ from tyro.conf import Positional, arg
 
 from raytrain.cli.parser import Without, parse
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
 from raytrain.errors import UsageError
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import run_store, write_config
@@ -31,7 +32,7 @@ def sweep(config: TrainConfig, vary: tuple[str, ...] = ()) -> TrainConfig:
 
 
 def study(
-    config: Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))],
+    config: Annotated[TrainConfig, Without(Mark.SET_BY_STUDY)],
     workers: Annotated[tuple[int, ...], arg(help="Numbers of workers.")],
 ) -> TrainConfig:
     """Study."""

@@ -27,8 +27,8 @@ def test_the_local_batches_of_a_global_batch_are_its_samples_in_order_for_any_wo
     plan = BatchPlan(num_samples, batch_size, 2, seed)
     for step in {0, plan.steps_per_epoch - 1, plan.num_steps - 1}:
         batch = plan.batch(step)
-        alone = plan.batch_samples(batch)
-        together = np.concatenate([Partition(plan, rank, loads).local_samples(batch) for rank in range(len(loads))])
+        alone = plan.batch_draws(batch)
+        together = np.concatenate([Partition(plan, rank, loads).local_draws(batch) for rank in range(len(loads))])
         assert alone.tolist() == together.tolist()
         assert 1 <= batch.size <= batch_size
 
@@ -42,10 +42,9 @@ def test_the_parts_of_a_batch_are_the_same_for_any_workers(
         alone = in_parts(Partition(plan, 0, [1.0]), batch)
         by_rank = [in_parts(Partition(plan, rank, loads), batch) for rank in range(len(loads))]
         assert [list(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)] == alone
-        assert list(itertools.chain(*alone)) == plan.batch_samples(batch).tolist()
+        assert list(itertools.chain(*alone)) == plan.batch_draws(batch).tolist()
         assert (
-            plan.batch_samples(batch).tolist()
-            == BatchPlan(num_samples, batch_size, 2, seed).batch_samples(batch).tolist()
+            plan.batch_draws(batch).tolist() == BatchPlan(num_samples, batch_size, 2, seed).batch_draws(batch).tolist()
         )
         sizes = [len(part) for part in alone]
         assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1 and len(sizes) == min(accumulate, batch.size)
@@ -54,7 +53,7 @@ def test_the_parts_of_a_batch_are_the_same_for_any_workers(
 def in_parts(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
     """Return a worker's samples in each part of a batch."""
     ends = np.cumsum(partition.part_sizes(batch))
-    samples = partition.local_samples(batch)
+    samples = partition.local_draws(batch)
     assert len(samples) == ends[-1]
     return [part.tolist() for part in np.split(samples, ends[:-1])]
 
@@ -67,7 +66,7 @@ def test_an_epoch_resumed_on_other_workers_uses_each_sample_once(
     stopped = data.draw(st.integers(0, plan.num_steps))
     workers = [(step, before if step < stopped else after) for step in range(plan.num_steps)]
     used = [
-        Partition(plan, rank, loads).local_samples(plan.batch(step))
+        Partition(plan, rank, loads).local_draws(plan.batch(step))
         for step, loads in workers
         for rank in range(len(loads))
     ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain.launch import placement as fastest
 from raytrain.launch.placement import Gpu
-from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.prepare import prepare, settle_options
 from raytrain.launch.ray import nodes
 from raytrain.launch.ray.nodes import ClusterNode, NodeResult
 from raytrain.recipes import custom
@@ -20,8 +20,8 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
 from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from tests.helpers import fake_nvml
+from tests.helpers.memory_runs import Recorder, config, images, make_run
 from tests.helpers.small_runs import make_images
-from tests.integration.test_exact import Recorder, config, images, make_run
 
 FLAGS = {
     "AMX": {"avx512f", "amx_bf16"},
@@ -88,7 +88,7 @@ def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
     options = {"data": str(make_images(tmp_path / "images")), "storage": str(tmp_path), "name": "run"}
     wanted = custom(**options, batch_size=8, learning_rate=0.1)
     have(monkeypatch, FLAGS["AMX"])
-    with prepare(check_places(wanted)) as prepared:
+    with prepare(settle_options(wanted)) as prepared:
         started = prepared.resolve(1, "cpu")
         assert prepared.resolve(1, "cpu", lambda device: "float32").precision == "float32"
         chosen = dataclasses.replace(prepared, config=dataclasses.replace(wanted, precision="float64"))
@@ -96,9 +96,9 @@ def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
     assert started.precision == "bfloat16"
     write_config(run_store(str(tmp_path), "run"), started)
     have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
-    with prepare(check_places(dataclasses.replace(wanted, resume=True))) as prepared:
+    with prepare(settle_options(dataclasses.replace(wanted, resume=True))) as prepared:
         assert prepared.resolve(1, "cpu").precision == "bfloat16"
-    with prepare(check_places(dataclasses.replace(wanted, resume=True, precision="float32"))) as prepared:
+    with prepare(settle_options(dataclasses.replace(wanted, resume=True, precision="float32"))) as prepared:
         assert prepared.resolve(1, "cpu").precision == "float32"
 
 
@@ -117,7 +117,7 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
     name: str, device: str, cpu: str, slowdown: float, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have(monkeypatch, FLAGS[cpu])
-    monkeypatch.setattr(precision, "_slowdown", lambda precision: slowdown)
+    monkeypatch.setattr(precision, "measure_slowdown", lambda precision: slowdown)
     warning = precision.precision_warning(name, torch.device(device))
     assert (warning is not None) == warns
     if warning:
@@ -126,7 +126,7 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
 
 def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
-    monkeypatch.setattr(precision, "_slowdown", lambda precision: 14.2)
+    monkeypatch.setattr(precision, "measure_slowdown", lambda precision: 14.2)
     recorder = Recorder()
     run = make_run(config(precision="bfloat16"), images(32), str(tmp_path), recorder)
     epochs = run.epochs()
@@ -158,7 +158,7 @@ def test_tf32_on_a_device_without_it_is_said_to_be_float32(
 
 def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
-    assert precision._slowdown("bfloat16") > 0
+    assert precision.measure_slowdown("bfloat16") > 0
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -22,7 +22,8 @@ import raytrain
 from raytrain.data.dataset import write_manifests
 from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.decode import ImageFormat, ImageShape, Pixels
-from raytrain.data.labels.manifest import build_manifest, list_images
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import list_images
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.evaluate import EvaluationResult
@@ -33,8 +34,8 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.model import build_model
+from tests.helpers.image_files import encoded
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
-from tests.unit.test_decode import encoded
 
 pytestmark = pytest.mark.not_quick
 

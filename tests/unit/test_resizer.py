@@ -86,7 +86,7 @@ def test_only_images_for_training_are_resized_by_another_library_than_pillow() -
 def test_a_resumed_run_keeps_its_library(given: str) -> None:
     before = cifar10(resizer="cykooz")
     now = cifar10(resizer=given)
-    assert prepare._resumed(now, before).resizer == ("cykooz" if given == "auto" else "pillow")
+    assert prepare.resumed_options(now, before).resizer == ("cykooz" if given == "auto" else "pillow")
     decided = {"name": "a", "num_workers": 1, "device": "cpu", "mean": (0.5,) * 3, "std": (0.5,) * 3}
     assert now.resolve(**decided, fastest_resizer="cykooz").resizer == ("cykooz" if given == "auto" else "pillow")
 
@@ -103,7 +103,7 @@ def test_a_run_reads_with_the_library_that_it_writes_down(tmp_path: Path, found:
     (tmp_path / "images").mkdir()
     options = {"data": str(make_images(tmp_path / "images")), "storage": str(tmp_path), "name": "run"}
     wanted = custom(**options, batch_size=8, learning_rate=0.1, workers=1, device="cpu")
-    with prepare.prepare(prepare.check_places(wanted)) as prepared:
+    with prepare.prepare(prepare.settle_options(wanted)) as prepared:
         started = prepared.resolve(1, "cpu", fastest_resizer=lambda: found)
         feed = DataFeed(started, prepared.data, 0, 0)
         decided = dataclasses.replace(prepared, config=started)

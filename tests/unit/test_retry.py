@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 from obstore.exceptions import GenericError, PermissionDeniedError
 
-from raytrain.storage import bucket_client
-from raytrain.storage.bucket_client import DEFAULT, FAIL_FAST, RetryPolicy, take_num_retries, with_retries
+from raytrain.storage import retries_and_hedges
+from raytrain.storage.request_errors import is_transient
+from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, take_num_retries, with_retries
 
 BUSY = GenericError(
     "Error performing GET - Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>"
@@ -26,7 +27,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         recorded.append(seconds)
         return True
 
-    monkeypatch.setattr(bucket_client, "_waited", record)
+    monkeypatch.setattr(retries_and_hedges, "sleep_unless_exiting", record)
     return recorded
 
 
@@ -43,7 +44,7 @@ class Fails:
 
 def test_retries_are_counted_and_their_waits_grow_and_vary(waits: list[float]) -> None:
     take_num_retries()
-    assert [with_retries(Fails(12), DEFAULT) for _ in range(50)] == ["done"] * 50
+    assert [with_retries(Fails(12), DEFAULT, is_transient) for _ in range(50)] == ["done"] * 50
     assert take_num_retries() == 50 * 12
     by_attempt = [waits[attempt::12] for attempt in range(12)]
     assert all(max(some) <= min(15.0, 0.1 * 2**attempt) for attempt, some in enumerate(by_attempt))
@@ -56,7 +57,7 @@ def test_retries_are_counted_and_their_waits_grow_and_vary(waits: list[float]) -
 def test_retries_end_after_the_maximum_number_of_attempts(policy: RetryPolicy, waits: list[float]) -> None:
     operation = Fails(1000)
     with pytest.raises(GenericError):
-        with_retries(operation, policy)
+        with_retries(operation, policy, is_transient)
     assert len(waits) == policy.max_retries
     assert 1000 - operation.times == 1 + policy.max_retries
 
@@ -68,9 +69,9 @@ def test_the_time_of_the_first_attempt_counts(waits: list[float], monkeypatch: p
         clock["s"] += 6
         raise BUSY
 
-    monkeypatch.setattr(bucket_client.time, "monotonic", lambda: clock["s"])
+    monkeypatch.setattr(retries_and_hedges.time, "monotonic", lambda: clock["s"])
     with pytest.raises(GenericError):
-        with_retries(slow, FAIL_FAST)
+        with_retries(slow, FAIL_FAST, is_transient)
     assert len(waits) == 1  # One more attempt after 6 s, none after 12 s.
 
 
@@ -79,15 +80,15 @@ def test_the_time_of_the_first_attempt_counts(waits: list[float], monkeypatch: p
 )
 def test_errors_that_are_not_transient_are_raised_at_once(error: Exception, waits: list[float]) -> None:
     with pytest.raises(type(error)):
-        with_retries(Fails(1, error), DEFAULT)
+        with_retries(Fails(1, error), DEFAULT, is_transient)
     assert not waits
 
 
 PENDING = """
 import threading
 from obstore.exceptions import GenericError
-from raytrain.storage.bucket_client import DEFAULT, with_retries
-from raytrain.storage.hedged_requests import threads
+from raytrain.storage.request_errors import is_transient
+from raytrain.storage.retries_and_hedges import DEFAULT, request_threads, with_retries
 
 begun = threading.Event()
 
@@ -95,7 +96,7 @@ def busy():
     begun.set()
     raise GenericError("Error performing GET - Server returned non-2xx status code: 503 Service Unavailable")
 
-threads().submit(with_retries, busy, DEFAULT)
+request_threads().submit(with_retries, busy, DEFAULT, is_transient)
 begun.wait()
 """
 

@@ -14,7 +14,7 @@ import pytest
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.prepare import PreparedRun, Start, check_places, prepare
+from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
@@ -30,7 +30,7 @@ STOPPED = Outcome(status="stopped", progress=Progress(step=1))
 
 
 class StandIn:
-    """A launch without workers: ``train`` does what they would do, at each look."""
+    """A launch without workers: ``train`` does what they would do, at each poll."""
 
     num_workers = 2
 
@@ -46,7 +46,7 @@ class StandIn:
     def start(self) -> Coordinator:
         return self.coordinator
 
-    def look(self, snapshot: Snapshot) -> None:
+    def poll(self, snapshot: Snapshot) -> None:
         self._train(self.coordinator)
 
     def wait(self, timeout_s: float) -> bool:
@@ -70,8 +70,8 @@ def session(
     signals: StopSignals | None = None,
     loop: Callable[..., None] | None = None,
 ) -> Iterator[tuple[RunSession, StandIn]]:
-    wanted = check_places(config(images, storage, precision="float32"))
-    with prepare(wanted, Start(signals=signals or StopSignals(), loop=loop)) as prepared:
+    wanted = settle_options(config(images, storage, precision="float32"))
+    with prepare(wanted, TrainRequest(signals=signals or StopSignals(), loop=loop)) as prepared:
         launch = StandIn(prepared, train)
         with RunSession(prepared, launch) as opened:
             yield opened, launch
@@ -172,7 +172,7 @@ def test_an_error_of_a_run_that_trains_and_what_only_the_monitor_knows_fail_it(i
 def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_same_way(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    later = LoopFailed("its loop failed after step 3: ValueError: odd.", may_pass=True)
+    later = LoopFailed("its loop failed after step 3: ValueError: odd.", restart_may_help=True)
     caplog.set_level(logging.DEBUG, "raytrain")
     with session(images, tmp_path, lambda _: None) as (opened, launch):
         coordinator = launch.coordinator
@@ -181,7 +181,9 @@ def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_sam
         coordinator.workers_lost({})
         assert coordinator.ending().lost == str(later)
         coordinator.started(2, 0)
-        assert not coordinator.give_up(LoopFailed("its loop failed after step 5: ValueError: odd.", may_pass=True))
+        assert not coordinator.give_up(
+            LoopFailed("its loop failed after step 5: ValueError: odd.", restart_may_help=True)
+        )
         coordinator.checked()
         assert coordinator.give_up(later, "the trace")
         with pytest.raises(TrainingFailed, match="failed after step 3"):
@@ -194,7 +196,7 @@ def test_a_run_whose_loop_is_a_function_names_no_command_that_would_train_anothe
 ) -> None:
     def give_up(coordinator: Coordinator) -> None:
         coordinator.checked()
-        coordinator.give_up(LoopFailed("its loop failed.", may_pass=False))
+        coordinator.give_up(LoopFailed("its loop failed.", restart_may_help=False))
 
     with session(images, tmp_path, give_up, loop=print) as (opened, _), pytest.raises(TrainingFailed) as raised:
         opened.watch()

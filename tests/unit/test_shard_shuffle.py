@@ -31,7 +31,7 @@ def shard_of_sample(sizes: list[int]) -> np.ndarray:
 
 
 def epoch_of(plan: BatchPlan, epoch: int = 0) -> np.ndarray:
-    return plan.samples(epoch, np.arange(plan.num_samples))
+    return plan.draws(epoch, np.arange(plan.num_samples))
 
 
 @given(layouts, batch_sizes, seeds, st.booleans())
@@ -50,7 +50,7 @@ def test_a_position_has_the_same_sample_alone_and_among_others_and_in_another_pr
     plan = packed_plan(sizes, batch_size, seed)
     position = data.draw(st.integers(0, plan.num_samples - 1))
     elsewhere: BatchPlan = pickle.loads(pickle.dumps(plan))
-    assert elsewhere.samples(1, np.array([position])).tolist() == [epoch_of(plan, 1)[position]]
+    assert elsewhere.draws(1, np.array([position])).tolist() == [epoch_of(plan, 1)[position]]
 
 
 @given(layouts, batch_sizes, seeds, loads)
@@ -60,8 +60,8 @@ def test_any_number_of_workers_gets_the_same_batches(
     plan = packed_plan(sizes, batch_size, seed)
     for step in {0, plan.steps_per_epoch - 1, plan.num_steps - 1}:
         batch = plan.batch(step)
-        together = np.concatenate([Partition(plan, rank, loads).local_samples(batch) for rank in range(len(loads))])
-        assert together.tolist() == plan.batch_samples(batch).tolist()
+        together = np.concatenate([Partition(plan, rank, loads).local_draws(batch) for rank in range(len(loads))])
+        assert together.tolist() == plan.batch_draws(batch).tolist()
 
 
 @given(layouts, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
@@ -78,7 +78,7 @@ def test_a_cache_holds_each_packed_sample_once(
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
     order = CacheOrder(plan, data.draw(st.integers(0, plan.num_steps - 1)), rows_per_block)
-    assert sorted(np.concatenate([order.samples(number) for number in range(len(order))]).tolist()) == list(
+    assert sorted(np.concatenate([order.draws(number) for number in range(len(order))]).tolist()) == list(
         range(plan.num_samples)
     )
 
@@ -126,7 +126,7 @@ def test_a_block_touches_few_shards(
     order = WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, rows_per_block)
     if len(order) == 0:
         return
-    samples = order.samples(data.draw(st.integers(0, len(order) - 1)))
+    samples = order.draws(data.draw(st.integers(0, len(order) - 1)))
     local_batch_size = max(1, batch_size // num_workers)
     num_lanes = min(NUM_LANES, batch_size)
     lanes_of_worker = min(num_lanes, local_batch_size * num_lanes // batch_size + 3)
@@ -147,7 +147,7 @@ def test_each_worker_reads_mostly_its_own_shards(
     sizes = [shard_size] * num_shards
     plan = packed_plan(sizes, 256, seed, shuffle=shuffle)
     orders = [WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, 10**6) for rank in range(num_workers)]
-    num_read = [len(np.unique(shard_of_sample(sizes)[order.samples(0)])) for order in orders]
+    num_read = [len(np.unique(shard_of_sample(sizes)[order.draws(0)])) for order in orders]
     # In addition to its own: the window at each end, and samples of neighbouring lanes in the shorter last batch.
     assert max(num_read) <= num_shards / num_workers + 8 * WINDOW_SHARDS
 
@@ -184,7 +184,7 @@ def test_a_huge_epoch_needs_only_an_array_of_its_shards(
     plan = BatchPlan(10_000 * num_samples_a_shard, 1024, 1, seed, shard_shuffle=shard_shuffle)
     start = data.draw(st.integers(0, plan.num_samples - 100))
     tracemalloc.start()
-    samples = plan.samples(0, np.arange(start, start + 100))
+    samples = plan.draws(0, np.arange(start, start + 100))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert samples.min() >= 0 and samples.max() < plan.num_samples and len(set(samples.tolist())) == 100

@@ -24,8 +24,9 @@ from raytrain.data.dataset import open_dataset
 from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader, read_contents
-from raytrain.data.labels.labelled_images import train_test_split
-from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images
+from raytrain.data.labels.train_test_split import train_test_split
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import Partition, WorkerOrder
 from raytrain.datasets.pack import PackResult, pack
@@ -48,7 +49,7 @@ def quietly(source: str | Path, destination: str | Path) -> PackResult:
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use shards of about ten images, and an empty shard cache."""
     monkeypatch.setattr(shard_files, "SHARD_BYTES", 5_000)
-    monkeypatch.setattr(shard_files, "_cache", shard_files._ShardCache())
+    monkeypatch.setattr(shard_files, "shard_cache", shard_files.ShardCache())
 
 
 @pytest.fixture
@@ -341,7 +342,7 @@ def test_the_shard_cache_is_bounded_and_holds_all_shards_of_a_block(
     manifest = build_manifest(open_store(str(shards)))
     assert manifest.packing is not None
     of = manifest.packing.shard
-    monkeypatch.setattr(shard_files, "_CACHE_BYTES", 3 * 5_700)
+    monkeypatch.setattr(shard_files, "shard_cache", shard_files.ShardCache(3 * 5_700))
     store = open_store(str(shards))
     for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # Shard 1 is the least recently used one when 3 is read.
         read_contents(store, manifest.select(np.flatnonzero(np.isin(of, numbers))))
@@ -360,7 +361,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
     missing.unlink()
     images = image_set(manifest)
-    table = ingest.read_table(images, images.reader(isolated=False), np.arange(150), epoch=0)
+    table = ingest.read_table(images, ImageReader(images.store, *images.format), np.arange(150), epoch=0)
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
     coordinator: Any = images.coordinator

@@ -36,9 +36,9 @@ def test_each_block_is_read_once_whoever_asks(tmp_path: Path) -> None:
     second = SharedBlocks(tmp_path / "train", ORDER, SHAPE, never)
     for number in range(3):
         block = second(number)
-        np.testing.assert_array_equal(block.samples, ORDER.samples(number))
-        np.testing.assert_array_equal(block.labels, block.samples * 100)
-        np.testing.assert_array_equal(block.images[:, 1, 2, 0], block.samples)
+        np.testing.assert_array_equal(block.draws, ORDER.draws(number))
+        np.testing.assert_array_equal(block.labels, block.draws * 100)
+        np.testing.assert_array_equal(block.images[:, 1, 2, 0], block.draws)
 
 
 def test_two_threads_that_need_a_block_read_it_once(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_block_whose_reader_died_is_read_by_the_next_one(tmp_path: Path) -> No
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     np.testing.assert_array_equal(
-        SharedBlocks(tmp_path / "train", ORDER, SHAPE, decode)(1).labels, ORDER.samples(1) * 100
+        SharedBlocks(tmp_path / "train", ORDER, SHAPE, decode)(1).labels, ORDER.draws(1) * 100
     )
 
 

@@ -16,7 +16,7 @@ from raytrain import Run
 from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.training.evaluation import evaluate, flip_test, shift_test
 from tests.helpers.folder_runs import folder_run, train_here
-from tests.unit.test_flip_test import add_run, mirror_pairs, scores_of_pairs
+from tests.helpers.mirror_pairs import add_run, mirror_pairs, scores_of_pairs
 
 pytestmark = pytest.mark.not_quick
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data.images.image_reader import read_contents, require_bytes
-from raytrain.data.labels.manifest import Shrinking, build_manifest
+from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.manifest import Shrinking
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_page

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -29,9 +29,9 @@ from raytrain.storage.open import open_store, read_input
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.key_issuer import Issuer, issuing_s3
+from tests.helpers.scripted_bucket import KEYS, listing, scripted, source
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
-KEYS = Credentials("AKIATESTKEY1", "secret-one")
 OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for name in ("OLD1", "NEW1"))
 
 
@@ -43,14 +43,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of each kind: all must behave in the same way."""
     url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue(f"{request.param}_url")
     return open_store(url)
-
-
-def source(keys: Credentials | None = KEYS) -> Callable[[], Credentials | None]:
-    return lambda: keys
-
-
-def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = None) -> Store:
-    return open_store("s3://bucket/prefix", keys or source(), S3(endpoint_url, "us-east-1"))
 
 
 def error_in_200(code: str) -> GenericError:
@@ -480,7 +472,7 @@ def test_an_archived_object_is_a_bad_image_and_not_the_end() -> None:
     "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
 )
 def test_transient_failures_are_retried(failure: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.storage.bucket_client.INITIAL_WAIT_S", 0.001)
+    monkeypatch.setattr("raytrain.storage.retries_and_hedges.INITIAL_WAIT_S", 0.001)
     with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
         assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
     assert len(requests) > 20
@@ -512,24 +504,6 @@ def test_a_multipart_upload_whose_response_was_lost_is_retried() -> None:
     with scripted_s3(answer) as (url, _):
         scripted(url).put("a", bytes(12_000_000))
     assert (started["uploads"], done["asked"]) == (2, 3)
-
-
-def listing(keys: list[str], request: Request) -> bytes:
-    """Return S3's response to a listing of ``keys``, 60 per page."""
-    query = dict(parse_qsl(urlsplit(request.path).query))
-    prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
-    rests = [key.removeprefix(prefix) for key in sorted(keys) if key.startswith(prefix) and key > after]
-    folders = sorted({rest.partition("/")[0] for rest in rests if "/" in rest} if "delimiter" in query else [])
-    objects = [prefix + rest for rest in rests if not folders or "/" not in rest]
-    times = "<LastModified>2024-01-01T00:00:00.000Z</LastModified><Size>1</Size>"
-    more = len(objects) > 60
-    return (
-        f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
-        + (f"<NextContinuationToken>{objects[59]}</NextContinuationToken>" if more else "")
-        + "".join(f"<Contents><Key>{key}</Key>{times}</Contents>" for key in objects[:60])
-        + "".join(f"<CommonPrefixes><Prefix>{prefix}{folder}/</Prefix></CommonPrefixes>" for folder in folders)
-        + "</ListBucketResult>"
-    ).encode()
 
 
 @pytest.mark.not_quick

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import Partition, WorkerOrder, interleave
 from raytrain.errors import RaytrainError
-from raytrain.launch.ray.feed.exchange import Stream, StreamQueues
+from raytrain.launch.ray.feed.streaming import Stream, StreamQueues
 
-STREAM = Stream(group=0, number=0, dataset="train", first_step=0, num_workers=2)
+STREAM = Stream(attempt=0, number=0, dataset="train", first_step=0, num_workers=2)
 
 
 def opened(*streams: Stream) -> StreamQueues:
@@ -51,7 +51,7 @@ def test_the_read_order_never_runs_more_than_a_block_ahead_of_any_worker(
             while rows_there[rank] < rows_used[rank]:
                 which, number = next(turns)
                 assert number == read[which]
-                rows_there[which] += len(orders[which].samples(number))
+                rows_there[which] += len(orders[which].draws(number))
                 read[which] += 1
         ahead = [-(-(there - used) // rows_per_block) for there, used in zip(rows_there, rows_used, strict=True)]
         assert max(ahead) <= 1  # The rest of the block that the worker is using.
@@ -85,7 +85,7 @@ def test_a_stream_is_read_once_for_all_workers_that_open_it() -> None:
 
 def test_a_new_worker_group_ends_the_streams_of_the_previous_one() -> None:
     streams = opened(STREAM)
-    again = Stream(group=1, number=0, dataset="test", first_step=0, num_workers=3)
+    again = Stream(attempt=1, number=0, dataset="test", first_step=0, num_workers=3)
     assert streams.open(again, range(3))
     assert not streams.push(STREAM, 0, 1, depth=1)
     assert streams.push(again, 2, 1, depth=1)

@@ -79,7 +79,7 @@ def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClie
         pass
 
     Client.logs, Client.refusals = [list(LINES)], []
-    monkeypatch.setattr(job_server, "_connect", Client)
+    monkeypatch.setattr(job_server, "job_client", Client)
     monkeypatch.setattr(job_server, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="1")))
     monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client._do_request,))
     monkeypatch.setattr(job_server, "_RETRY_S", 0.01)

@@ -16,7 +16,7 @@ from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
 from raytrain.launch.placement import Hardware
-from raytrain.launch.prepare import Start
+from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
@@ -42,7 +42,7 @@ class Trainer:
         self.shared: list[object] = []  # the images that each trial was given
         self.lock = threading.Lock()  # one trial after the other, so that the order is known
 
-    def __call__(self, config: TrainConfig, start: Start) -> TrainResult:
+    def __call__(self, config: TrainConfig, start: TrainRequest) -> TrainResult:
         assert start.group and start.view
         with self.lock:
             self.shared.append(start.group.images.cache)
@@ -211,7 +211,7 @@ def test_each_trial_that_trains_at_the_same_time_has_a_gpu_of_its_own(
 
     trainer = train_with(by_seed)
 
-    def wait_for_the_other(config: TrainConfig, start: Start) -> TrainResult:
+    def wait_for_the_other(config: TrainConfig, start: TrainRequest) -> TrainResult:
         both_train.wait()
         return trainer(config, start)
 

@@ -6,7 +6,7 @@ import io
 import re
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.curves import comparison_plots, curve_plots
@@ -16,6 +16,7 @@ from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, Time
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
+from tests.helpers.rendered import text
 from tests.helpers.run_records import finished
 from tests.helpers.snapshots import snapshot
 
@@ -42,12 +43,6 @@ def step_row(step: int, loss: float | None = 1.234) -> MetricRow:
 
 def evaluation_row(step: int, loss: float, accuracy: float) -> MetricRow:
     return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"loss": loss, "accuracy": accuracy})
-
-
-def text(renderable: RenderableType, width: int = 110) -> str:
-    console = Console(width=width, height=50, file=io.StringIO(), record=True)
-    console.print(renderable)
-    return console.export_text()
 
 
 def test_the_dashboard_shows_the_state_of_the_run() -> None:

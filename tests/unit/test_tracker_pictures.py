@@ -16,7 +16,7 @@ from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
 from raytrain.trackers import tracking as tracker_thread
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.pictures import confusion_matrix, read_pictures, sheet
+from raytrain.trackers.pictures import confusion_matrix, contact_sheet, read_pictures
 from raytrain.trackers.tracking import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
@@ -121,7 +121,7 @@ def test_names_of_classes_hold_no_control_characters(store: Store) -> None:
 
 def test_images_are_drawn_side_by_side_above_their_captions() -> None:
     red, green = (np.full((2, 4, 3), color, np.uint8) for color in ([255, 0, 0], [0, 255, 0]))
-    page = sheet([red, green], ["a", "b" * 500])
+    page = contact_sheet([red, green], ["a", "b" * 500])
     assert page.shape == (152 + 30 + 16, 2 * 160 + 8, 3)
     assert page[8 + 76, 8 + 76].tolist() == [255, 0, 0]
     assert page[8 + 76, 8 + 160 + 76].tolist() == [0, 255, 0]

@@ -70,6 +70,27 @@ def test_a_restart_of_the_workers_sends_no_step_twice(store: Store) -> None:
     assert len(recorder.rows) == 7
 
 
+def test_rows_that_come_before_the_documents_of_the_run_are_sent_too(store: Store) -> None:
+    recorder = Recorder()
+    tracking = Tracking(open_trackers([recorder]))
+    tracking.update(snapshot(step_rows(1, 2)))
+    tracking.update(snapshot(step_rows(3, 3)))
+    tracking.begin(options(), store, print)
+    tracking.update(snapshot(step_rows(4, 5)))
+    tracking.finish(result(store))
+    assert recorder.steps == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_is_aborted_before_its_documents_opens_no_tracker(store: Store) -> None:
+    recorder = Recorder()
+    tracking = Tracking(open_trackers([recorder]))
+    tracking.update(snapshot(step_rows(1, 2)))
+    tracking.abort()
+    tracking.begin(options(), store, print)
+    tracking.finish(result(store))
+    assert recorder.params == {} and recorder.statuses == []
+
+
 def test_a_resumed_run_goes_on_after_what_was_sent_under_the_same_id(store: Store) -> None:
     class Numbered(Recorder):
         run_id = "17"

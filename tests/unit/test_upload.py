@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.cli.main import main
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.folders import build_manifest
 from raytrain.datasets.upload import UploadResult, upload
 from raytrain.demo.demo import render_digits
 from raytrain.errors import StorageError, UsageError

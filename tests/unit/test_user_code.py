@@ -8,19 +8,19 @@ import pytest
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from raytrain.config.user_code import describe, load_function, may_pass
+from raytrain.config.user_code import describe, load_function, restart_may_help
 from raytrain.errors import UsageError
 from raytrain.training.model import build_model
 
 
 @pytest.mark.parametrize("error", [RayActorError(), ConnectionResetError(), EOFError(), dist.DistBackendError("NCCL")])
 def test_a_loss_of_something_else_may_pass(error: Exception) -> None:
-    assert may_pass(error)
+    assert restart_may_help(error)
 
 
 @pytest.mark.parametrize("error", [TypeError("x"), RuntimeError("shapes differ"), KeyError("a"), FileNotFoundError()])
 def test_a_mistake_does_not_pass(error: Exception) -> None:
-    assert not may_pass(error)
+    assert not restart_may_help(error)
 
 
 def test_the_line_and_the_first_line_of_the_message_are_named() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from raytrain.cli.command import Address, CommandResult, Flag, Storage
+from raytrain.cli.commands.training import sweep, train
+from raytrain.cli.parser import parse
+from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.runs.redact import one_line, printable
-
-if TYPE_CHECKING:
-    from raytrain.config import TrainConfig
-    from raytrain.launch.job_files import JobFiles
 
 
 def doctor(
@@ -65,49 +63,38 @@ def submit(
 
     Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
     """
-    config = _options(command)
+    # The options are checked here, rather than minutes later on the cluster.
+    commands = {"train": train, "sweep": sweep}
+    if not command or command[0] not in commands:
+        raise UsageError(
+            "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
+        )
+    config: TrainConfig = parse(command, commands).keywords["config"]
+
     from raytrain.launch.ray.submit import DETACHED, files_to_send, follow_job
     from raytrain.launch.ray.submit import submit as send
 
     files = files_to_send(config, include)
+    size = f"{len(files.paths)} files ({sum(files.sizes.values()) / 1e6:.1f} MB) of {files.folder}"
+    about = size if files.paths else "the command, without files of your own"
+    if files.left_out:
+        about += f", {len(files.left_out)} left out (--dry-run lists them)"
     if dry_run:
-        return _listed(files)
+        from rich.text import Text
+
+        lines = [f"{num_bytes:>12,} bytes  {path}" for path, num_bytes in files.sizes.items()]
+        lines += [f"    not sent        {path}" for path in files.left_out]
+        document = {"folder": str(files.folder), "files": files.sizes, "left_out": files.left_out}
+        return CommandResult(Text("\n".join(map(one_line, [*lines, f"Would be sent: {about}."]))), document)
+
     sent = send(command, config, files, address)
-    _note(f"Sent {_size(files)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    _note(f"Sent {about} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    # Ctrl-C while the job is followed asks whether it stops or goes on without this command.
     status = follow_job(sent, _show, _note, _wants_to_detach)
     left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
     text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
     document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}
     return CommandResult(text, document)
-
-
-def _options(words: Sequence[str]) -> TrainConfig:
-    """The options of the command, checked here rather than minutes later; raises UsageError."""
-    from raytrain.cli.commands import COMMANDS
-    from raytrain.cli.parser import parse
-
-    known = {name: COMMANDS[name] for name in ("train", "sweep")}
-    if not words or words[0] not in known:
-        raise UsageError(
-            "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
-        )
-    return parse(words, known).keywords["config"]
-
-
-def _listed(files: JobFiles) -> CommandResult:
-    from rich.text import Text
-
-    lines = [f"{size:>12,} bytes  {path}" for path, size in files.sizes.items()]
-    lines += [f"    not sent        {each}" for each in files.left_out]
-    document = {"folder": str(files.folder), "files": files.sizes, "left_out": files.left_out}
-    return CommandResult(Text("\n".join(map(one_line, [*lines, f"Would be sent: {_size(files)}."]))), document)
-
-
-def _size(files: JobFiles) -> str:
-    left_out = f", {len(files.left_out)} left out (--dry-run lists them)" if files.left_out else ""
-    if not files.paths:
-        return f"the command, without files of your own{left_out}"
-    return f"{len(files.paths)} files ({sum(files.sizes.values()) / 1e6:.1f} MB) of {files.folder}{left_out}"
 
 
 def _show(text: str) -> None:
@@ -120,7 +107,7 @@ def _note(line: str) -> None:
 
 
 def _wants_to_detach() -> bool:
-    """Ask the person at the terminal; without one, a stop is a stop."""
+    """Ask the person at the terminal whether the run goes on; without a terminal, it stops."""
     if not sys.stdin.isatty():
         return False
     answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")

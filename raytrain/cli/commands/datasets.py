@@ -73,11 +73,12 @@ def pack(
 
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
-    from raytrain.data.labels.label_columns import LabelColumns
+    from raytrain.data.labels.label_file import LabelColumns
     from raytrain.data.labels.manifest import Shrinking
     from raytrain.datasets.pack import pack as pack_shards
     from raytrain.datasets.sources import Labelling
 
+    # How the images are labelled, and whether they are made smaller, are two records that the packing takes.
     columns = LabelColumns(key=key_column, label=label_column, separator=label_separator)
     labelling = Labelling(labels, columns, split, max_bad_fraction)
     shrinking = None if shorter_side is None else Shrinking(shorter_side, quality)
@@ -103,6 +104,7 @@ def new(folder: Annotated[Positional[str], arg(help="New or empty folder.")]) ->
     target = Path(folder)
     with as_file(files("raytrain.cli") / "project_template") as template:
         names = sorted(path.name for path in template.iterdir() if path.is_file())
+        # Nothing of the user's is overwritten, and nothing is written beside it.
         existing = [name for name in names if (target / name).exists()]
         if existing:
             raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")

@@ -13,7 +13,7 @@ from raytrain.config.evaluation import TestView
 from raytrain.errors import UsageError
 
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
-_NUM_ROWS = 20  # that are printed
+_MAX_ROWS = 20  # predictions that are printed
 Workers = Annotated[
     int | None, arg(help="Networks that share the work; by default one per GPU, or what fits a cluster.")
 ]
@@ -63,6 +63,7 @@ def evaluate(
     from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.storage.open import check_output
 
+    # Classes of which an image may have several are not confused with one another, so they have no figure.
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
     result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
@@ -96,8 +97,8 @@ def predict(
     summary = result.summary()
     about = key_value_table(summary)
     if output:
-        return CommandResult(about, summary)
-    rows = summary["rows"][:_NUM_ROWS]
+        return CommandResult(about, summary)  # the rows are in that file
+    rows = summary["rows"][:_MAX_ROWS]
     table = headed_table(list(rows[0]) if rows else [], [], [[*map(format_value, row.values())] for row in rows])
     return CommandResult(Group(table, "", about), summary)
 

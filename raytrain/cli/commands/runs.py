@@ -132,7 +132,7 @@ def rm(
     if not runs:
         raise UsageError("raytrain rm takes the names of runs; `raytrain runs` lists them.")
     for name in runs:
-        open_run(storage, name)
+        open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
         return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
     deleted = [delete_run(storage, name) for name in runs]
@@ -175,14 +175,15 @@ def logs(
 
     reader, texts = RunReader(open_run(storage, run), run), list[str]()
     lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
-    asked = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
-    logs = [LogReader(reader.store, whose) for whose in asked]
+    # Without --driver and --worker, these are the events of the run; with them, what these processes printed.
+    processes = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
+    logs = [LogReader(reader.store, process) for process in processes]
 
     def show(snapshot: Snapshot) -> None:
         if not logs:
             lines.events(snapshot)
         for log in logs:
-            lines.printed(log.whose.replace("-", " "), log.read())
+            lines.printed(log.process.replace("-", " "), log.read())
 
     if follow:
         with suppress(KeyboardInterrupt):
@@ -205,11 +206,22 @@ def watch(
     Example: raytrain watch first
     """
     if terminal:
-        return _watch_in_terminal(storage, runs)
+        from raytrain.display.terminal import TerminalView
+        from raytrain.monitor.run_reader import RunReader, follow_run
+        from raytrain.runs.documents import open_run
+
+        if len(runs) != 1:
+            raise UsageError("--terminal shows one run; without it, the page shows several.")
+        reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
+        with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
+            follow_run(reader, view.update)
+        return CommandResult("", {"storage": storage, "runs": runs})
+
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import HomeRuns, StoredRuns
     from raytrain.experiments.trials import names_of
 
+    # A sweep or a study stands for its runs; without names, the page begins with the list of all.
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
         print_address(server)
@@ -218,19 +230,6 @@ def watch(
     return CommandResult("", {"storage": storage, "runs": names})
 
 
-def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
-    from raytrain.display.terminal import TerminalView
-    from raytrain.monitor.run_reader import RunReader, follow_run
-    from raytrain.runs.documents import open_run
-
-    if len(runs) != 1:
-        raise UsageError("--terminal shows one run; without it, the page shows several.")
-    reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
-    with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
-        follow_run(reader, view.update)
-    return CommandResult("", {"storage": storage, "runs": runs})
-
-
 def print_address(server: PageServer) -> None:
-    """Say where the page is. The address is the key to it."""
+    """Print the address of the page, which is the key to it: whoever knows it can watch and stop the runs."""
     print(f"Watch it at {server.url}", flush=True)

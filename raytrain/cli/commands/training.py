@@ -13,16 +13,13 @@ from raytrain.cli.command import Address, CommandResult, Flag, RunName, Storage,
 from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
+from raytrain.config.marks import Mark
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.outcome import shell_command
 
-_NOT_FOR_RATES = (
-    *("learning_rate", "warmup_epochs", "epochs", "log_every", "resume", "trace"),
-    *("evaluate_every", "until", "patience", "best", "test_views", "checkpoint_every", "keep_checkpoints"),
-)
-RateConfig = Annotated[TrainConfig, Without(_NOT_FOR_RATES)]
-StudyConfig = Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))]
+RateConfig = Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)]
+StudyConfig = Annotated[TrainConfig, Without(Mark.SET_BY_STUDY)]
 TrustResumed = Annotated[
     Flag, arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run.")
 ]
@@ -54,6 +51,8 @@ def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[
         with TerminalView() as terminal:
             yield terminal.update
         return
+
+    # The page has its address before the run has a name: until then it shows what the command is doing.
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import WatchedRuns
 
@@ -102,6 +101,7 @@ def look(
     from raytrain.display.look import look_figure, look_page
     from raytrain.storage.open import check_output
 
+    # A file that could not be written is refused before minutes of reading.
     picture = output or f"{config.name or config.recipe}-look.png"
     check_output(picture, (".png",))
     result = raytrain.look(config, limit_s=limit_s)
@@ -126,7 +126,7 @@ def find_rate(
     from raytrain.storage.open import check_output
 
     if output is not None:
-        check_output(output, (".png",))
+        check_output(output, (".png",))  # before it trains; the default name is known only afterwards
     signals = StopSignals()
     with _views(config, signals, watch) as view:
         result = raytrain.find_rate(config, view=view, signals=signals)
@@ -155,6 +155,7 @@ def study(
     from raytrain.experiments.study import named, runs_of
     from raytrain.storage.open import check_output
 
+    # The name is decided here already: the figure and the runs are called after it.
     config = named(config)
     picture = output or f"{config.name}.png"
     check_output(picture, (".png",))
@@ -191,6 +192,7 @@ def sweep(
         result = raytrain.sweep(
             config, vary=vary, trials=trials, early_stopping=early_stopping, view=view.update, trust=trust
         )
+    # Without any evaluation there is nothing to plot.
     picture = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
     if picture is not None:
         save_png(sweep_figure(result), picture)

@@ -1,22 +1,26 @@
-"""Crop boxes: all of an image, its centre or a random part, and the size that it is resized to."""
+"""Crop boxes, which say what is seen of an image (all, its centre, a random part) and the size that it gets.
+
+A :class:`Cropping` says how the boxes of a data set are chosen, a :class:`Crop` how the box of one image is, and a
+:class:`CropBox` is the result for an image of known size. Crops come before sizes are known: they travel to the
+process that fetches the file and reads its header.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from raytrain.config.network import Interpolation, Resize, Resizer, Size
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 
-_AREA, _ASPECT, _TOP, _LEFT, NUM_CROP_DRAWS = range(5)
+_AREA, _ASPECT, _TOP, _LEFT, _NUMBERS_PER_CROP = range(5)
 _MIN_AREA = 0.08
 _LOG_ASPECT = math.log(4 / 3)
-_CROP_STREAM = 1  # keeps the draws of the crops apart from the order of the samples and from other augmentation
+_CROP_STREAM = 1  # keeps the random numbers of the crops apart from the order of the samples and other augmentation
 
 
 class CropBox(NamedTuple):
@@ -37,7 +41,36 @@ class CropBox(NamedTuple):
         return max(self.height / (self.bottom - self.top), self.width / (self.right - self.left))
 
 
-Crop = Callable[[Size, Size], CropBox]  # the box of an image of the first size that gives an image of the second size
+class Crop(NamedTuple):
+    """The part of one image that is seen: all, its centre, all of it on black, or the part that ``numbers`` choose.
+
+    A crop is called with the size of the image, as soon as that is known, and can be sent to another process before.
+    """
+
+    kind: Resize | Literal["random"] = "stretch"
+    fraction: float = 1.0  # of the largest box of the output's shape, for ``crop``
+    numbers: Sequence[float] = ()  # four in [0, 1), for ``random``
+    interpolation: Interpolation = "bilinear"
+    resizer: Resizer = "pillow"
+
+    def __call__(self, image: Size, output: Size) -> CropBox:
+        """Return the box of an ``image`` of this height and width that gives an image of the size ``output``."""
+        height, width = output
+        left, top, right, bottom = 0.0, 0.0, float(image[1]), float(image[0])
+        if self.kind == "random":
+            left, top, right, bottom = map(float, _edges(image, self.numbers))
+        elif self.kind == "crop":
+            # The largest box that has the shape of the output, made smaller around its centre.
+            scale = self.fraction * min(image[0] / height, image[1] / width)
+            top, left = (image[0] - height * scale) / 2, (image[1] - width * scale) / 2
+            right, bottom = left + width * scale, top + height * scale
+        elif self.kind == "pad":
+            scale = min(height / image[0], width / image[1])
+            height, width = (max(1, round(side * scale)) for side in image)
+        return CropBox(left, top, right, bottom, height, width, self.interpolation, self.resizer)
+
+
+STRETCH = Crop()
 
 
 @dataclass(frozen=True)
@@ -58,71 +91,44 @@ class Cropping:
     @property
     def crop(self) -> Crop:
         """The crop of an image that is not cropped at random."""
-        parts: dict[Resize, Callable[..., CropBox]] = {
-            "stretch": stretch,
-            "crop": partial(_centre, fraction=self.crop_fraction),
-            "pad": _pad,
-        }
-        return partial(parts[self.resize], interpolation=self.interpolation, resizer=self.resizer)
+        return Crop(self.resize, self.crop_fraction, (), self.interpolation, self.resizer)
 
-    def crops(self, samples: Int64s, epoch: int) -> list[Crop]:
-        """The crop of each of ``samples``, int64 (n,), in ``epoch``."""
+    def crops(self, draws: Int64s, epoch: int) -> list[Crop]:
+        """Return the crop of each of ``draws``, int64 (n,), in ``epoch``: ``Cropping(crop_seed=0).crops(draws, 3)``."""
         if self.crop_seed is None:
-            return [self.crop] * len(samples)
-        all_draws = crop_draws(self.crop_seed, epoch, samples).tolist()
-        box = partial(_random_box, interpolation=self.interpolation, resizer=self.resizer)
-        return [partial(box, draws=draws) for draws in all_draws]
+            return [self.crop] * len(draws)
+        rows = crop_numbers(self.crop_seed, epoch, draws).tolist()
+        return [Crop("random", 1.0, numbers, self.interpolation, self.resizer) for numbers in rows]
 
 
 STRETCHED = Cropping()
 
 
-def stretch(image: Size, output: Size, **how: Any) -> CropBox:
-    """All of the image. ``how``: the interpolation and the resizer of the box."""
-    return CropBox(0, 0, image[1], image[0], *output, **how)
+def crop_numbers(seed: int, epoch: int, draws: Int64s) -> Floats:
+    """Return the random numbers that choose a part of each of ``draws`` in ``epoch``, float64 (n, 4)."""
+    return uniform(mix(seed, epoch, _CROP_STREAM), draws, _NUMBERS_PER_CROP)
 
 
-def crop_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
-    """The random numbers that choose a part of each sample in ``epoch``, float64 (n, 4)."""
-    return uniform(mix(seed, epoch, _CROP_STREAM), samples, NUM_CROP_DRAWS)
-
-
-def crop_boxes(image: Size, draws: Floats) -> Floats:
-    """A random box for each row of ``draws`` (n, 4): left, top, right and bottom in pixels, float64 (n, 4).
+def crop_boxes(image: Size, numbers: Floats) -> Floats:
+    """Return a random box for each row of ``numbers`` (n, 4): left, top, right and bottom in pixels, float64 (n, 4).
 
     A box has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015).
     Like torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn
     again, and that a box may start between two pixels.
     """
-    return np.stack(_edges(image, draws.T), axis=1)
+    return np.stack(_edges(image, numbers.T), axis=1)
 
 
-def _edges(image: Size, draws: Sequence[Any] | Floats) -> tuple[Any, ...]:
-    """Left, top, right and bottom, of one box by four floats, or of n by (4, n): a row of NumPy takes 40 µs longer."""
+def _edges(image: Size, numbers: Sequence[Any] | Floats) -> tuple[Any, ...]:
+    """Return left, top, right and bottom: of one box by four floats, or of n by (4, n).
+
+    One box is not taken as n = 1, because a row of NumPy takes 40 µs longer than floats.
+    """
     height, width = image
-    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[_AREA])
-    aspect = np.exp((2 * draws[_ASPECT] - 1) * _LOG_ASPECT)
+    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * numbers[_AREA])
+    aspect = np.exp((2 * numbers[_ASPECT] - 1) * _LOG_ASPECT)
     box_height = np.minimum(np.sqrt(area / aspect), height)
     box_width = np.minimum(np.sqrt(area * aspect), width)
-    top = draws[_TOP] * (height - box_height)
-    left = draws[_LEFT] * (width - box_width)
+    top = numbers[_TOP] * (height - box_height)
+    left = numbers[_LEFT] * (width - box_width)
     return left, top, left + box_width, top + box_height
-
-
-def _random_box(image: Size, output: Size, draws: Sequence[float], **how: Any) -> CropBox:
-    left, top, right, bottom = map(float, _edges(image, draws))
-    return CropBox(left, top, right, bottom, *output, **how)
-
-
-def _centre(image: Size, output: Size, fraction: float, **how: Any) -> CropBox:
-    """The ``fraction`` of the largest box in the image that has the shape of the output."""
-    scale = fraction * min(image[0] / output[0], image[1] / output[1])
-    height, width = output[0] * scale, output[1] * scale
-    top, left = (image[0] - height) / 2, (image[1] - width) / 2
-    return CropBox(left, top, left + width, top + height, *output, **how)
-
-
-def _pad(image: Size, output: Size, **how: Any) -> CropBox:
-    scale = min(output[0] / image[0], output[1] / image[1])
-    height, width = (max(1, round(side * scale)) for side in image)
-    return CropBox(0, 0, image[1], image[0], height, width, **how)

@@ -1,4 +1,9 @@
-"""Decodes image files to uint8 pixels."""
+"""Decodes image files to uint8 pixels.
+
+Files come from anywhere, so a decoder must neither be slow nor be led to take all memory. Most files are JPEGs that are
+stored upright: libjpeg-turbo decodes them at 1/2, 1/4 or 1/8 of their size if that is enough. All others go to Pillow,
+which also says what is wrong with a file. The size in the header is checked before any pixel is decoded.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytrain.config.network import Size
-from raytrain.data.images.crop_box import STRETCHED, Crop, CropBox, Cropping, stretch
-from raytrain.data.images.resize import ROUNDING, Pixels, cut, cut_image
+from raytrain.data.images.crop_box import STRETCH, STRETCHED, Crop, CropBox, Cropping
+from raytrain.data.images.resize import ROUNDING, Pixels, cut
 
 
 class ImageHeader(NamedTuple):
@@ -25,7 +30,7 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """The header of an image file, without decoding the image. Raises BadImage if there is none."""
+    """Return the header of an image file, without decoding the image. Raise BadImage if there is none."""
     with _opened(data) as image:
         return ImageHeader(image.format or "", image.width, image.height)
 
@@ -78,14 +83,14 @@ class ImageShape(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """What the images of a data set become when they are decoded."""
+    """The shape of the decoded images of a data set, and the part of each that is seen."""
 
     shape: ImageShape
     cropping: Cropping = STRETCHED
 
 
-def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
-    """Pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
+def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
+    """Return the pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if then nothing needs to be enlarged. The image is what a
     browser shows on a white page: rotated as EXIF says, white where it is transparent, the first picture of an
@@ -93,70 +98,67 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     truncated file, and before decoding for an image that would take more than 512 MiB of memory: more than 268 million
     pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or BMP (44 million
     if it has transparency), 26 million of a WebP.
+
+    Example: ``decode(Path("cat.jpg").read_bytes(), ImageShape(224, 224, 3))``.
     """
     if not data:
         raise BadImage("the file is empty")
-    if data.startswith(_JPEG) and _is_stored_upright(data):
-        pixels = _decode_jpeg(data, shape, crop)
-        if pixels is not None:
-            return pixels
+    if not (data.startswith(_JPEG) and _is_stored_upright(data)):
+        return _decode_by_pillow(data, shape, crop)
+    import simplejpeg
+
+    try:
+        height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
+        if colour_space in ("CMYK", "YCCK"):
+            return _decode_by_pillow(data, shape, crop)
+        size = int(height), int(width)
+        _check_jpeg_size(data, *size)
+
+        # Each side is reduced by 1, 2, 4 or 8, so that the crop box need not be enlarged. This is what Pillow's
+        # ``draft`` does; libjpeg's other scales take longer than all of the image.
+        box = crop(size, shape.size)
+        scale = min(box.scale, 1.0)
+        most = min(side // math.ceil(side * scale - ROUNDING) for side in size)
+        factor = max(factor for factor in (1, 2, 4, 8) if factor <= most)
+        pixels = simplejpeg.decode_jpeg(
+            data,
+            "GRAY" if shape.channels == 1 else "RGB",
+            min_height=math.ceil(size[0] / factor),
+            min_width=math.ceil(size[1] / factor),
+            fastdct=False,
+            fastupsample=False,
+        )
+    except BadImage:
+        raise
+    except ValueError:  # Pillow may be able to decode it, or says what is wrong with it
+        return _decode_by_pillow(data, shape, crop)
+    decoded_size = pixels.shape[:2]
+    return cut(pixels, box if decoded_size == size else crop(decoded_size, shape.size), shape.size)
+
+
+def _decode_by_pillow(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
     with _opened(data) as image:
         _load_upright(image, data, lambda size: crop(size, shape.size))
         return pixels_of(image, shape, crop)
 
 
-def _decode_jpeg(data: bytes, shape: ImageShape, crop: Crop) -> Pixels | None:
-    """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
-    import simplejpeg
-
-    colours = "GRAY" if shape.channels == 1 else "RGB"
-    try:
-        height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
-        if colour_space in ("CMYK", "YCCK"):
-            return None
-        size = int(height), int(width)
-        _check_jpeg_size(data, *size)
-        box = crop(size, shape.size)
-        least_height, least_width = (math.ceil(side / _reduction(size, box)) for side in size)
-        pixels = simplejpeg.decode_jpeg(
-            data, colours, min_height=least_height, min_width=least_width, fastdct=False, fastupsample=False
-        )
-    except BadImage:
-        raise
-    except ValueError:
-        return None
-    scaled = pixels.shape[:2]
-    return cut(pixels, box if scaled == size else crop(scaled, shape.size), shape.size)
-
-
-def _reduction(size: tuple[int, int], box: CropBox) -> int:
-    """By how much each side of a JPEG is reduced, 1, 2, 4 or 8, so that its crop box need not be enlarged.
-
-    It is what Pillow's ``draft`` does; libjpeg's other scales take longer than all of the image.
-    """
-    scale = min(box.scale, 1.0)
-    most = min(side // math.ceil(side * scale - ROUNDING) for side in size)
-    return max(factor for factor in (1, 2, 4, 8) if factor <= most)
-
-
 def shrink(data: bytes, shorter_side: int) -> Pixels | None:
-    """All of an image, upright, with a shorter side of so many pixels, uint8 (H, W, C); None if it is not longer.
+    """Return all of an image, upright, with a shorter side of so many pixels, uint8 (H, W, C); None if it has no more.
 
     C is 1 for a grey image. Raises :class:`BadImage`, as :func:`decode` does.
     """
+    crop = Crop(interpolation="bicubic")
 
-    def smaller(size: Size, *_: Any) -> CropBox:
+    def shrunk(size: Size) -> Size:
         height, width = (round(side * shorter_side / min(size)) for side in size)
-        return stretch(size, (height, width), interpolation="bicubic")
+        return height, width
 
     with _opened(data) as image:
         if min(image.size) <= shorter_side:
             return None
-        _load_upright(image, data, smaller)
-        box = smaller((image.height, image.width))
-        return pixels_of(
-            image, ImageShape(box.height, box.width, 1 if image.mode in ("1", "L", "I;16") else 3), smaller
-        )
+        _load_upright(image, data, lambda size: crop(size, shrunk(size)))
+        num_channels = 1 if image.mode in ("1", "L", "I;16") else 3
+        return pixels_of(image, ImageShape(*shrunk((image.height, image.width)), num_channels), crop)
 
 
 def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> None:
@@ -168,10 +170,20 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> No
 
     if image.format in ("JPEG", "MPO"):
         _check_jpeg_size(data, image.height, image.width)
-        upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
+        upright = image.height, image.width
+        with suppress(Exception):  # a damaged EXIF block
+            if image.getexif().get(_ORIENTATION, 1) >= 5:  # it lies on its side
+                upright = image.width, image.height
         scale = min(box(upright).scale, 1.0)
         image.draft(None, (math.ceil(image.width * scale - ROUNDING), math.ceil(image.height * scale - ROUNDING)))
-    _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
+
+    # What Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background.
+    bytes_per_pixel = 20 if image.format == "WEBP" else 8
+    if image.format != "WEBP" and (image.has_transparency_data or "progressive" in image.info):
+        bytes_per_pixel = 12
+    limit = _MAX_IMAGE_BYTES // bytes_per_pixel
+    if image.width * image.height > limit:
+        raise _too_large(image.width, image.height, limit)
     image.load()
     with suppress(Exception):  # an image with a damaged EXIF block is not rotated
         ImageOps.exif_transpose(image, in_place=True)
@@ -179,7 +191,7 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> No
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """The image of Pillow, of which only the header is read yet. What Pillow raises meanwhile becomes BadImage."""
+    """Open an image by Pillow, which reads only its header yet. What Pillow raises meanwhile becomes BadImage."""
     from PIL import Image
 
     try:
@@ -190,21 +202,19 @@ def _opened(data: bytes) -> Iterator[Any]:
     except Image.DecompressionBombError as error:
         raise BadImage(f"the image is too large: {error}") from None
     except Image.UnidentifiedImageError:
-        raise BadImage(_not_an_image(data)) from None
+        # Say what the file is, if its first bytes are known.
+        if data[4:8] == b"ftyp":
+            kind = _NOT_READ.format(_ISO_BRANDS.get(data[8:12], "a video or the like"))
+        else:
+            kinds = (kind for start, kind in _OTHER_FILES.items() if data.lstrip().startswith(start))
+            kind = next(kinds, "not an image that can be read" if any(data) else "nothing but zeros")
+        raise BadImage(f"the file is {kind}") from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
 
 
-def _not_an_image(data: bytes) -> str:
-    """The reason why a file is no image, which says what it is if that is known."""
-    if data[4:8] == b"ftyp":
-        return f"the file is {_NOT_READ.format(_ISO_BRANDS.get(data[8:12], 'a video or the like'))}"
-    kinds = (kind for start, kind in _OTHER_FILES.items() if data.lstrip().startswith(start))
-    return f"the file is {next(kinds, 'not an image that can be read' if any(data) else 'nothing but zeros')}"
-
-
 def _without_text(data: bytes) -> bytes:
-    """A PNG without its large texts and colour profile: Pillow refuses the image if one has more than 1 MiB."""
+    """Return a PNG without its large texts and colour profile: Pillow refuses the image if one has more than 1 MiB."""
     if not data.startswith(_PNG):
         return data
     kept, start, position = [], 0, len(_PNG)
@@ -217,45 +227,8 @@ def _without_text(data: bytes) -> bytes:
     return b"".join([*kept, data[start:]]) if kept else data
 
 
-def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
-    """Pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
-    converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-    return cut_image(converted, crop((converted.height, converted.width), shape.size), shape.size)
-
-
-def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
-    """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
-    num_pixels = width * height
-    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
-        num_scans = max(1, data.count(_START_OF_SCAN))
-        if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
-            raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
-        _check_pixels(width, height, _MAX_IMAGE_BYTES // _COEFFICIENT_BYTES)
-    else:
-        _check_pixels(width, height, _MAX_JPEG_PIXELS)
-
-
-def _lies_on_its_side(image: Any) -> bool:
-    with suppress(Exception):  # a damaged EXIF block
-        return image.getexif().get(_ORIENTATION, 1) >= 5
-    return False
-
-
-def _bytes_per_pixel(image: Any) -> int:
-    """Memory that Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background."""
-    if image.format == "WEBP":
-        return 20
-    if image.has_transparency_data or "progressive" in image.info:
-        return 12
-    return 8
-
-
-def _check_pixels(width: int, height: int, limit: int) -> None:
-    if width * height > limit:
-        raise BadImage(f"the image is too large: {width:,} × {height:,} pixels, and at most {limit:,} are decoded")
-
-
-def _convert(image: Any, mode: str) -> Any:
+def pixels_of(image: Any, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
+    """Return the pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
     from PIL import Image
 
     if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip instead of scale
@@ -266,20 +239,56 @@ def _convert(image: Any, mode: str) -> Any:
         layer = image.convert("RGBA")
         image = Image.new("RGB", image.size, "white")
         image.paste(layer, mask=layer)
-    return image if image.mode == mode else image.convert(mode)
+    mode = "L" if shape.channels == 1 else "RGB"
+    image = image if image.mode == mode else image.convert(mode)
+    return cut(image, crop((image.height, image.width), shape.size), shape.size)
 
 
 # What the segments of a JPEG say before its first scan.
 
 _ORIENTATION = 0x0112  # the tag of EXIF
 _EXIF = b"Exif\0\0"
+_APP1, _START_OF_SCAN_MARKER = 0xE1, 0xDA
+
+
+def _is_stored_upright(data: bytes) -> bool:
+    """Return whether a JPEG is shown as it is stored; False too if only Pillow can say."""
+    for marker, content in _segments(data):
+        if marker == _APP1 and content.startswith(_EXIF):
+            # The EXIF block must be whole, and have no orientation other than 1.
+            with suppress(KeyError, struct.error):
+                order = {b"II": "<", b"MM": ">"}[content[6:8]]
+                start = 6 + struct.unpack_from(order + "I", content, 10)[0]
+                num_tags = struct.unpack_from(order + "H", content, start)[0]
+                tags = [struct.unpack_from(order + "HHIH", content, start + 2 + 12 * tag) for tag in range(num_tags)]
+                return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
+            return False
+    return True
+
+
+def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
+    """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
+    num_pixels = width * height
+    limit = _MAX_JPEG_PIXELS
+    # Only a large image, or one of many bytes, can have so many scans that they matter.
+    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
+        num_scans = max(1, data.count(_START_OF_SCAN))
+        if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
+            raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
+        limit = _MAX_IMAGE_BYTES // _COEFFICIENT_BYTES
+    if num_pixels > limit:
+        raise _too_large(width, height, limit)
+
+
+def _too_large(width: int, height: int, limit: int) -> BadImage:
+    return BadImage(f"the image is too large: {width:,} × {height:,} pixels, and at most {limit:,} are decoded")
 
 
 def _is_read_in_scans(data: bytes) -> bool:
-    """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
+    """Return whether a JPEG is progressive, or has components in scans of their own, or an unusual header."""
     num_components = 0
     for marker, content in _segments(data):
-        if marker == 0xDA:  # a scan, and the number of its components
+        if marker == _START_OF_SCAN_MARKER:  # and the number of its components
             return content[:1] < bytes([num_components])
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
             if marker not in (0xC0, 0xC1):
@@ -288,16 +297,8 @@ def _is_read_in_scans(data: bytes) -> bool:
     return True
 
 
-def _is_stored_upright(data: bytes) -> bool:
-    """Whether a JPEG is shown as it is stored; False too if only Pillow can tell."""
-    for marker, content in _segments(data):
-        if marker == 0xE1 and content.startswith(_EXIF):
-            return _says_upright(content)
-    return True
-
-
 def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Marker and content of each segment of a JPEG, up to its first scan."""
+    """Yield marker and content of each segment of a JPEG, up to its first scan."""
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
@@ -306,17 +307,6 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
             continue
         stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
         yield marker, data[position + 4 : stop]
-        if marker == 0xDA:
+        if marker == _START_OF_SCAN_MARKER:
             return
         position = stop
-
-
-def _says_upright(exif: bytes) -> bool:
-    """Whether an EXIF block is whole and has no orientation other than 1."""
-    with suppress(KeyError, struct.error):
-        order = {b"II": "<", b"MM": ">"}[exif[6:8]]
-        start = 6 + struct.unpack_from(order + "I", exif, 10)[0]
-        num_tags = struct.unpack_from(order + "H", exif, start)[0]
-        tags = [struct.unpack_from(order + "HHIH", exif, start + 2 + 12 * at) for at in range(num_tags)]
-        return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
-    return False

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain.data.images.crop_box import Crop, stretch
+from raytrain.data.images.crop_box import STRETCH, Crop
 from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
@@ -41,20 +41,30 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
             self._process.kill()
             self._clean_up(self._process)
 
-    def decode(self, data: bytes, crop: Crop = stretch) -> Pixels:
-        """See ``decode``. An image that twice kills the process, or keeps it for a minute, raises BadImage, too."""
+    def decode(self, data: bytes, crop: Crop = STRETCH) -> Pixels:
+        """Decode as ``decode`` does. An image that twice kills the process, or keeps it for a minute, is a BadImage."""
         ended = ""
         for _ in range(2):  # the first time, something else may have killed it
             process = self._process or self._start()
             try:
-                return self._ask(data, crop)
+                self._pipe.send(crop)
+                self._pipe.send_bytes(data)
+                if not self._pipe.poll(_MAX_S):
+                    raise TimeoutError
+                answer = self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
                 if isinstance(error, TimeoutError):
                     process.kill()
                 ended = self._clean_up(process)
+            else:
+                if answer.startswith(_REASON):
+                    raise BadImage(answer[1:].decode())
+                return np.frombuffer(answer, np.uint8, offset=1).reshape(self._shape)
         raise BadImage(f"decoding it ends the process ({ended})")
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait until it is ready. Raise RuntimeError if it cannot start."""
+        # Its errors go to a file: a pipe that nobody reads would stop it, and only the last line is wanted.
         self._pipe, theirs = Pipe()
         arguments = (theirs.fileno(), *self._shape)
         with tempfile.TemporaryFile() as errors:
@@ -72,21 +82,13 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 return self._process
             ended = self._clean_up(self._process)
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"The process that decodes images could not start ({ended}; {said or 'it said nothing'}).")
-
-    def _ask(self, data: bytes, crop: Crop) -> Pixels:
-        self._pipe.send(crop)
-        self._pipe.send_bytes(data)
-        if not self._pipe.poll(_MAX_S):
-            raise TimeoutError
-        answer = self._pipe.recv_bytes()
-        if answer.startswith(_REASON):
-            raise BadImage(answer[1:].decode())
-        return np.frombuffer(answer, np.uint8, offset=1).reshape(self._shape)
+            last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(
+            f"The process that decodes images could not start ({ended}; {last_line or 'it said nothing'})."
+        )
 
     def _clean_up(self, process: subprocess.Popen[bytes]) -> str:
-        """Forget the process, and say how it ended."""
+        """Forget the process, and return how it ended."""
         self._process = None
         self._pipe.close()
         status = process.wait()
@@ -95,7 +97,10 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
 
 def _serve(connection: Connection, shape: ImageShape) -> None:
     """Decode what comes through the connection, until the other process closes it or ends."""
-    _limit_memory()
+    # An image that takes all memory shall end this process, before the kernel ends another one.
+    with suppress(OSError, ValueError):  # only Linux says how much is used now
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     connection.send_bytes(_READY)
     with suppress(EOFError, OSError):
         while True:
@@ -105,13 +110,6 @@ def _serve(connection: Connection, shape: ImageShape) -> None:
             except BadImage as error:
                 answer = _REASON + str(error).encode()
             connection.send_bytes(answer)
-
-
-def _limit_memory() -> None:
-    """Have an image that takes all memory end this process, before the kernel ends another one."""
-    with suppress(OSError, ValueError):  # only Linux tells how much is used now
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":

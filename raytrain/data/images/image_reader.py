@@ -1,10 +1,22 @@
-"""Fetch and decode the images of a manifest. Never imports torch, because it runs in data tasks."""
+"""Fetch and decode the images of a manifest. Never imports torch, because it runs in data tasks.
+
+The way of an image, in the order of the calls:
+
+1. :meth:`ImageReader.read` takes rows of a manifest, and the crop of each.
+2. :func:`fetch_images` gives the bytes of their files as they arrive, from packed shards or one by one;
+   :func:`require_bytes` says why a file is none.
+3. :func:`raytrain.data.images.decode.decode` makes pixels of them: a JPEG by libjpeg-turbo, at the size that the
+   crop needs, if it is stored upright; anything else by Pillow.
+4. :class:`raytrain.data.images.crop_box.Crop` gives the crop box for the size in the file's header.
+5. :func:`raytrain.data.images.resize.cut` cuts that out and resizes it.
+6. The pixels go into one array, which :func:`raytrain.data.blocks.to_table` or a ``Block`` takes without a copy.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +27,7 @@ from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.shards import DamagedShard, each_packed
 from raytrain.errors import ObjectArchived, UsageError
+from raytrain.storage.retries_and_hedges import fetch_each
 from raytrain.storage.store import ObjectChanged, Store
 
 
@@ -39,7 +52,7 @@ class ImageReader(AbstractContextManager["ImageReader"]):
     def read(
         self, manifest: Manifest, crops: Sequence[Crop] | None = None, pixels: Pixels | None = None
     ) -> tuple[Pixels, dict[int, str]]:
-        """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
+        """Return the images of ``manifest``, uint8 (n, H, W, C), and index and reason of each that could not be read.
 
         ``crops`` say what is seen of each image, in place of the reader's cropping. The images are put into the bytes
         ``pixels``, uint8 (at least n·H·W·C,), if given. The pixels of an unreadable image are 0. Raises StorageError if
@@ -49,31 +62,29 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         images = np.empty(shape, np.uint8) if pixels is None else pixels[: math.prod(shape)].reshape(shape)
         crops = crops or [self.cropping.crop] * len(manifest)
         bad: dict[int, str] = {}
-        with self._decoder() as decode_one:
-            for index, data in _each_content(self.store, manifest):  # as it arrives, while others are on their way
+        process: DecodeProcess | None = None
+        if self.isolated:
+            try:
+                process = self._idle.pop()
+            except IndexError:  # asking first would race with other threads
+                process = DecodeProcess(self.shape)
+
+        # An image is decoded as it arrives, while others are on their way.
+        try:
+            for index, data in fetch_images(self.store, manifest):
                 try:
-                    images[index] = decode_one(require_bytes(data), crops[index])
+                    content, crop = require_bytes(data), crops[index]
+                    images[index] = process.decode(content, crop) if process else decode(content, self.shape, crop)
                 except BadImage as error:
                     images[index], bad[index] = 0, str(error)
-        return images, dict(sorted(bad.items()))
-
-    @contextmanager
-    def _decoder(self) -> Iterator[Callable[[bytes, Crop], Pixels]]:
-        if not self.isolated:
-            yield lambda data, crop: decode(data, self.shape, crop)
-            return
-        try:
-            process = self._idle.pop()
-        except IndexError:  # asking first would race with other threads
-            process = DecodeProcess(self.shape)
-        try:
-            yield process.decode
         finally:
-            self._idle.append(process)
+            if process is not None:
+                self._idle.append(process)
+        return images, dict(sorted(bad.items()))
 
 
 def readable_images(store: Store, manifest: Manifest, shape: ImageShape, cropping: Cropping) -> list[Pixels]:
-    """Those of the images that can be read, each uint8 (H, W, C), without a copy; UsageError if none can."""
+    """Return those of the images that can be read, each uint8 (H, W, C), without a copy; UsageError if none can."""
     with ImageReader(store, shape, cropping, isolated=True) as reader:
         images, bad = reader.read(manifest)
     if len(bad) == len(images):
@@ -83,21 +94,22 @@ def readable_images(store: Store, manifest: Manifest, shape: ImageShape, croppin
 
 
 def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
-    """The files of the images of ``manifest``, in its order, or why one cannot be read."""
+    """Return the files of the images of ``manifest``, in its order, or why one cannot be read."""
     contents: list[bytes | Exception] = [b""] * len(manifest)
-    for index, content in _each_content(store, manifest):
+    for index, content in fetch_images(store, manifest):
         contents[index] = content
     return contents
 
 
-def _each_content(store: Store, manifest: Manifest) -> Iterator[tuple[int, bytes | Exception]]:
+def fetch_images(store: Store, manifest: Manifest) -> Iterator[tuple[int, bytes | Exception]]:
+    """Yield index and content of each image's file, or why it cannot be read, as they arrive."""
     if manifest.packing is not None:
         return each_packed(store, manifest.packing)
-    return store.get_each(manifest.keys.to_pylist(), manifest.etags.to_pylist())
+    return fetch_each(store.get, manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
 
 def require_bytes(data: bytes | Exception) -> bytes:
-    """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
+    """Return the content of a file; raise BadImage if the file itself is at fault, and any other exception as it is."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, FileNotFoundError):

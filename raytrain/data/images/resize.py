@@ -1,4 +1,4 @@
-"""Cuts a crop box out of decoded pixels and resizes it, by one of two libraries."""
+"""Cuts a crop box out of an image and resizes it, by one of two libraries."""
 
 from __future__ import annotations
 
@@ -23,52 +23,51 @@ _NO_RESIZER = (
 
 
 def fastest_resizer() -> Resizer:
-    """The fastest library for resizing images that this Python has."""
+    """Return the fastest library for resizing images that this Python has."""
     return "cykooz" if find_spec("cykooz_resizer") else "pillow"
 
 
-def cut(pixels: Pixels, box: CropBox, size: Size) -> Pixels:
-    """The crop box of decoded pixels, uint8 (h, w, C), as an image of ``size``, uint8 (H, W, C)."""
-    height, width = pixels.shape[:2]
-    if (height, width) == size and box[:6] == (0, 0, width, height, height, width):
-        return pixels
+def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
+    """Return the crop box of decoded pixels, uint8 (h, w, C), or of an image of Pillow, as uint8 (H, W, C) of ``size``.
+
+    Images of Pillow are resized by Pillow, whatever the box says.
+    """
+    is_array = isinstance(image, np.ndarray)
+    width, height = image.shape[1::-1] if is_array else image.size
+    if is_array and (height, width) == size and box[:6] == (0, 0, width, height, height, width):
+        return image
     from PIL import Image
 
-    top, left = math.floor(box.top), math.floor(box.left)
-    seen = pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)]  # without a copy of what is not seen
-    box = _moved(box, left, top)
-    if box.resizer == "cykooz" and box.interpolation == "bilinear":  # its bicubic pixels differ from Pillow's by 2
-        return _centred(_resize_fast(seen, box), size)
-    seen = np.ascontiguousarray(seen)
-    return _resize(Image.fromarray(seen[:, :, 0] if seen.shape[2] == 1 else seen), box, size)
+    # What is not seen is not copied. The box moves with the part that is left: it then begins within its first pixel.
+    seen: Any = image
+    if box[:4] != (0, 0, width, height):
+        left, top = math.floor(box.left), math.floor(box.top)
+        right, bottom = math.ceil(box.right), math.ceil(box.bottom)
+        seen = image[top:bottom, left:right] if is_array else image.crop((left, top, right, bottom))
+        box = box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
 
+    if is_array and box.resizer == "cykooz" and box.interpolation == "bilinear":
+        resized = _resize_fast(seen, box)
+    else:  # Pillow; bicubic pixels of the fast resizer differ from Pillow's by 2
+        if is_array:
+            seen = np.ascontiguousarray(seen)
+            seen = Image.fromarray(seen[:, :, 0] if seen.shape[2] == 1 else seen)
+        inside = (max(box.left, 0), max(box.top, 0), min(box.right, seen.width), min(box.bottom, seen.height))
+        if seen.size != (box.width, box.height) or inside != (0, 0, *seen.size):
+            seen = seen.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
+        resized = np.asarray(seen, dtype=np.uint8).reshape(box.height, box.width, -1)
 
-def cut_image(image: Any, box: CropBox, size: Size) -> Pixels:
-    """The crop box of an image of Pillow, resized by Pillow."""
-    if (box.left, box.top, box.right, box.bottom) == (0, 0, *image.size):
-        return _resize(image, box, size)
-    left, top = math.floor(box.left), math.floor(box.top)
-    seen = image.crop((left, top, math.ceil(box.right), math.ceil(box.bottom)))
-    return _resize(seen, _moved(box, left, top), size)
-
-
-def _moved(box: CropBox, left: int, top: int) -> CropBox:
-    """The box as it lies in the part of the image that begins at ``left`` and ``top``."""
-    return box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
-
-
-def _resize(image: Any, box: CropBox, size: Size) -> Pixels:
-    """The ``box`` of an image of Pillow, resized by Pillow."""
-    from PIL import Image
-
-    inside = (max(box.left, 0), max(box.top, 0), min(box.right, image.width), min(box.bottom, image.height))
-    if image.size != (box.width, box.height) or inside != (0, 0, *image.size):
-        image = image.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
-    return _centred(np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, -1), size)
+    # A box that is smaller than the image to be made is centred on black.
+    if resized.shape[:2] == size:
+        return resized
+    output = np.zeros((*size, resized.shape[2]), np.uint8)
+    top, left = (size[0] - box.height) // 2, (size[1] - box.width) // 2
+    output[top : top + box.height, left : left + box.width] = resized
+    return output
 
 
 def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
-    """Resize the ``box`` of decoded pixels, uint8 (H, W, C), bilinearly and in a third of Pillow's time."""
+    """Resize the ``box`` of decoded pixels, uint8 (h, w, C), bilinearly and in a third of Pillow's time."""
     height, width, channels = pixels.shape
     try:
         import cykooz_resizer as cykooz
@@ -90,14 +89,3 @@ def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
         ),
     )
     return np.frombuffer(output.get_buffer(), np.uint8).reshape(box.height, box.width, channels)
-
-
-def _centred(pixels: Pixels, size: Size) -> Pixels:
-    """Pixels on black, if they are fewer than those of ``size``."""
-    height, width, channels = pixels.shape
-    if (height, width) == size:
-        return pixels
-    output = np.zeros((*size, channels), np.uint8)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    output[top : top + height, left : left + width] = pixels
-    return output

@@ -1,4 +1,11 @@
-"""Label files: tables with a row for each image, of which columns say key and class, perhaps split and group."""
+"""Label files, whose rows say key and class of each image, perhaps split and group; from opening to classes.
+
+A label file goes this way: :func:`read_table` opens it as a table of texts; :func:`label_table` finds the columns,
+whose names and meaning people write in many ways; :func:`labels_of` makes classes of the texts in the column of
+labels; and :meth:`LabelTable.rows_of` finds the row of each image, whose key may lack folders or suffix.
+
+Several classes of one image are one text, sorted and joined by ``JOINED``, until labels become numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +13,54 @@ import hashlib
 import logging
 import os
 import posixpath
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import (
-    first_names,
-    is_part,
-    is_test,
-    is_training,
-    parts_among,
-    read_folders,
-    top_folders,
-)
-from raytrain.data.labels.label_columns import (
-    JOINED,
-    KEY_COLUMNS,
-    LABEL_COLUMNS,
-    NO_LABELS,
-    LabelColumns,
-    Texts,
-    classes_of,
-    column_called,
-    find_column,
-    labels_of,
-    texts_of,
-)
+from raytrain.data.labels.folders import read_folders, top_folders
 from raytrain.data.labels.label_formats import read_table
-from raytrain.data.labels.listing import check_folder
+from raytrain.data.labels.listing import check_folder, first_names
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import is_part, is_test, is_training, parts_among
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
+Texts = npt.NDArray[np.object_]
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
+KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
+LABEL_COLUMNS = ("label", "class", "target", "category")
+JOINED = "\x1f"  # joins the classes of an image that may have several
+
+NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
+"""Texts that programs write in place of a missing value."""
+
 _log = logging.getLogger("raytrain")
 _MOST_SPLITS = 20
+_TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+_NUMBER = re.compile(r"-?\d+(\.0)?")
+_FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """Which columns of a label file are read; None means one of the usual names."""
+
+    key: str | None = None
+    label: tuple[str, ...] = ()  # several are classes, with 0 or 1 for each image
+    group: str | None = None  # None means that there are no groups
+    separator: str | None = None  # between the classes of an image in its label; None if it has one class
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +76,9 @@ class LabelTable:
     """All classes if an image may have several of them, or none; None if it has one, or no label."""
 
     def tested_on(self, other: LabelTable) -> LabelTable:
-        """These rows to train on, and the ``other`` ones to test on. Raises UsageError if an image is in both."""
-        for table, is_own in ((self, is_training), (other, is_test)):
-            if any(table.splits) and not all(map(is_own, table.splits)):
+        """Return these rows to train on, and the ``other`` ones to test on; UsageError if an image is in both."""
+        for table, is_own_part in ((self, is_training), (other, is_test)):
+            if any(table.splits) and not all(map(is_own_part, table.splits)):
                 raise UsageError(f"{table.url} says itself which images are tested on; give it alone, with --labels.")
         if len(both := np.intersect1d(self.keys, other.keys)):
             raise UsageError(
@@ -88,25 +99,31 @@ class LabelTable:
         return hashlib.sha256("\1".join("\0".join(column) for column in columns).encode()).hexdigest()
 
     def rows_of(self, images: Manifest) -> Int64s:
-        """The row of each image, (len(images),); -1 if it has none."""
+        """Return the row of each image, (len(images),); -1 if it has none."""
         keys = [unicodedata.normalize("NFC", str(key)) for key in images.keys.to_pylist()]
-        row_of = {key: row for row, key in enumerate(self.keys)}
-        for form in (str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key))):
-            rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
-            if (rows >= 0).any():  # many tables have keys without suffixes, or without folders
-                return rows
-        row_of = self._rows_below(posixpath.basename(images.url.rstrip("/")))
-        for form in (str, _stem):
-            rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
-            if (rows >= 0).any():
-                return rows
-        return np.full(len(keys), -1)
 
-    def _rows_below(self, folder: str) -> dict[str, int]:
-        """The row of each path below a ``folder`` of this name, wherever it is; none if a path is there twice."""
+        def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
+            """Return the rows by the first form of the images' keys of which any is in the table."""
+            for form in forms:
+                rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
+                if (rows >= 0).any():
+                    return rows
+            return None
+
+        # Many tables have keys without suffixes, or without folders.
+        by_key = {key: row for row, key in enumerate(self.keys)}
+        rows = rows_in(by_key, str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key)))
+        if rows is not None:
+            return rows
+
+        # Or keys of another machine, such as C:/photos/cat/1.jpg, which lead through a folder of the same name. They
+        # say nothing if a path comes below two such folders.
+        folder = posixpath.basename(images.url.rstrip("/"))
         below = [(f"/{key}".partition(f"/{folder}/")[2], row) for row, key in enumerate(self.keys)]
-        row_of = {path: row for path, row in below if path}
-        return row_of if len(row_of) == sum(path != "" for path, _ in below) else {}
+        by_path = {path: row for path, row in below if path}
+        is_unique = len(by_path) == sum(path != "" for path, _ in below)
+        rows = rows_in(by_path, str, _stem) if is_unique else None
+        return np.full(len(keys), -1) if rows is None else rows
 
 
 def _stem(key: str) -> str:
@@ -121,12 +138,16 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
     Raises:
         StorageError: it cannot be read.
         UsageError: it is no such table, lacks a column, or gives the same key different labels.
+
+    Example::
+
+        table = read_label_file("s3://photos/labels.csv", LabelColumns(label=("species",)))
     """
-    return label_table(read_table(url, columns.key_names, columns.label_names), url, columns, images_urls)
+    return label_table(_open_table(url, columns), url, columns, images_urls)
 
 
 def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelTable | None:
-    """The rows of the label file that lies beside the images, as in Hugging Face's image folders; None without labels.
+    """Read the label file that lies beside the images, as in Hugging Face's image folders; None without labels.
 
     Raises the same as :func:`read_label_file`.
     """
@@ -136,7 +157,7 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
     if name is None:
         return None
     url = f"{store.url.rstrip('/')}/{name}"
-    table = read_table(url, columns.key_names, columns.label_names)
+    table = _open_table(url, columns)
     if not columns.label and find_column(table.column_names, None, LABEL_COLUMNS) is None:
         sentence = "%s has no column of labels among %s, and is not read; --labels and --label-column name one."
         _log.warning(sentence, url, ", ".join(table.column_names[:10]))
@@ -145,94 +166,228 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
     return label_table(table, url, columns, [store.url])
 
 
+def _open_table(url: str, columns: LabelColumns) -> pa.Table:
+    """Read the table in a label file, with the names in lower case that its columns of keys and labels may have."""
+    key_names = {columns.key.lower()} if columns.key else set(KEY_COLUMNS)
+    label_names = {name.lower() for name in (columns.label or LABEL_COLUMNS) if len(columns.label) < 2}
+    return read_table(url, key_names, label_names)
+
+
 def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: Sequence[str]) -> LabelTable:
-    """The rows of a table of the label file ``url``; raises UsageError as :func:`read_label_file` does."""
+    """Return the rows of a table of the label file ``url``; raise UsageError as :func:`read_label_file` does."""
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
-    none = [""] * len(table)
     texts = texts_of(table, url, column_called(table, url, "--key-column", columns.key, KEY_COLUMNS))
     keys = [normalized_key(key, images_urls) for key in texts.to_pylist()]
-    is_list = len(table.column_names) == 1 and not columns.label
     split = _split_column(table, url, columns)
     group = columns.group and column_called(table, url, "--group-by", columns.group)
+
+    # A list of images alone has no labels but its folders.
+    if len(table.column_names) == 1 and not columns.label:
+        labels = list(read_folders(keys, url).classes)
+        if not any(labels):
+            raise UsageError(
+                f"The label file {url} has one column, such as {keys[0]!r}, with neither labels nor folders; give one "
+                "with the path and the label of each image."
+            )
+        _log.warning("%s has no labels: the folders in it are the classes.", url)
+    else:
+        labels = labels_of(table, url, columns)
+
+    # A row that is there twice counts once, and one without a key does not.
+    none = [""] * len(table)
     rows = pa.table(
         {
             "key": keys,
-            "label": _labels_by_folders(keys, url) if is_list else labels_of(table, url, columns),
+            "label": labels,
             "split": pc.utf8_lower(texts_of(table, url, split)) if split else none,
             "group": texts_of(table, url, group) if group else none,
         }
     )
     if num_without := len(rows) - len(rows := rows.filter(pc.not_equal(rows["key"], ""))):
         _log.warning("%s rows of %s name no image, and are not used.", f"{num_without:,}", url)
-    rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")  # a row that is there twice counts once
+    rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
-    splits = splits if any(splits) else _folder_splits(keys, url)
-    found = LabelTable(url, keys, labels, splits, groups, classes_of(labels, columns))
-    _check_rows(found, columns.group)
-    return found
+
+    # Without a column of splits, folders of training and test images say it, if all keys are in some.
+    if not any(splits):
+        tops = top_folders(keys)
+        parts = parts_among(tops)
+        if parts and {*tops} <= {*parts}:
+            _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
+            splits = np.array([top.lower() for top in tops], object)
+        else:
+            splits = np.full(len(keys), "", object)
+
+    # Classes are listed only where an image may have several of them, or none.
+    classes: tuple[str, ...] | None = None
+    if len(columns.label) > 1:
+        classes = columns.label
+    elif columns.separator is not None:
+        classes = tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
+    label_rows = LabelTable(url, keys, labels, splits, groups, classes)
+    _check_rows(label_rows, columns.group)
+    return label_rows
 
 
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
-    """An image's path below one of ``images_urls``: ``./a//b.png`` and the whole URL are ``a/b.png``."""
+    """Return an image's path below one of ``images_urls``: ``./a//b.png`` and the whole URL are ``a/b.png``."""
     key = unicodedata.normalize("NFC", key.strip()).removeprefix("file://")
     if "\\" in key and "/" not in key:
         key = key.replace("\\", "/")  # as Windows writes paths
     scheme, separator, path = key.rpartition("://")
     path = posixpath.normpath(path).removeprefix("./") if path else ""
     key = f"{scheme}{separator}{path}"
-    for prefix in (each for url in images_urls for each in (url, os.path.realpath(url))):
+    for prefix in (form for url in images_urls for form in (url, os.path.realpath(url))):
         key = key.removeprefix(unicodedata.normalize("NFC", prefix.rstrip("/")) + "/")
     return key.lstrip("/")
 
 
 def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
-    """The column that says which images are tested on: by its name, or else by its values; None if there is none."""
+    """Return the column that says which images are tested on, by its name or else by its values; None without one."""
     label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
-    others = [(name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label]
-    named = [name for name, _ in others if name.lower() == "split"]
-    found = named or [name for name, column in others if _says_split(column)]
-    if len(found) > 1:
+    other_columns = [
+        (name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label
+    ]
+    named = [name for name, _ in other_columns if name.lower() == "split"]
+    saying = list(named)
+    for name, column in () if named else other_columns:
+        # A column says it if all of its texts are names of training or of test images, and some are of each.
+        is_text = column.type in _TEXT_TYPES or pa.types.is_dictionary(column.type)
+        distinct = column.cast(pa.string()).unique() if is_text else ()
+        values = {str(value).strip() for value in distinct[:_MOST_SPLITS]} - {""}
+        are_parts = all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
+        if len(distinct) < _MOST_SPLITS and are_parts:
+            saying.append(name)
+    if len(saying) > 1:
         raise UsageError(
-            f"The columns {', '.join(map(repr, found))} of the label file {url} all say which images are tested on; "
+            f"The columns {', '.join(map(repr, saying))} of the label file {url} all say which images are tested on; "
             "call the right one split."
         )
-    if found and not named:
-        _log.warning("The column %r of %s says which images are tested on.", found[0], url)
-    for name in () if found else filter(is_part, dict(others)):
+    if saying and not named:
+        _log.warning("The column %r of %s says which images are tested on.", saying[0], url)
+    for name in () if saying else filter(is_part, dict(other_columns)):
         _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
-    return found[0] if found else None
+    return saying[0] if saying else None
 
 
-def _folder_splits(keys: Texts, url: str) -> Texts:
-    """The folders of training and test images that all keys are in; empty texts if they are in others, too."""
-    tops = top_folders(keys)
-    parts = parts_among(tops)
-    if not parts or not {*tops} <= {*parts}:
-        return np.full(len(keys), "", object)
-    _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
-    return np.array([top.lower() for top in tops], object)
+def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
+    """Return the label of each row: a class, or the sorted classes joined by JOINED. Raise UsageError without any."""
+    # A column of 0 and 1 for each class.
+    if len(columns.label) > 1:
+        flags_of_classes: list[Texts] = []
+        for name in columns.label:
+            texts = texts_of(table, url, column_called(table, url, "--label-column", name)).to_pylist()
+            flags = np.array([_FLAGS.get(value.lower(), "") for value in texts], object)
+            if wrong := int((flags == "").sum()):
+                raise UsageError(
+                    f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}; correct "
+                    "them, or name one --label-column."
+                )
+            flags_of_classes.append(flags)
+        rows = zip(*flags_of_classes, strict=True)
+        return [JOINED.join(sorted(compress(columns.label, (flag == "1" for flag in row)))) for row in rows]
 
+    # One column, with one class for each image.
+    option = "--label-column (or several, of 0 and 1)"
+    name = column_called(table, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
+    labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
+    if columns.separator is None:
+        return _single_labels(labels, url)
 
-def _says_split(column: pa.ChunkedArray) -> bool:
-    """Whether all values of a column of texts are of training images or of test images, and some are of each."""
-    texts = pa.string(), pa.large_string(), pa.string_view()
-    is_text = column.type in texts or pa.types.is_dictionary(column.type)
-    distinct = column.cast(pa.string()).unique() if is_text else ()
-    values = {str(value).strip() for value in distinct[:_MOST_SPLITS]} - {""}
-    return len(distinct) < _MOST_SPLITS and all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
-
-
-def _labels_by_folders(keys: Sequence[str], url: str) -> tuple[str, ...]:
-    """The classes of a list of images alone, by the folders in it. Raises UsageError if there are none."""
-    classes = read_folders(keys, url).classes
-    if not any(classes):
+    # One column, with several classes: a list, or a text that may look like a list of Python.
+    several: list[list[str]] = []
+    for label in labels:
+        if JOINED in label:
+            several.append(label.removesuffix(JOINED).split(JOINED))
+        else:
+            text = "" if label in NO_LABELS else label.strip("[]")
+            several.append([name for part in text.split(columns.separator) if (name := part.strip(" '\""))])
+    if len(several[0]) > 1 and all(len(names) == len(several[0]) and {*names} <= _FLAGS.keys() for names in several):
         raise UsageError(
-            f"The label file {url} has one column, such as {keys[0]!r}, with neither labels nor folders; give one with "
-            "the path and the label of each image."
+            f"Each label in the column {name!r} of {url} has {len(several[0]):,} numbers 0 or 1, which do not say the "
+            "classes that they stand for; write a column for each class, and name these with --label-column."
         )
-    _log.warning("%s has no labels: the folders in it are the classes.", url)
-    return classes
+    return [JOINED.join(sorted(set(names))) for names in several]
+
+
+def _single_labels(labels: Sequence[str], url: str) -> list[str]:
+    """Return the names of classes, empty for texts that stand for none; log how many do."""
+    if several := sum(label.count(JOINED) > 1 for label in labels):
+        raise UsageError(
+            f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
+            "images may have several classes, or leave one label for each."
+        )
+    labels = [label.removesuffix(JOINED) for label in labels]
+    none, present = NO_LABELS, set(labels) - NO_LABELS
+    if present and all(_NUMBER.fullmatch(label) for label in present):
+        labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
+        none |= {"-1"}
+    if counts := Counter(label for label in labels if label and label in none):
+        texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
+        _log.warning("%s rows of %s have no label (%s), and are not used.", f"{counts.total():,}", url, texts)
+    return ["" if label in none else label for label in labels]
+
+
+def column_called(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
+    """Return the column called ``name``, or by one of the ``usual`` names. Raise UsageError if there is none."""
+    column = find_column(table.column_names, name, usual)
+    if column is None:
+        lacking = (
+            f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
+        )
+        raise UsageError(
+            f"The label file {url} has {lacking} among its columns {', '.join(table.column_names[:10])}; name the "
+            f"right one with {option}."
+        )
+    return column
+
+
+def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) -> str | None:
+    """Return the column called ``name``, or else by one of the ``usual`` names in any case; None if there is none.
+
+    >>> find_column(["Path", "Class"], None, LABEL_COLUMNS)
+    'Class'
+    """
+    if name is not None:
+        return name if name in present else None
+    return next((column for wanted in usual for column in present if column.lower() == wanted), None)
+
+
+def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
+    """Return a column as text without blanks around it, empty if a value is missing. Raise UsageError without text.
+
+    If it ``may_be_lists``, each text of a list ends in JOINED.
+    """
+    if table.column_names.count(name) > 1:
+        raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
+    column = table[name]
+    kinds_of_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    are_lists = any(is_kind(column.type) for is_kind in kinds_of_lists)
+    try:
+        if may_be_lists and are_lists:
+            lists = column.cast(pa.list_(pa.string())).to_pylist()
+            return pa.chunked_array(
+                [["".join(f"{text.strip()}{JOINED}" for text in row or () if text) for row in lists]]
+            )
+        text = as_text(column)
+    except pa.ArrowNotImplementedError:
+        records = "records" if pa.types.is_struct(column.type) else f"values of type {column.type}"
+        raise UsageError(
+            f"The column {name!r} of {url} holds {'lists' if are_lists else records}, and one text or number per row "
+            "is expected; an image with several classes has a column of 0 and 1 for each (--label-column), or one text "
+            "such as cat|dog (--label-separator)."
+        ) from None
+    except pa.ArrowInvalid:
+        raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
+    return pc.utf8_trim_whitespace(text.fill_null(""))
+
+
+def as_text(column: Any) -> Any:
+    """Return an array of Arrow as texts; pa.ArrowNotImplementedError or pa.ArrowInvalid if its values are none."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pa.string())
 
 
 def _check_rows(table: LabelTable, group: str | None) -> None:
@@ -240,11 +395,13 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
     again = np.flatnonzero(table.keys[1:] == table.keys[:-1])
     if len(again):
         first = int(again[0])
-        said = zip(table.labels, table.splits, table.groups, strict=True)
-        one, other = (" ".join(filter(None, row)).replace(JOINED, " ") for row in islice(said, first, first + 2))
+        rows = zip(table.labels, table.splits, table.groups, strict=True)
+        first_row, second_row = (
+            " ".join(filter(None, row)).replace(JOINED, " ") for row in islice(rows, first, first + 2)
+        )
         raise UsageError(
             f"The label file {table.url} contradicts itself for {len(set(table.keys[again])):,} keys, such as "
-            f"{table.keys[first]!r}, which is {one!r} and {other!r}; leave one row for each key."
+            f"{table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
         )
     num_missing = int(np.isin(table.groups.astype(str), list(NO_LABELS)).sum())
     if group is not None and num_missing:

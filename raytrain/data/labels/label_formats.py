@@ -1,4 +1,15 @@
-"""Tables of label files: CSV, lists in lines, JSON and Parquet, with each value as the text that stands in the file."""
+"""Tables in label files (CSV, lists in lines, JSON, Parquet), with each value as the text that stands in the file.
+
+People write labels in many forms, and none of them says which one it is. :func:`read_table` takes the suffix for a
+hint only. A text becomes a table like this:
+
+- lines: columns between commas, semicolons, tabs or bars, or else between blanks; with a header or without one, in
+  which case the column of images is called key.
+- JSON: one document or one a line; records, columns, an object by image or by class, parts (train, test), or COCO.
+  Names of classes beside the table replace their numbers in it.
+
+Values stay texts throughout: 007 is not 7, and 3.0 is not 3.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +24,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.folders import is_part
 from raytrain.data.labels.listing import SUFFIXES
+from raytrain.data.labels.part_names import is_part
 from raytrain.errors import UsageError
 from raytrain.storage.open import read_input
 
 _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
+_UTF_16_MARKS = b"\xff\xfe", b"\xfe\xff"
 _BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
 _NO_BLANK = re.compile(r"\S")
@@ -28,7 +40,7 @@ _Record = dict[str, Any]
 
 
 def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
-    """The table in a file or an object of a bucket, whose format its suffix says.
+    """Return the table in a file or an object of a bucket, whose format its suffix says.
 
     If none of ``key_names``, in lower case, is a column, a first line with the name of an image is a row as well.
     Numbers in a column that is one of ``label_names`` become names of classes, if a JSON document has those, too.
@@ -41,7 +53,9 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table
     suffix = posixpath.splitext(url)[1].lower()
     if suffix not in _FORMATS:
         raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_FORMATS)}.")
-    text = "" if suffix == ".parquet" else _text_of(url, content)
+    text = "" if suffix == ".parquet" else _decode_text(url, content)
+
+    # Each reader raises what its library does for a file that is damaged or of another form.
     try:
         if suffix == ".parquet":
             return pq.read_table(pa.BufferReader(content))
@@ -54,25 +68,35 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table
         raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
 
 
-def _text_of(url: str, content: bytes) -> str:
-    """The text of a file in UTF-8, or in UTF-16 with a mark at its beginning. Raises UsageError for anything else."""
+def _decode_text(url: str, content: bytes) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 with a mark at its beginning; UsageError for anything else."""
     try:
-        text = content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+        text = content.decode("utf-16" if content.startswith(_UTF_16_MARKS) else "utf-8-sig")
     except UnicodeDecodeError as error:
-        place, byte = error.start, error.object[error.start]
+        position, byte = error.start, error.object[error.start]
     else:
-        place, byte = text.find("\0"), 0  # in UTF-16, and in files of other kinds
-        if place < 0:
+        position, byte = text.find("\0"), 0  # in UTF-16 without a mark, and in files of other kinds
+        if position < 0:
             return text
-    raise UsageError(f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as text in UTF-8.")
+    raise UsageError(
+        f"The label file {url} is not in UTF-8 (byte {position:,} is {byte:#x}); save it as text in UTF-8."
+    )
 
 
 # Lines.
 
 
 def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """Columns between commas, semicolons, tabs or bars, or else between blanks, in which case keys may contain some."""
-    text = _without_remarks(text, key_names)
+    """Read columns between commas, semicolons, tabs or bars, or else between blanks, where keys may contain some."""
+    # Remarks come first: lines that begin with #, unless they name a column or an image.
+    while text.startswith("#"):
+        line, *rest = _LINES.split(text, maxsplit=1)
+        words = _BETWEEN_WORDS.split(line)
+        if _is_header(words, key_names) or any(map(_is_image, words)):
+            break
+        text = "".join(rest)
+
+    # The delimiter is the sign that is most frequent in the first line, and that is in all lines of a list.
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
     delimiter = max(",;\t|", key=header.count)
@@ -82,22 +106,12 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     return _read_csv(text, delimiter, suffix, key_names)
 
 
-def _without_remarks(text: str, key_names: Set[str]) -> str:
-    """The text from the first line on that does not begin with #, or that names a column or an image."""
-    while text.startswith("#"):
-        line, *rest = _LINES.split(text, maxsplit=1)
-        words = _BETWEEN_WORDS.split(line)
-        if _is_header(words, key_names) or any(map(_is_image, words)):
-            break
-        text = "".join(rest)
-    return text
-
-
 def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
+    """Read all columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
     content = text.encode()
     read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    # The names are read first: Arrow wants to know them before it takes each of them for a text.
     names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
     if not _is_header(names, key_names) and (suffix == ".txt" or any(map(_is_image, names))):
         read.column_names = names = _invented_names(names)
@@ -107,25 +121,23 @@ def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa
 
 
 def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
+    """Read columns between blanks; the first one may contain some, as the path of an image does."""
     names = lines[0].split()
     has_header = _is_header(names, key_names)
-    num_columns = len(names) if has_header else _num_spaced_columns(lines)
+    num_columns = len(names)
+    if not has_header:
+        # One column for a list of images, two if the path of an image may contain blanks, else a column for each word.
+        num_words = {len(line.split()) for line in lines}
+        before_last = [line.rsplit(None, 1)[0] for line in lines]
+        if len(num_words) > 1 or (num_words != {1} and any(map(_is_image, before_last))):
+            num_columns = 1 if len(num_words) > 1 and all(map(_is_image, lines)) else 2
     rows = [line.rsplit(None, num_columns - 1) for line in lines]
     for number, row in enumerate(rows, 1):
         if len(row) != num_columns:
             raise ValueError(f"line {number:,} is {lines[number - 1][:80]!r}, and {num_columns} columns are expected")
     names = rows.pop(0) if has_header else _invented_names(rows[0])
-    columns = [pa.array([row[place] for row in rows], pa.string()) for place in range(num_columns)]
+    columns = [pa.array([row[index] for row in rows], pa.string()) for index in range(num_columns)]
     return pa.Table.from_arrays(columns, names)
-
-
-def _num_spaced_columns(lines: Sequence[str]) -> int:
-    """One for a list of images, two if the path of an image may contain blanks, else the number of words in a line."""
-    num_words = {len(line.split()) for line in lines}
-    before_last = [line.rsplit(None, 1)[0] for line in lines]
-    if len(num_words) == 1 and (num_words == {1} or not any(map(_is_image, before_last))):
-        return num_words.pop()
-    return 1 if len(num_words) > 1 and all(map(_is_image, lines)) else 2
 
 
 def _is_header(names: Sequence[str], key_names: Set[str]) -> bool:
@@ -137,9 +149,9 @@ def _is_image(text: object) -> bool:
 
 
 def _invented_names(row: Sequence[object]) -> list[str]:
-    """Names of columns that have none: key for that of images, and of two columns label for the other one."""
-    key = next((place for place, text in enumerate(row) if _is_image(text)), 0)
-    names = [f"column {place}" if len(row) > 2 else "label" for place in range(1, len(row) + 1)]
+    """Return names for columns that have none: key for that of images, and of two columns label for the other one."""
+    key = next((index for index, text in enumerate(row) if _is_image(text)), 0)
+    names = [f"column {number}" if len(row) > 2 else "label" for number in range(1, len(row) + 1)]
     return [*names[:key], "key", *names[key + 1 :]]
 
 
@@ -147,29 +159,61 @@ def _invented_names(row: Sequence[object]) -> list[str]:
 
 
 def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
-    """One document, or one after the other, with numbers as they are written."""
-    decoder = json.JSONDecoder(
-        parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_without_repetition
-    )
+    """Read one document, or one after the other, with numbers as they are written."""
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_refuse_repetition)
     documents, end = list[Any](), 0
     while start := _NO_BLANK.search(text, end):
         document, end = decoder.raw_decode(text, start.start())
         documents.append(document)
     is_one = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
-    document, names = _split_class_names(documents[0] if is_one else documents)
-    return _from_records(_with_class_names(_records(document, key_names), names, label_names))
+    document, class_names = _split_class_names(documents[0] if is_one else documents)
+    records = _records(document, key_names)
+    if class_names:
+        _name_classes(records, class_names, label_names)
+
+    # A record may lack what others have: its value is null then.
+    if not _is_list_of(records, dict):
+        raise ValueError("it has no records")
+    columns = dict.fromkeys(name for record in records for name in record)
+    return pa.table({name: _column([record.get(name) for record in records]) for name in columns})
 
 
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _refuse_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
+    """Return the object that json has read as ``pairs``; ValueError if a name is in it twice."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the name {max(names, key=names.count)!r} is there twice in one object")
-    return found
+    return record
+
+
+def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
+    """Return a document without the names of its classes, and these by their numbers; none if no table is beside."""
+    if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
+        return document, {}
+    rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
+    is_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
+    name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
+    if name is None or not (is_table or (rest and all(map(is_part, rest)))):
+        return document, {}
+
+    # They are a list of names or of COCO's categories, or an object from numbers to names or back.
+    classes = document[name]
+    if isinstance(classes, list):
+        are_categories = _is_list_of(classes, dict)
+        pairs = [(category["id"], category["name"]) for category in classes] if are_categories else enumerate(classes)
+    elif all(map(str.isdecimal, classes)):
+        pairs = classes.items()
+    else:
+        pairs = [(number, class_name) for class_name, number in classes.items()]
+    names = {str(number): str(class_name) for number, class_name in pairs}
+    if len(set(names.values())) < len(classes) or not all(map(str.isdecimal, names)):
+        raise ValueError(f"{name} has to give each class a number and a name of its own")
+    return rest, names
 
 
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
-    """The rows that a document has in one of the forms in which programs write tables."""
+    """Return the rows that a document has in one of the forms in which programs write tables."""
     if isinstance(document, list):
         return _listed(document)
     if not isinstance(document, dict) or not document:
@@ -180,6 +224,8 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
     if all(map(is_part, document)):
         return [{**record, "split": name} for name, part in document.items() for record in _records(part, key_names)]
+
+    # One list in it is the table, whatever stands beside it.
     lists = {name: value for name, value in document.items() if _is_list_of(value, (dict, list))}
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
@@ -189,20 +235,37 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     return _keyed_records(by_image[0] if len(by_image) == 1 else document, key_names)
 
 
-def _keyed_records(found: _Record, key_names: Set[str]) -> list[_Record]:
-    """Rows of an object of columns, of images of each class, or of labels or records by the name of the image."""
-    values = list(found.values())
-    if all(isinstance(value, (dict, list)) for value in values) and _is_header(list(found), key_names):
+def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
+    """Return the rows of an object of columns, of images of each class, or of labels or records by an image's name."""
+    values = list(document.values())
+    # Columns, as lists or, as pandas writes them, as objects by the number of the row.
+    if all(isinstance(value, (dict, list)) for value in values) and _is_header(list(document), key_names):
         columns = [value if isinstance(value, dict) else dict(enumerate(value)) for value in values]
         if any(column.keys() != columns[0].keys() for column in columns):
             raise ValueError(f"its columns have {min(map(len, columns)):,} to {max(map(len, columns)):,} values")
-        return [{name: column[row] for name, column in zip(found, columns, strict=True)} for row in columns[0]]
+        return [{name: column[row] for name, column in zip(document, columns, strict=True)} for row in columns[0]]
+    # Records by the name of the image, or by anything else if they have it themselves.
     if all(isinstance(value, dict) for value in values):
         has_keys = all(_is_header(list(record), key_names) for record in values)
-        return values if has_keys else [{"key": name, **record} for name, record in found.items()]
+        return values if has_keys else [{"key": name, **record} for name, record in document.items()]
+    # Images by their class, and classes by their image.
     if all(isinstance(value, list) and value and all(map(_is_image, value)) for value in values):
-        return [{"key": key, "label": name} for name, keys in found.items() for key in keys]
-    return [{"key": name, "label": label} for name, label in found.items()]
+        return [{"key": key, "label": name} for name, keys in document.items() for key in keys]
+    return [{"key": name, "label": label} for name, label in document.items()]
+
+
+def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
+    """Return rows of images as COCO describes them, with the list of their categories as label."""
+    names = {category["id"]: category["name"] for category in rest.get("categories", ())}
+    labels = {image["id"]: list[str]() for image in images}
+    if len(labels) < len(images) or len(set(names.values())) < len(rest.get("categories", ())):
+        raise ValueError("several of its images have one id, or several of its categories one id or name")
+    for annotation in annotations:
+        category = annotation["category_id"]
+        name = names[category] if names else category
+        if name not in labels[annotation["image_id"]]:
+            labels[annotation["image_id"]].append(name)
+    return [{**image, "label": labels[image["id"]]} for image in images]
 
 
 def _listed(rows: list[Any]) -> list[_Record]:
@@ -215,97 +278,45 @@ def _listed(rows: list[Any]) -> list[_Record]:
 
 
 def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, kinds) for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)
 
 
 def _is_by_image(value: object) -> bool:
     return isinstance(value, dict) and bool(value) and all(map(_is_image, value))
 
 
-def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
-    """A document without the names of its classes, and these by their numbers; none if there is no table beside."""
-    if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
-        return document, {}
-    rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
-    is_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
-    name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
-    if name is None or not (is_table or (rest and all(map(is_part, rest)))):
-        return document, {}
-    names = _numbered(document[name])
-    if len(set(names.values())) < len(document[name]) or not all(map(str.isdecimal, names)):
-        raise ValueError(f"{name} has to give each class a number and a name of its own")
-    return rest, names
+def _name_classes(records: list[_Record], names: dict[str, str], label_names: Set[str]) -> None:
+    """Replace numbers of classes by their ``names`` in the columns of labels; not in labels that are names already.
 
-
-def _numbered(classes: Any) -> dict[str, str]:
-    """Names by numbers, of a list of names or of COCO's categories, or an object from names to numbers or back."""
-    if isinstance(classes, list):
-        by_id = _is_list_of(classes, dict)
-        pairs = [(each["id"], each["name"]) for each in classes] if by_id else enumerate(classes)
-    elif all(map(str.isdecimal, classes)):
-        pairs = classes.items()
-    else:
-        pairs = [(number, name) for name, number in classes.items()]
-    return {str(number): str(name) for number, name in pairs}
-
-
-def _with_class_names(records: list[_Record], names: dict[str, str], label_names: Set[str]) -> list[_Record]:
-    """The records with names of classes in place of numbers; as they are if their labels are names."""
-    columns = {name for record in records for name in record if name.lower() in label_names} if names else set[str]()
-    for column in columns:
-        each = [_texts_in(record.get(column)) for record in records]
-        labels = {label for several in each for label in several}
-        are_flags = labels <= {"0", "1"} and {*map(len, each)} == {len(names)} != {1}
-        if not are_flags and _are_numbers(labels, names):  # flags are told, and refused, where they are read
-            for record in records:
-                label = record.get(column)
-                named = [names[number] for number in _texts_in(label)]
-                record[column] = named if isinstance(label, list) else next(iter(named), label)
-    return records
-
-
-def _are_numbers(labels: Set[str], names: dict[str, str]) -> bool:
-    """Whether labels are numbers of classes, and not their ``names``. Raises ValueError if that is not clear."""
-    if labels <= set(names.values()):
-        if labels <= names.keys() and any(names[label] != label for label in labels):
-            raise ValueError(f"the labels, such as {min(labels)!r}, are numbers of its classes as well as names")
-        return False
-    if unknown := sorted(labels - names.keys()):
-        raise ValueError(f"the label {unknown[0]!r} is none of its {len(names):,} classes")
-    return True
+    Raises ValueError if it is not clear which of both they are.
+    """
+    for column in {name for record in records for name in record if name.lower() in label_names}:
+        labels_of_rows = [_texts_in(record.get(column)) for record in records]
+        labels = {label for texts in labels_of_rows for label in texts}
+        if labels <= {"0", "1"} and {*map(len, labels_of_rows)} == {len(names)} != {1}:
+            continue  # flags, which are refused where labels are read
+        if labels <= set(names.values()):
+            if labels <= names.keys() and any(names[label] != label for label in labels):
+                raise ValueError(f"the labels, such as {min(labels)!r}, are numbers of its classes as well as names")
+            continue
+        if unknown := sorted(labels - names.keys()):
+            raise ValueError(f"the label {unknown[0]!r} is none of its {len(names):,} classes")
+        for record in records:
+            label = record.get(column)
+            named = [names[number] for number in _texts_in(label)]
+            record[column] = named if isinstance(label, list) else next(iter(named), label)
 
 
 def _texts_in(label: Any) -> list[str]:
-    return [each for each in (label if isinstance(label, list) else [label]) if isinstance(each, str) and each]
-
-
-def _coco_records(images: list[_Record], annotations: list[_Record], **others: Any) -> list[_Record]:
-    """Rows of images as COCO describes them, with the list of their categories as label."""
-    names = {each["id"]: each["name"] for each in others.get("categories", ())}
-    labels = {each["id"]: list[str]() for each in images}
-    if len(labels) < len(images) or len(set(names.values())) < len(others.get("categories", ())):
-        raise ValueError("several of its images have one id, or several of its categories one id or name")
-    for each in annotations:
-        category = each["category_id"]
-        name = names[category] if names else category
-        if name not in labels[each["image_id"]]:
-            labels[each["image_id"]].append(name)
-    return [{**image, "label": labels[image["id"]]} for image in images]
-
-
-def _from_records(records: Sequence[_Record]) -> pa.Table:
-    if not _is_list_of(records, dict):
-        raise ValueError("it has no records")
-    names = dict.fromkeys(name for record in records for name in record)
-    return pa.table({name: _column([record.get(name) for record in records]) for name in names})
+    return [text for text in (label if isinstance(label, list) else [label]) if isinstance(text, str) and text]
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
-    """Texts, or lists of texts if one value is a list, or nothing but a type that cannot be text."""
+    """Return texts, or lists of texts if one value is a list, or nothing but a type that cannot be text."""
     kinds = set(map(type, values))
     if list in kinds:
         lists = [value if isinstance(value, list) else [value] for value in values]
-        if not any(isinstance(each, (list, dict)) for value in lists for each in value):
+        if not any(isinstance(item, (list, dict)) for value in lists for item in value):
             return pa.array([list(map(_text, value)) for value in lists], pa.list_(pa.string()))
     if kinds & {list, dict}:
         return pa.nulls(len(values), pa.struct([]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytrain.errors import UsageError
@@ -40,6 +41,8 @@ EMPTY = "empty folders"
 _NO_SUFFIX = "files without a suffix"
 POINTERS = "pointers of Git LFS (`git lfs pull` fetches the images)"
 
+_log = logging.getLogger("raytrain")
+
 
 @dataclass
 class Listing:
@@ -51,58 +54,8 @@ class Listing:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many files are left out, by reason."""
+        """Number of files that are left out, by reason."""
         return {reason: len(paths) for reason, paths in self.left_out.items() if paths}
-
-    def lost(self) -> list[str]:
-        """The paths that are left out, without hidden files and tables."""
-        return [path for reason, paths in self.left_out.items() if reason not in _NO_LOSS for path in paths]
-
-
-def list_files(store: Store) -> Listing:
-    """All files below ``store``. Raises StorageError if it cannot be listed, UsageError if it has no image."""
-    listing = Listing(store.url)
-    found: list[StoredObject] = []
-    markers: list[str] = []  # empty objects that stand for folders, as consoles of clouds make them
-    for stored in store.list():
-        reason = why_left_out(stored.path)
-        if reason is None:
-            found.append(stored)
-        elif reason == _NO_SUFFIX and store.cloud and not stored.size_bytes:
-            markers.append(f"{stored.path}/")
-        else:
-            listing.left_out[reason].append(stored.path)
-    for path in dead_ends(store):
-        listing.left_out[HIDDEN if is_hidden(path) else EMPTY if path.endswith("/") else LINKS].append(path)
-    pointers = _lfs_pointers(store, found)
-    listing.left_out[POINTERS] += pointers
-    listing.images = sorted(stored for stored in found if stored.path not in pointers)
-    listing.left_out[EMPTY] += _without_images(markers, listing.images)
-    if not listing.images:
-        raise _no_images(listing)
-    return listing
-
-
-def _without_images(folders: Sequence[str], images: Sequence[StoredObject]) -> Iterator[str]:
-    """Those of ``folders``, which end in a slash, that none of the sorted ``images`` is below."""
-    for folder in folders:
-        place = bisect(images, folder, key=lambda image: image.path)
-        if place == len(images) or not images[place].path.startswith(folder):
-            yield folder
-
-
-def lost_files(left_out: Mapping[str, int]) -> str:
-    """How many files are left out for which reasons, the most first; without hidden files and tables."""
-    told = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
-    return "; ".join(f"{count:,} {reason}" for reason, count in sorted(told, key=lambda each: -each[1]))
-
-
-def is_hidden(path: str) -> bool:
-    """Whether ``path`` is a copy or thumbnail that a desktop, a notebook or a disk station keeps beside images."""
-    *folders, name = path.split("/")
-    return any(part.startswith(".") for part in (*folders, name)) or (
-        name in _SYSTEM_FILES or name.endswith("_$folder$") or not _SYSTEM_FOLDERS.isdisjoint(folders)
-    )
 
 
 def check_folder(store: Store) -> None:
@@ -112,17 +65,45 @@ def check_folder(store: Store) -> None:
     store.check_readable()
 
 
-def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
-    suffix = posixpath.splitext(url.rstrip("/").lower())[1]
-    if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
-        kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
-        advice = _CONTAINERS.get(suffix, "give the folder")
-        raise UsageError(f"{url} is a {kind}, and a folder or a prefix of images is expected; {advice}.")
+def list_files(store: Store) -> Listing:
+    """List all files below ``store``. Raise StorageError if it cannot be listed, UsageError if it has no image."""
+    listing = Listing(store.url)
+    candidates: list[StoredObject] = []
+    markers: list[str] = []  # empty objects that stand for folders, as consoles of clouds make them
+    for stored in store.list():
+        reason = why_left_out(stored.path)
+        if reason is None:
+            candidates.append(stored)
+        elif reason == _NO_SUFFIX and store.cloud and not stored.size_bytes:
+            markers.append(f"{stored.path}/")
+        else:
+            listing.left_out[reason].append(stored.path)
+    for path in dead_ends(store):
+        listing.left_out[HIDDEN if is_hidden(path) else EMPTY if path.endswith("/") else LINKS].append(path)
+
+    # Git LFS puts a small text in place of an image until somebody fetches that: files of its size are read.
+    short = [stored.path for stored in candidates if stored.size_bytes in _POINTER_BYTES]
+    contents = zip(short, store.get_many(short), strict=True) if short else ()
+    pointers = {path for path, data in contents if isinstance(data, bytes) and data.startswith(_POINTER)}
+    listing.left_out[POINTERS] += pointers
+    listing.images = sorted(stored for stored in candidates if stored.path not in pointers)
+
+    # A marker of a folder counts as an empty folder if no image is below it.
+    for folder in markers:
+        following = bisect(listing.images, folder, key=lambda image: image.path)
+        if following == len(listing.images) or not listing.images[following].path.startswith(folder):
+            listing.left_out[EMPTY].append(folder)
+    if not listing.images:
+        raise _no_images(listing)
+    return listing
 
 
 def why_left_out(path: str) -> str | None:
-    """Why a file is not used; None if it is taken for an image."""
+    """Return why a file is not used; None if it is taken for an image.
+
+    >>> why_left_out("cat/notes.csv")
+    'tables and descriptions'
+    """
     if is_hidden(path):
         return HIDDEN
     suffix = posixpath.splitext(path.lower())[1]
@@ -135,21 +116,68 @@ def why_left_out(path: str) -> str | None:
     return f"{suffix} files" if suffix else _NO_SUFFIX
 
 
-def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
-    """The paths of files that only say which image Git LFS would put in their place."""
-    short = [stored.path for stored in images if stored.size_bytes in _POINTER_BYTES]
-    contents = zip(short, store.get_many(short), strict=True) if short else ()
-    return {path for path, data in contents if isinstance(data, bytes) and data.startswith(_POINTER)}
+def is_hidden(path: str) -> bool:
+    """Return whether ``path`` is a copy or thumbnail that a desktop, a notebook or a disk station keeps by images."""
+    *folders, name = path.split("/")
+    return any(part.startswith(".") for part in (*folders, name)) or (
+        name in _SYSTEM_FILES or name.endswith("_$folder$") or not _SYSTEM_FOLDERS.isdisjoint(folders)
+    )
 
 
 def _no_images(listing: Listing) -> UsageError:
+    """Return the error of a folder without images, which names the files that it has instead, and what to do."""
     if not listing.counts:
         refuse_file(listing.url)
-    others = ", ".join(f"{count:,} {reason}" for reason, count in Counter(listing.counts).most_common(4))
-    found = f"but {others}" if others else "nor other files"
-    kinds = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
-    advice = next((f" {kind} files: {_CONTAINERS[kind]}." for kind in kinds if kind in _CONTAINERS), "")
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in Counter(listing.counts).most_common(4))
+    instead = f"but {reasons}" if reasons else "nor other files"
+    suffixes = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
+    advice = next((f" {suffix} files: {_CONTAINERS[suffix]}." for suffix in suffixes if suffix in _CONTAINERS), "")
     return UsageError(
-        f"There are no images below {listing.url}, {found}; check the path, and that file names end in "
+        f"There are no images below {listing.url}, {instead}; check the path, and that file names end in "
         f"{', '.join(SUFFIXES)}.{advice}"
     )
+
+
+def refuse_file(url: str) -> None:
+    """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
+    suffix = posixpath.splitext(url.rstrip("/").lower())[1]
+    if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
+        kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
+        advice = _CONTAINERS.get(suffix, "give the folder")
+        raise UsageError(f"{url} is a {kind}, and a folder or a prefix of images is expected; {advice}.")
+
+
+def report_left_out(listing: Listing, *, in_class_folders: bool = False) -> None:
+    """Log how many files are left out and why, but not hidden files and tables.
+
+    With ``in_class_folders``, name the folders beside those of the images in which no image is left.
+    """
+    reasons = lost_files(listing.counts)
+    if not reasons:
+        return
+    without_images = list[str]()
+    if in_class_folders:
+        lost = [path for reason, paths in listing.left_out.items() if reason not in _NO_LOSS for path in paths]
+        folders_of_lost = {path.rpartition("/")[0] for path in lost}
+        folders = {stored.path.rpartition("/")[0] for stored in listing.images}
+        above = {folder.rpartition("/")[0] for folder in folders}
+        without_images = sorted(
+            folder for folder in folders_of_lost - folders if folder and folder.rpartition("/")[0] in above
+        )
+    names = first_names(list(map(repr, without_images)))
+    _log.warning("Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {names}." if names else "")
+
+
+def lost_files(left_out: Mapping[str, int]) -> str:
+    """Return how many files are left out for which reasons, the most first; without hidden files and tables.
+
+    >>> lost_files({"links that lead nowhere": 2, "tables and descriptions": 1})
+    '2 links that lead nowhere'
+    """
+    counts = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
+    return "; ".join(f"{count:,} {reason}" for reason, count in sorted(counts, key=lambda pair: -pair[1]))
+
+
+def first_names(names: list[str] | tuple[str, ...]) -> str:
+    """Return the first five of ``names``, for a message: ``a, b, c, d, e, …``."""
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

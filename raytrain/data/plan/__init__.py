@@ -1,1 +1,1 @@
-"""Sample order: which samples each batch and each worker has."""
+"""The plan: which draws are in each step, and which of them each worker has."""

@@ -1,4 +1,7 @@
-"""The division of global batches over workers, and of a worker's samples into blocks."""
+"""The division of global batches over workers, and of a worker's draws into blocks.
+
+:mod:`raytrain.data.plan.batch_plan` says how both belong together.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +30,36 @@ class Partition:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Samples that the worker reads in an epoch."""
+        """Number of draws that the worker reads in an epoch."""
         return self._last_batch_row + len(self._last.indices)
 
     def first_row(self, index: int) -> int:
-        """First row of the epoch's step number ``index``."""
+        """Return the first row of the epoch's step number ``index``."""
         return index * len(self._full.indices)
 
     def step_of_row(self, row: int) -> int:
-        """Number, within the epoch, of the step that uses ``row``."""
+        """Return the number, within the epoch, of the step that uses ``row``."""
         return self.plan.steps_per_epoch - 1 if row >= self._last_batch_row else row // len(self._full.indices)
 
-    def local_samples(self, batch: GlobalBatch) -> Int64s:
-        """Samples of the worker's local batch, int64 (n,), in their order."""
-        return self.plan.samples(batch.epoch, batch.start + self._slice(batch).indices)
+    def local_draws(self, batch: GlobalBatch) -> Int64s:
+        """Return the draws of the worker's local batch, int64 (n,), in their order."""
+        return self.plan.draws(batch.epoch, batch.start + self._slice(batch).indices)
 
     def part_sizes(self, batch: GlobalBatch) -> tuple[int, ...]:
-        """The worker's number of samples in each part of a global batch (see :meth:`BatchPlan.part_sizes`)."""
+        """Return the worker's number of samples in each part of a global batch (see :meth:`BatchPlan.part_sizes`)."""
         return self._slice(batch).part_sizes
 
-    def row_samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Samples of the rows ``start`` to ``stop`` of ``epoch``, or to the epoch's last row."""
+    def row_draws(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the draws of the rows ``start`` to ``stop`` of ``epoch``, or to the epoch's last row."""
+        # All steps but the last one have the same slice, so that a row says its step and its index in the slice.
         full, last = self._full.indices, self._last.indices
         rows = np.arange(start, min(stop, self.rows_per_epoch), dtype=np.int64)
         before_last = rows < self._last_batch_row
         step, row = np.divmod(rows[before_last], max(len(full), 1))
+        # The last global batch is shorter, and has a slice of its own.
         last_start = (self.plan.steps_per_epoch - 1) * self.plan.batch_size
         last_positions = last_start + last[rows[~before_last] - self._last_batch_row]
-        return self.plan.samples(epoch, np.concatenate([step * self.plan.batch_size + full[row], last_positions]))
+        return self.plan.draws(epoch, np.concatenate([step * self.plan.batch_size + full[row], last_positions]))
 
     @property
     def _last_batch_row(self) -> int:
@@ -81,6 +86,7 @@ class _LocalSlice:
 
 
 def _local_slice(partition: Partition, batch_size: int) -> _LocalSlice:
+    """Return what a worker has of a global batch of this size: a contiguous slice of each of its parts."""
     slices: list[Int64s] = []
     start = 0
     for part_size in partition.plan.part_sizes(batch_size):
@@ -88,7 +94,7 @@ def _local_slice(partition: Partition, batch_size: int) -> _LocalSlice:
         first = start + sum(sizes[: partition.rank])
         slices.append(np.arange(first, first + sizes[partition.rank], dtype=np.int64))
         start += part_size
-    return _LocalSlice(np.concatenate(slices), tuple(len(each) for each in slices))
+    return _LocalSlice(np.concatenate(slices), tuple(map(len, slices)))
 
 
 def partition_sizes(num_samples: int, loads: Sequence[float]) -> list[int]:
@@ -109,13 +115,13 @@ _BLOCK_BYTES = 64 << 20  # a task, and those who pass a block on, take the same 
 
 
 def rows_per_block(image_bytes: int, *, packed: bool) -> int:
-    """Images in one block, for decoded images of this size."""
+    """Return how many images are in one block, for decoded images of this size."""
     return max(1, min(_PACKED_ROWS if packed else _ROWS, _BLOCK_BYTES // image_bytes))
 
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """Which samples each block contains, for one worker that reads its partition epoch after epoch."""
+    """Which draws each block contains, for one worker that reads its partition epoch after epoch."""
 
     partition: Partition
     first_step: int
@@ -126,21 +132,21 @@ class WorkerOrder:
         epochs = -(-plan.num_steps // plan.steps_per_epoch)
         return max(0, (epochs - self._first_epoch) * self._blocks_per_epoch - self._skipped_blocks)
 
-    def samples(self, number: int) -> Int64s:
-        """Samples of block ``number``; the first block begins with the local batch of the first step."""
+    def draws(self, number: int) -> Int64s:
+        """Return the draws of block ``number``; the first block begins with the local batch of the first step."""
         epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
         start = index * self.rows_per_block
         if number == 0 and epoch == 0:  # unless the worker has nothing left to do in its first epoch
             start = self._first_row
         stop = (index + 1) * self.rows_per_block
-        return self.partition.row_samples(self._first_epoch + epoch, start, stop)
+        return self.partition.row_draws(self._first_epoch + epoch, start, stop)
 
     def epoch(self, number: int) -> int:
-        """The epoch that block ``number`` is read for."""
+        """Return the epoch that block ``number`` is read for."""
         return self._first_epoch + (number + self._skipped_blocks) // self._blocks_per_epoch
 
     def priority(self, number: int) -> int:
-        """The step that first needs block ``number``. Steps are comparable between workers of different loads."""
+        """Return the step that first needs block ``number``, which is comparable between workers of different loads."""
         epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
         first_step = (self._first_epoch + epoch) * self.partition.plan.steps_per_epoch
         return first_step + self.partition.step_of_row(index * self.rows_per_block)
@@ -175,29 +181,29 @@ class CacheOrder:
     def __len__(self) -> int:
         return -(-self.plan.num_samples // self.rows_per_block)
 
-    def samples(self, number: int) -> Int64s:
-        """Samples of block ``number``."""
+    def draws(self, number: int) -> Int64s:
+        """Return the draws of block ``number``: its samples, for each comes once."""
         start = number * self.rows_per_block
         return self._in_rows(np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64))
 
     def row_of_sample(self) -> Int64s:
-        """In which row of the whole data set each sample is, (num_samples,)."""
+        """Return in which row of the whole data set each sample is, (num_samples,)."""
         rows = np.arange(self.plan.num_samples, dtype=np.int64)
         row_of_sample = np.empty_like(rows)
         row_of_sample[self._in_rows(rows)] = rows
         return row_of_sample
 
     def epoch(self, number: int) -> int:
-        """The first epoch that uses block ``number``; later ones use it again."""
+        """Return the first epoch that uses block ``number``; later ones use it again."""
         return self.plan.batch(self.first_step).epoch
 
     def priority(self, number: int) -> int:
-        """Blocks are needed in the order of their numbers."""
+        """Return ``number``: blocks are needed in the order of their numbers."""
         return number
 
     def _in_rows(self, rows: Int64s) -> Int64s:
         first = self.plan.batch(self.first_step)
-        return self.plan.each_once(first.epoch, (first.start + rows) % self.plan.num_samples)
+        return self.plan.samples_once(first.epoch, (first.start + rows) % self.plan.num_samples)
 
 
 BlockOrder = WorkerOrder | CacheOrder
@@ -211,7 +217,7 @@ class BlockRef(NamedTuple):
 
 
 def interleave(orders: Sequence[BlockOrder]) -> Iterator[BlockRef]:
-    """The blocks of all ``orders`` in the order in which they are needed, computed lazily."""
+    """Yield the blocks of all ``orders`` in the order in which they are needed."""
     merged = heapq.merge(*(_by_priority(index, order) for index, order in enumerate(orders)))
     return (BlockRef(index, number) for _, index, number in merged)
 

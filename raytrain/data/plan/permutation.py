@@ -35,7 +35,7 @@ def mix(*values: int) -> int:
 
 
 def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: int | Int64s = 0) -> Int64s:
-    """A pseudo-random permutation of ``range(num_samples)``, evaluated at ``positions``.
+    """Return a pseudo-random permutation of ``range(num_samples)``, evaluated at ``positions``.
 
     A Feistel network over the pairs ``(left, right)`` of a rectangle just larger than ``num_samples`` (Black and
     Rogaway 2002, the generalised Feistel cipher). A result outside of the range is permuted again until it is inside,
@@ -62,7 +62,7 @@ def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: in
 
 
 def _rectangle(sizes: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """Height and width of a nearly square rectangle with at least as many pairs as there are samples."""
+    """Return height and width of a nearly square rectangle with at least as many pairs as there are samples."""
     below = np.maximum(sizes, np.uint64(1)) - np.uint64(1)
     height = np.maximum(np.sqrt(below.astype(np.float64)).astype(np.uint64) + np.uint64(1), np.uint64(2))
     return height, (sizes + height - np.uint64(1)) // height
@@ -91,17 +91,17 @@ Words = TypeVar("Words", Int64s, "Tensor")
 Floats = npt.NDArray[np.float64]
 
 
-def uniform(key: int, samples: Int64s, num_draws: int) -> Floats:
-    """Uniform random numbers in [0, 1), float64 (B, num_draws), one for each sample (int64) and draw.
+def uniform(key: int, draws: Int64s, count: int) -> Floats:
+    """Return ``count`` uniform random numbers in [0, 1) for each of ``draws``, int64 (B,): float64 (B, count).
 
-    They depend only on ``key``, the sample and the number of the draw: draw d of sample s is number s·num_draws + d of
-    the generator that starts at ``key``.
+    They depend only on ``key``, the draw and their index: number i of draw d is number d·count + i of the generator
+    that starts at ``key``.
     """
-    return splitmix64(key, samples[:, None] * num_draws + np.arange(num_draws)).astype(np.float64) * 2.0**-53
+    return splitmix64(key, draws[:, None] * count + np.arange(count)).astype(np.float64) * 2.0**-53
 
 
 def splitmix64(key: int | Words, positions: Words) -> Words:
-    """53 random bits for each of ``positions``, int64, as an int64 array or tensor of the same shape.
+    """Return 53 random bits for each of ``positions``, int64, as an int64 array or tensor of the same shape.
 
     The numbers at these positions of the SplitMix64 generator that starts at ``key``, or of several generators that
     start at an int64 array or tensor of keys, which is broadcast (Steele, Lea and Flood 2014; the
@@ -115,12 +115,12 @@ def splitmix64(key: int | Words, positions: Words) -> Words:
 
 
 def as_int64(word: int) -> int:
-    """The signed integer with the same 64 bits."""
+    """Return the signed integer with the same 64 bits."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def _shifted_right(words: Words, bits: int) -> Words:
-    """A logical shift: that of int64 copies the sign."""
+    """Shift without the sign, which int64's own shift copies."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -146,12 +146,12 @@ class ShardShuffle:
     shard_sizes: Int64s  # (S,), samples in each shard; none is 0
 
     def samples(self, positions: Int64s, batch_size: int, key: int | None) -> Int64s:
-        """Samples at ``positions`` of an epoch, int64 of the same shape; with ``key`` None, lanes are unshuffled."""
+        """Return the samples at ``positions`` of an epoch, int64 of the same shape; unshuffled if ``key`` is None."""
         in_lanes = lane_positions(positions, int(self.shard_sizes.sum()), batch_size)
         return in_lanes if key is None else self._shuffled(in_lanes, key)
 
     def _shuffled(self, in_lanes: Int64s, key: int) -> Int64s:
-        """Samples at positions ``in_lanes`` of the shuffled sequence of all shards."""
+        """Return the samples at positions ``in_lanes`` of the shuffled sequence of all shards."""
         first_samples, shard_starts = _shard_order(self.shard_sizes.tobytes(), key)
         window_starts = np.append(shard_starts[:-1:WINDOW_SHARDS], shard_starts[-1])
         window = np.searchsorted(window_starts, in_lanes, "right") - 1
@@ -162,7 +162,7 @@ class ShardShuffle:
 
 
 def lane_positions(positions: Int64s, num_samples: int, batch_size: int) -> Int64s:
-    """Where ``positions`` of an epoch are if its lanes are laid end to end: a permutation of ``range(num_samples)``.
+    """Return where ``positions`` of an epoch are if its lanes are laid end to end: a permutation of their range.
 
     Lane ``l`` of ``L`` has the columns ``[l*b//L, (l+1)*b//L)`` of each batch of ``b`` samples, and holds them step
     after step.
@@ -179,7 +179,7 @@ def lane_positions(positions: Int64s, num_samples: int, batch_size: int) -> Int6
 
 @lru_cache(maxsize=4)  # keyed by value: a data task gets a new copy of its plan each time
 def _shard_order(shard_sizes: bytes, key: int) -> tuple[Int64s, Int64s]:
-    """The shards in random order: the first sample of each, (S,), and where each starts in the sequence, (S + 1,)."""
+    """Return the first sample of each shard in random order, (S,), and where each starts in that sequence, (S + 1,)."""
     sizes = np.frombuffer(shard_sizes, np.int64)
     order = permute(np.arange(len(sizes)), len(sizes), key=mix(key, 1))
     first_samples = np.cumsum(sizes) - sizes
@@ -195,7 +195,7 @@ class Packing:
     row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
 
     def select(self, indices: npt.NDArray[np.integer]) -> Packing:
-        """The locations of the images at ``indices``."""
+        """Return the locations of the images at ``indices``."""
         return replace(self, shard=self.shard[indices], row=self.row[indices])
 
     def check(self) -> None:
@@ -209,7 +209,7 @@ class Packing:
 
 
 def read_packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
-    """The locations that a stored manifest holds, not checked; None if its images are not packed."""
+    """Return the locations that a stored manifest holds, not checked; None if its images are not packed."""
     if "shards" not in metadata:
         return None
     return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())

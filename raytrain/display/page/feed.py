@@ -1,4 +1,14 @@
-"""Feed of a page's viewers: the whole run at first, then what is new, with curves as fine as a screen can show."""
+"""Feed of a page's viewers: the whole run at first, then what is new, with curves as fine as a screen can show.
+
+Snapshots come in, and messages go out. A run may have millions of rows, viewers may be slow, and some come late, so
+nothing is queued. The feed keeps the run's state once, and each viewer keeps a cursor that says how much it has seen.
+Whenever a viewer asks, it gets what it lacks, as it is at that moment.
+
+Curves are made coarser twice. In memory a curve has a bounded number of points: when there are too many, each two are
+merged into one (:meth:`Curves.extend`). For a screen, points are gathered into buckets, at most as many as a screen has
+columns of pixels (:meth:`Curves.since`). Points and buckets have a mean, a minimum and a maximum, so that no extreme of
+a row is ever lost.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +36,20 @@ _NUM_EVENTS = 500  # latest events that are shown
 _NUM_MACHINES = 64  # most workers whose machines are shown
 _MAX_ENCODED = 8  # most messages that are kept for viewers who have read equally far
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
+_NOT_AS_IT_IS = {
+    *("rows", "first_row", "attempt", "events"),  # apart from the state
+    *("result", "latest", "evaluation", "stop_request", "machines"),  # in another form
+}
+"""Fields of a snapshot that the state of a run does not simply repeat."""
+
+MAX_BUCKETS = 1500  # most buckets of a curve: a screen has about as many columns of pixels
+MAX_POINTS = 2**18
+"""Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
+_MAX_NAMES = 64  # most metrics that are shown: a history of a stranger may name millions
+_FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
+_DIGITS = 8  # more than are shown, so that nothing is rounded twice
+
+Floats = NDArray[np.float64]
 
 
 class FeedCursor(NamedTuple):
@@ -42,7 +66,7 @@ class RunFeed:
     def __init__(self, name: str) -> None:
         self.name = name
         self.rows = START
-        """What to ask for the next snapshot with."""
+        """The cursor to ask for the next snapshot with."""
         self._lock = threading.Lock()
         self._curves = {kind: Curves(kind) for kind in _KINDS}
         self._events: dict[int, TimedEvent] = {}
@@ -53,16 +77,31 @@ class RunFeed:
     def update(self, snapshot: Snapshot) -> None:
         """Take ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
         with self._lock:
-            if snapshot.first_row == 0 and self.rows != START:
-                for curves in self._curves.values():
-                    curves.clear()
             for curves in self._curves.values():
+                if snapshot.first_row == 0 and self.rows != START:
+                    curves.clear()
                 curves.extend(snapshot.rows)
+
+            # The next snapshot brings the rows after these. Events have numbers, since it brings some of them again.
             self.rows: RowCursor = snapshot.cursor
             self._events |= {event.number: event for event in snapshot.events}
             for number in sorted(self._events)[:-_NUM_EVENTS]:
                 del self._events[number]
-            state = _state(snapshot)
+
+            # Everything that is small is the state, which viewers get whole.
+            fields = (field.name for field in dataclasses.fields(snapshot) if field.name not in _NOT_AS_IT_IS)
+            state = {
+                **{name: getattr(snapshot, name) for name in fields},
+                "epoch": snapshot.epoch,
+                "num_epochs": snapshot.num_epochs,
+                "over": snapshot.over,
+                "machines": [dataclasses.asdict(use) for use in snapshot.machines[:_NUM_MACHINES]],
+                "latest": snapshot.latest and snapshot.latest.to_json(),
+                "evaluation": snapshot.evaluation and snapshot.evaluation.to_json(),
+                "stop_reason": snapshot.stop_request and stop_text(snapshot.stop_request),
+                "result": snapshot.result and shown_summary(snapshot.result.summary()),
+            }
+            state = plain(state)
             if state != self._state or snapshot.rows:
                 self._change_to(state)
 
@@ -78,71 +117,42 @@ class RunFeed:
         self._encoded.clear()
 
     def since(self, cursor: FeedCursor) -> tuple[bytes | None, FeedCursor]:
-        """What a viewer at ``cursor`` lacks as JSON, None if it lacks nothing, and its next cursor."""
+        """Return what a viewer at ``cursor`` lacks as JSON, None if it lacks nothing, and its next cursor."""
         with self._lock:
             if self._state is None or cursor.version == self._version:
                 return None, cursor
             if cursor not in self._encoded:
                 if len(self._encoded) >= _MAX_ENCODED:
                     self._encoded.clear()
-                self._encoded[cursor] = json.dumps(self._message(cursor), allow_nan=False).encode()
-            return self._encoded[cursor], self._cursor()
+
+                # Of each curve: all of it, or only the buckets that replace the last one that the viewer has.
+                changes: dict[str, Any] = {}
+                for (kind, curves), (generation, row) in zip(self._curves.items(), cursor.curves, strict=True):
+                    reset = generation != curves.generation
+                    changes[kind] = {"reset": reset, **curves.since(0 if reset else row)}
+
+                # The page decides by an event's kind and fields, and shows its text.
+                events = [
+                    {
+                        "number": number,
+                        "at_s": timed.at_s,
+                        "kind": timed.event.kind,
+                        "fields": timed.event.fields(),
+                        "text": event_text(timed.event),
+                    }
+                    for number, timed in sorted(self._events.items())
+                    if number >= cursor.event
+                ]
+                message = {"run": self.name, "state": self._state, "events": events, "curves": changes}
+                self._encoded[cursor] = json.dumps(message, allow_nan=False).encode()
+
+            seen = tuple((curves.generation, len(curves)) for curves in self._curves.values())
+            return self._encoded[cursor], FeedCursor(self._version, max(self._events, default=-1) + 1, seen)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
-        """The curves of a part of the run, as finely as a screen can show them."""
+        """Return the curves of a part of the run, as finely as a screen can show them."""
         with self._lock:
             return {kind: curves.between(first_step, last_step) for kind, curves in self._curves.items()}
-
-    def _message(self, cursor: FeedCursor) -> dict[str, Any]:
-        seen = zip(self._curves.items(), cursor.curves, strict=True)
-        changes = {kind: _change(curves, *known) for (kind, curves), known in seen}
-        events = [_event(timed) for number, timed in sorted(self._events.items()) if number >= cursor.event]
-        return {"run": self.name, "state": self._state, "events": events, "curves": changes}
-
-    def _cursor(self) -> FeedCursor:
-        known = tuple((curves.generation, len(curves)) for curves in self._curves.values())
-        return FeedCursor(self._version, max(self._events, default=-1) + 1, known)
-
-
-def _change(curves: Curves, generation: int, row: int) -> dict[str, Any]:
-    """Buckets of a curve: those from a step on that replace what the viewer has, or all (``reset``)."""
-    reset = generation != curves.generation
-    return {"reset": reset, **curves.since(0 if reset else row)}
-
-
-def _event(timed: TimedEvent) -> dict[str, Any]:
-    """An event as the page gets it, which decides by its kind, and shows its text."""
-    number, at_s, event = timed
-    return {"number": number, "at_s": at_s, "kind": event.kind, "fields": event.fields(), "text": event_text(event)}
-
-
-def _state(snapshot: Snapshot) -> dict[str, Any]:
-    """Everything of a snapshot that is small."""
-    omitted = ("rows", "events", "first_row", "attempt", "result", "latest", "evaluation", "stop_request", "machines")
-    fields = (field.name for field in dataclasses.fields(snapshot) if field.name not in omitted)
-    state = {
-        **{name: getattr(snapshot, name) for name in fields},
-        "epoch": snapshot.epoch,
-        "num_epochs": snapshot.num_epochs,
-        "over": snapshot.over,
-        "machines": [dataclasses.asdict(use) for use in snapshot.machines[:_NUM_MACHINES]],
-        "latest": snapshot.latest and snapshot.latest.to_json(),
-        "evaluation": snapshot.evaluation and snapshot.evaluation.to_json(),
-        "stop_reason": snapshot.stop_request and stop_text(snapshot.stop_request),
-        "result": snapshot.result and shown_summary(snapshot.result.summary()),
-    }
-    return plain(state)
-
-
-MAX_BUCKETS = 1500  # most buckets of a curve: a screen has about as many columns of pixels
-_MAX_POINTS = 2**18
-"""Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
-_MAX_NAMES = 64  # most metrics that are shown: a history of a stranger may name millions
-_FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
-_DIGITS = 8  # more than are shown, so that nothing is rounded twice
-
-Floats = NDArray[np.float64]
-Steps = NDArray[np.int64]
 
 
 class Curves:
@@ -173,7 +183,18 @@ class Curves:
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
-        steps, values = self._columns_of(rows_of_kind(rows, self._kind))
+        # Steps and values as columns, (num_rows,) each; NaN where a row lacks a metric. Stored rows have columns.
+        rows = rows_of_kind(rows, self._kind)
+        if isinstance(rows, StoredRows):
+            self._add_columns([*_FIELDS, *rows.names])
+            known = [name for name in self._columns if name in (*_FIELDS, *rows.names)]
+            steps, values = rows.values("step").astype(np.int64), {name: rows.values(name) for name in known}
+        else:
+            self._add_columns(chain(_FIELDS, chain.from_iterable(row.metrics for row in rows)))
+            steps = np.array([row.step for row in rows], np.int64)
+            values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
+
+        # Rows whose step increases wait behind the points. Their mean, minimum and maximum is the value itself.
         last_step = self._steps[-1] if self._steps else -1
         increases = steps > np.maximum.accumulate(np.append(last_step, steps))[:-1]
         self._steps.frombytes(steps[increases].tobytes())
@@ -182,104 +203,86 @@ class Curves:
             added = values.get(name, unknown)[increases].tobytes()
             for part in column:
                 part.frombytes(added)
-        self._make_points()
+
+        # Waiting rows become points, apart from the last ones if they are too few for one. When memory is full, each
+        # two points become one, and from then on a point needs twice as many rows.
+        while count := min((len(self._steps) - len(self)) // self._rows_per_point, MAX_POINTS - len(self)):
+            self._merge(len(self), count, self._rows_per_point)
+            self._num_points += count
+            if len(self) >= MAX_POINTS:
+                self._num_points //= 2
+                self._rows_per_point *= 2
+                self._merge(0, len(self), 2)
+                self.generation += 1
+
+        # Buckets become wider when they are too many for a screen.
         while len(self) and self._steps[len(self) - 1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
             self.width *= 2
             self.generation += 1
 
+    def _add_columns(self, names: Iterable[str]) -> None:
+        """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
+        for name in names:
+            if name not in self._columns and len(self._columns) < _MAX_NAMES:
+                self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
+
+    def _merge(self, first: int, count: int, size: int) -> None:
+        """Make ``count`` points of what is there from index ``first`` on, each of ``size`` rows or points."""
+        # Each row of these (count, size) becomes a point; unknown values do not count.
+        end = first + count * size
+        self._steps[first:end] = self._steps[first + size - 1 : end : size]
+        for column in self._columns.values():
+            means, lows, highs = (np.array(part[first:end]).reshape(count, size) for part in column)
+            known = np.isfinite(means)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                mean = np.where(known, means, 0).sum(axis=1) / known.sum(axis=1)
+            low = np.fmin.reduce(np.where(np.isfinite(lows), lows, np.nan), axis=1)
+            high = np.fmax.reduce(np.where(np.isfinite(highs), highs, np.nan), axis=1)
+            for part, merged in zip(column, (mean, low, high), strict=True):
+                part[first:end] = array("d", merged.tobytes())
+
     def since(self, row: int) -> dict[str, Any]:
-        """The buckets that rows from index ``row`` on belong to; see :meth:`between`."""
+        """Return the buckets that rows from index ``row`` on belong to; see :meth:`between`."""
         if row >= len(self):
             return self._buckets(len(self), len(self), self.width)
         first = bisect_left(self._steps, self._steps[row] // self.width * self.width)
         return self._buckets(first, len(self), self.width)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
-        """Finer buckets of a part of the run, for a viewer who looks closer.
+        """Return finer buckets of a part of the run, for a viewer who looks closer.
 
-        Returns ``step``, the last step of each bucket, and ``metrics`` by name: ``mean``, and ``low`` and ``high`` if a
-        bucket holds more than one row. A value that is unknown or not finite is None.
+        They are ``width``, the steps of a bucket, ``step``, the last step of each bucket, and ``metrics`` by name:
+        ``mean``, and ``low`` and ``high`` if a bucket holds more than one row. A value that is unknown or not finite is
+        None.
         """
         first = bisect_left(self._steps, first_step, hi=len(self))
         end = bisect_right(self._steps, last_step, hi=len(self))
         width = 2 ** max(0, math.ceil(math.log2(max(1, last_step - first_step) / MAX_BUCKETS)))
         return self._buckets(first, end, width)
 
-    def _columns_of(self, rows: Sequence[MetricRow]) -> tuple[Steps, dict[str, Floats]]:
-        """The steps of rows, and the values of each metric that is shown; NaN if one is unknown."""
-        if isinstance(rows, StoredRows):
-            self._show([*_FIELDS, *rows.names])
-            known = [name for name in self._columns if name in (*_FIELDS, *rows.names)]
-            return rows.values("step").astype(np.int64), {name: rows.values(name) for name in known}
-        self._show(chain(_FIELDS, chain.from_iterable(row.metrics for row in rows)))
-        values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
-        return np.array([row.step for row in rows], np.int64), values
-
-    def _show(self, names: Iterable[str]) -> None:
-        """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
-        for name in names:
-            if name not in self._columns and len(self._columns) < _MAX_NAMES:
-                self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
-
-    def _make_points(self) -> None:
-        """Make points of the rows that wait, apart from the last ones if they are too few for a point."""
-        while count := min((len(self._steps) - len(self)) // self._rows_per_point, _MAX_POINTS - len(self)):
-            self._merge(len(self), count, self._rows_per_point)
-            self._num_points += count
-            if len(self) >= _MAX_POINTS:
-                self._num_points //= 2
-                self._rows_per_point *= 2
-                self._merge(0, len(self), 2)
-                self.generation += 1
-
-    def _merge(self, first: int, count: int, size: int) -> None:
-        """Make ``count`` points of what is there from index ``first`` on, each of ``size`` rows or points."""
-        end = first + count * size
-        self._steps[first:end] = self._steps[first + size - 1 : end : size]
-        for column in self._columns.values():
-            merged = _merged(*(np.array(part[first:end]).reshape(-1, size) for part in column))
-            for part, values in zip(column, merged, strict=True):
-                part[first:end] = array("d", values.tobytes())
-
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
+        """Return the buckets of ``width`` steps of the points from index ``first`` to ``end``."""
         steps = np.array(self._steps[first:end], np.int64)
-        starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
+        starts = np.flatnonzero(np.diff(steps // width, prepend=-1))  # where each bucket begins, (num_buckets,)
         ends = np.append(starts[1:], len(steps)) - 1
-        several = len(starts) < len(steps) or self._rows_per_point > 1
-        return {
-            "width": width,
-            "step": steps[ends[: len(starts)]].tolist(),
-            "metrics": {
-                name: _summarize(*(np.array(part[first:end]) for part in column), starts=starts, several=several)
-                for name, column in self._columns.items()
-            },
-        }
+        has_several_rows = len(starts) < len(steps) or self._rows_per_point > 1
+        metrics: dict[str, dict[str, list[float | None]]] = {}
+        for name, column in self._columns.items():
+            means, lows, highs = (np.array(part[first:end]) for part in column)
+            if not has_several_rows:
+                metrics[name] = {"mean": _plain_values(means)}
+                continue
+            known = np.isfinite(means)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                sums = np.add.reduceat(np.where(known, means, 0), starts)
+                mean = sums / np.add.reduceat(known.astype(float), starts)
+            metrics[name] = {
+                "mean": _plain_values(mean),
+                "low": _plain_values(np.fmin.reduceat(lows, starts)),
+                "high": _plain_values(np.fmax.reduceat(highs, starts)),
+            }
+        return {"width": width, "step": steps[ends[: len(starts)]].tolist(), "metrics": metrics}
 
 
-def _summarize(
-    values: Floats, low: Floats, high: Floats, *, starts: NDArray[np.int64], several: bool
-) -> dict[str, list[float | None]]:
-    """Mean, minimum and maximum of ``values`` from each of ``starts`` up to the next."""
-    if not several:
-        return {"mean": _plain(values)}
-    known = np.isfinite(values)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = np.add.reduceat(np.where(known, values, 0), starts) / np.add.reduceat(known.astype(float), starts)
-    return {
-        "mean": _plain(mean),
-        "low": _plain(np.fmin.reduceat(low, starts)),
-        "high": _plain(np.fmax.reduceat(high, starts)),
-    }
-
-
-def _merged(means: Floats, lows: Floats, highs: Floats) -> tuple[Floats, Floats, Floats]:
-    """Of rows of (num_points, num_rows) values: the means of those that are finite, their minima and maxima."""
-    known = np.isfinite(means)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = np.where(known, means, 0).sum(axis=1) / known.sum(axis=1)
-    low, high = (np.where(np.isfinite(values), values, np.nan) for values in (lows, highs))
-    return mean, np.fmin.reduce(low, axis=1), np.fmax.reduce(high, axis=1)
-
-
-def _plain(values: Floats) -> list[float | None]:
+def _plain_values(values: Floats) -> list[float | None]:
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -52,6 +52,7 @@ class PageServer:
         self._runs = runs
         self._port = port
         self._token = secrets.token_urlsafe(24)
+        # All below is used in the thread of the loop alone, apart from calls that are safe from any thread.
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._closing = False
@@ -76,30 +77,47 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token."""
+        """The address of the page, with the token: ``http://127.0.0.1:8266/#token=…``."""
         return f"http://{_HOST}:{self._port}/#token={self._token}"
 
     async def _start(self) -> int:
+        """Listen, and return the port."""
         app = web.Application(middlewares=[self._guard], client_max_size=10_000)
+
+        # The files of the page.
         app.router.add_get("/", _file)
         for file in _STATIC.iterdir():
             app.router.add_get(f"/{file.name}", _file)
+
+        # What is new, as long as a viewer listens.
         app.router.add_get("/api/events", self._events)
-        for (method, path), ask in self._questions().items():
+
+        # What a page asks besides, most of it about ``?run=NAME``.
+        runs = self._runs
+        questions: dict[tuple[str, str], Callable[[Query], object]] = {
+            ("GET", "curves"): self._curves,
+            ("GET", "documents"): lambda query: runs.documents(self._feed(query).name),
+            ("GET", "machines"): lambda query: runs.machine_history(self._feed(query).name),
+            ("POST", "stop"): lambda query: runs.stop(self._feed(query).name) or {},
+        }
+        if isinstance(runs, HomeRuns):
+            questions["GET", "runs"] = lambda query: runs.all_runs()
+            questions["POST", "open"] = lambda query: {"runs": runs.open(query.get("run", ""))}
+        for (method, path), ask in questions.items():
             app.router.add_route(method, f"/api/{path}", partial(_answer, ask))
+
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_WORDS_S)
         await self._runner.setup()
-        return await self._listen()
 
-    async def _listen(self) -> int:
+        # Without a wish for a port it is the usual one, or any if another page has that.
         for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
             with suppress(OSError):
-                site = web.TCPSite(self._runner, _HOST, port)
-                await site.start()
+                await web.TCPSite(self._runner, _HOST, port).start()
                 return self._runner.addresses[0][1]
         raise UsageError(f"--port is {self._port}, which another program uses; give another one, or leave it out.")
 
     async def _stop(self) -> None:
+        """Give viewers the time to hear the last words, and to ask for the last evaluation."""
         self._closing = True
         self._wake_viewers()
         if self._viewers:
@@ -113,32 +131,34 @@ class PageServer:
         self._loop.close()
 
     def _wake_viewers(self) -> None:
+        # Whoever waits has the old event; whoever comes later waits for the new one.
         self._changed.set()
         self._changed = asyncio.Event()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let only viewers with the token see a run, and tell a browser what the page may do."""
-        allowed = not request.path.startswith("/api/") or (self._has_token(request) and _is_same_origin(request))
+        # The page itself is no secret, and it is loaded without the token: only what it asks for needs one.
+        token = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
+        has_token = secrets.compare_digest(token, self._token.encode())
+        is_allowed = not request.path.startswith("/api/") or (has_token and _is_same_origin(request))
         try:
-            response = await handler(request) if allowed else web.json_response({"error": "wrong token"}, status=403)
+            response = await handler(request) if is_allowed else web.json_response({"error": "wrong token"}, status=403)
         except web.HTTPException as error:
             response = web.Response(status=error.status, text=error.reason)
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
 
-    def _has_token(self, request: web.Request) -> bool:
-        given = request.headers.get(TOKEN_HEADER, "")
-        return secrets.compare_digest(given.encode("utf-8", "surrogateescape"), self._token.encode())
-
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Everything about all runs, and then what is new, as long as the viewer listens."""
+        """Send everything about all runs, and then what is new, as long as the viewer listens."""
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         task = asyncio.current_task()
         assert task is not None
         self._viewers.add(task)
+
+        # A viewer that went away, or takes too long, is cut off at once: its page connects again.
         try:
             await self._send_updates(response, request.query.getall("run", None))
         except (OSError, asyncio.TimeoutError):
@@ -150,11 +170,16 @@ class PageServer:
 
     async def _send_updates(self, response: web.StreamResponse, chosen: Sequence[str] | None) -> None:
         cursors: dict[str, FeedCursor] = {}
-        told = b""
+        sent = b""
         while True:
+            # Both are noted before the runs are read: a change from now on wakes this viewer again.
             changed, closing = self._changed, self._closing
-            if told != (description := json.dumps(self._runs.description(chosen)).encode()):
-                await _send(response, "runs", told := description)
+
+            # The list of runs whenever it changes, and of each run what the viewer lacks.
+            description = json.dumps(self._runs.description(chosen)).encode()
+            if description != sent:
+                sent = description
+                await _send(response, "runs", description)
             for feed in self._runs.feeds_of(chosen):
                 message, cursors[feed.name] = feed.since(cursors.get(feed.name, FeedCursor()))
                 if message is not None:
@@ -162,28 +187,16 @@ class PageServer:
             if closing:
                 await _send(response, "closed", b"{}")
                 return
+
+            # At most two messages a second; without a change, a comment now and then keeps proxies from hanging up.
             await asyncio.sleep(0 if self._closing else _UPDATE_EVERY_S)
             try:
                 await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
             except asyncio.TimeoutError:
                 await _write(response, b":\n\n")
 
-    def _questions(self) -> dict[tuple[str, str], Callable[[Query], object]]:
-        """What a page asks besides the events, by method and path; most of it is about ``?run=NAME``."""
-        runs = self._runs
-        questions: dict[tuple[str, str], Callable[[Query], object]] = {
-            ("GET", "curves"): self._curves,
-            ("GET", "documents"): lambda query: runs.documents(self._feed(query).name),
-            ("GET", "machines"): lambda query: runs.machine_history(self._feed(query).name),
-            ("POST", "stop"): lambda query: runs.stop(self._feed(query).name) or {},
-        }
-        if isinstance(runs, HomeRuns):
-            questions["GET", "runs"] = lambda query: runs.all_runs()
-            questions["POST", "open"] = lambda query: {"runs": runs.open(query.get("run", ""))}
-        return questions
-
     def _curves(self, query: Query) -> object:
-        """A part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
+        """Return a part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
         try:
             first, last = (int(query.get(name, "")[:_STEP_DIGITS]) for name in ("first", "last"))
         except ValueError:
@@ -198,7 +211,7 @@ class PageServer:
 
 
 async def _answer(ask: Callable[[Query], object], request: web.Request) -> web.Response:
-    """What ``ask`` returns, asked in a thread, or the sentence that it raises."""
+    """Answer with the result of ``ask``, which runs in a thread, or with the sentence that it raises."""
     try:
         return web.json_response(await asyncio.to_thread(ask, request.query))
     except RaytrainError as error:
@@ -212,7 +225,7 @@ async def _file(request: web.Request) -> web.Response:
 
 
 def _is_same_origin(request: web.Request) -> bool:
-    """Whether the page itself asks. A proxy may change the host that it asks for, but not what the browser says."""
+    """Return True if the page itself asks. A proxy may change the host of a request, but not what the browser says."""
     origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
     if site not in ("same-origin", "none"):
         return False

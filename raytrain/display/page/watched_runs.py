@@ -24,7 +24,6 @@ from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import RunInfo, list_runs
-from raytrain.storage.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,44 +67,42 @@ class WatchedRuns:
         self.on_change()
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """What a viewer is told first."""
+        """Return what a viewer gets first."""
         runs = [feed.name for feed in self.feeds_of(chosen)]
         return {"storage": self.storage, "runs": runs, "home": False, "phase": self.phase}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
-        """The feeds of the ``chosen`` runs; of all without a choice."""
+        """Return the feeds of the ``chosen`` runs, or of all runs without a choice."""
         return [feed for feed in self.feeds if chosen is None or feed.name in chosen]
 
     def documents(self, name: str) -> dict[str, Any]:
-        """The options of a run, and what its last evaluation showed; what cannot be read is left out."""
-        config = None
+        """Return the options of a run, and what its last evaluation showed; what cannot be read is left out."""
         store = run_store(self.storage, name)
+        config = None
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
+
+        # An evaluation knows test images by their numbers. Their keys are read once for each run.
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
-            self._name_images(evaluation, name, store)
+            if name not in self._keys:
+                with suppress(FileNotFoundError):
+                    self._keys[name] = Manifest.from_parquet(store.get(TEST_MANIFEST)).keys
+            with suppress(KeyError, IndexError, TypeError, ValueError):
+                for example in evaluation["worst"]:
+                    example["key"] = self._keys[name][example["sample"]].as_py()
         return plain({"config": config, "evaluation": evaluation})
 
     def machine_history(self, name: str) -> dict[str, Any]:
-        """The use of the workers' machines over the time of a run; without any if it cannot be read."""
+        """Return the use of the workers' machines over the time of a run; none if it cannot be read."""
         history = MachineHistory()
         with suppress(StorageError):
             history = read_machine_history(run_store(self.storage, name))
         return plain(history.to_json())
 
-    def _name_images(self, evaluation: dict[str, Any], name: str, store: Store) -> None:
-        """Add the keys of the test images in an ``evaluation``, which knows them by their numbers."""
-        if name not in self._keys:
-            with suppress(FileNotFoundError):
-                self._keys[name] = Manifest.from_parquet(store.get(TEST_MANIFEST)).keys
-        with suppress(KeyError, IndexError, TypeError, ValueError):
-            for example in evaluation["worst"]:
-                example["key"] = self._keys[name][example["sample"]].as_py()
-
     def stop(self, name: str) -> None:
-        """Ask a run to stop with a checkpoint. Raises UsageError if it does not train, and StorageError."""
+        """Ask a run to stop with a checkpoint. Raise UsageError if it does not train, and StorageError."""
         reason = StopReason("page", socket.gethostname())
         if self._ask_to_stop is not None:
             self._ask_to_stop(reason)
@@ -114,7 +111,7 @@ class WatchedRuns:
 
 
 class StoredRuns(WatchedRuns):
-    """Runs that train elsewhere, or are over: a thread reads their documents while this is open."""
+    """Runs that train elsewhere, or are over: a thread reads the documents of each while this is open."""
 
     def __init__(self, storage: str, names: Sequence[str]) -> None:
         super().__init__(storage, names)
@@ -126,16 +123,17 @@ class StoredRuns(WatchedRuns):
             self._follow(feed)
         return self
 
-    def _follow(self, feed: RunFeed) -> None:
-        reader = RunReader(run_store(self.storage, feed.name).fail_fast(), feed.name)
-        thread = threading.Thread(target=self._read, args=(reader, feed), daemon=True, name="reader")
-        self._threads.append(thread)
-        thread.start()
-
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
+
+    def _follow(self, feed: RunFeed) -> None:
+        """Read a run from now on, in a thread."""
+        reader = RunReader(run_store(self.storage, feed.name).fail_fast(), feed.name)
+        thread = threading.Thread(target=self._read, args=(reader, feed), daemon=True, name="reader")
+        self._threads.append(thread)
+        thread.start()
 
     def _read(self, reader: RunReader, feed: RunFeed) -> None:
         """Read a run again and again; storage that is out of reach may be back the next time."""
@@ -147,6 +145,7 @@ class StoredRuns(WatchedRuns):
             except StorageError as error:
                 feed.report(str(error))
                 self.on_change()
+            # A long history is read without a pause between its pieces.
             if not reader.behind:
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
 
@@ -160,15 +159,15 @@ class HomeRuns(StoredRuns):
         self._curves: dict[str, tuple[str, list[float | None]]] = {}  # with the heartbeat that they are of
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """See :meth:`WatchedRuns.description`."""
+        """Return what a viewer gets first; without a choice it is the list of runs."""
         return {**super().description(chosen or []), "home": chosen is None}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
-        """See :meth:`WatchedRuns.feeds_of`; nobody is shown all runs at once."""
+        """Return the feeds of the ``chosen`` runs; nobody is shown all runs at once."""
         return super().feeds_of(chosen or [])
 
     def open(self, name: str) -> list[str]:
-        """Read the run, or the runs of the sweep or study, from now on; returns their names. Raises UsageError."""
+        """Read the run, or the runs of the sweep or study, from now on. Return their names. Raise UsageError."""
         names = names_of(self.storage, name)
         with self._opening:
             for new in set(names).difference(feed.name for feed in self.feeds):
@@ -177,25 +176,28 @@ class HomeRuns(StoredRuns):
         return names
 
     def all_runs(self) -> dict[str, Any]:
-        """All runs, the newest first. ``group`` is the sweep or study that a run belongs to. Raises StorageError."""
+        """Return all runs, the newest first. ``group`` is the sweep or study of a run. Raise StorageError."""
         runs = list_runs(self.storage)
-        names = {run.name for run in runs}
-        prefixes = Counter(prefix for name in names if (prefix := _prefix(name)))
-        groups = {prefix for prefix, count in prefixes.items() if prefix in names or count > 1}
+
+        # rates-00 and rates-01 belong to the group rates, as does a single rates-00 beside a sweep called rates.
+        prefixes = {run.name: match[1] for run in runs if (match := re.fullmatch(r"(.+)-\d+", run.name))}
+        names, counts = {run.name for run in runs}, Counter(prefixes.values())
+        groups = {prefix for prefix, count in counts.items() if prefix in names or count > 1}
+
         return {
             "storage": self.storage,
             "runs": [
                 {
                     **run_info_json(run),
-                    "group": prefix if (prefix := _prefix(run.name)) in groups else None,
-                    "accuracies": self._accuracies(run) if place < _NUM_CURVES else [],
+                    "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
+                    "accuracies": self._accuracies(run) if number < _NUM_CURVES else [],
                 }
-                for place, run in enumerate(runs)
+                for number, run in enumerate(runs)
             ],
         }
 
     def _accuracies(self, run: RunInfo) -> list[float | None]:
-        """The accuracy of each evaluation, read again only if the run has gone on."""
+        """Return the accuracy of each evaluation, which is read again only if the run has gone on."""
         heartbeat, curve = self._curves.get(run.name, ("", []))
         if heartbeat != run.status.heartbeat_at:
             with suppress(StorageError):
@@ -203,9 +205,3 @@ class HomeRuns(StoredRuns):
                 curve = [row.accuracy for row in rows if row.kind == "evaluation"]
             self._curves[run.name] = run.status.heartbeat_at, curve[-_NUM_POINTS:]
         return self._curves[run.name][1]
-
-
-def _prefix(name: str) -> str | None:
-    """``rates`` of ``rates-00``."""
-    found = re.fullmatch(r"(.+)-\d+", name)
-    return found and found[1]

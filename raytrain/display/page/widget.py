@@ -17,23 +17,18 @@ _STATIC = files("raytrain.display.page") / "static"
 _VIEWS = "chart.js", "stop_panel.js", "evaluation_view.js", "machines.js", "run_view.js"
 _MODULES = ("format.js", "curves.js", *_VIEWS, "widget.js")
 """Those of the page that a widget needs, each after those that it imports."""
-
-
-def _one_module() -> str:
-    """The page's modules as one: a front end loads a widget from one text, and there is no build step."""
-    texts = [re.sub(r"^import .*$|^export (?=\w)", "", _read(name), flags=re.MULTILINE) for name in _MODULES]
-    return "\n".join([_read("uPlot.iife.min.js"), *texts, "export default { render };"])
-
-
-def _read(name: str) -> str:
-    return (_STATIC / name).read_text("utf-8")
+_TEXTS = {name: (_STATIC / name).read_text("utf-8") for name in ("uPlot.iife.min.js", *_MODULES)}
 
 
 class RunWidget(anywidget.AnyWidget):
     """A run as a widget: its state is one whole message, so that a late front end has all. Stop calls ``stop``."""
 
-    _esm = _one_module()
-    _css = _read("uPlot.min.css") + _read("page.css")
+    # A front end loads a widget from one text, and there is no build step: the modules lose their imports and exports.
+    _esm = "\n".join(
+        [re.sub(r"^import .*$|^export (?=\w)", "", text, flags=re.MULTILINE) for text in _TEXTS.values()]
+        + ["export default { render };"]
+    )
+    _css = "".join((_STATIC / name).read_text("utf-8") for name in ("uPlot.min.css", "page.css"))
     message = traitlets.Dict().tag(sync=True)
 
     def __init__(self, stop: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,32 +27,36 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from raytrain.config import TrainConfig
 from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
-from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
+from raytrain.launch.local.local_launch import CallAddress, Caller, WorkerInputs
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
+from raytrain.monitor.events import Event
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
-from raytrain.training.machine_meter import keep_freed_memory
+from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
-_FAILED = 1  # the code of a worker that has told the coordinator why
+_FAILED = 1  # exit code of a worker that has said why to the coordinator
 
 
 def main() -> None:
     """Start the workers of the run on standard input, and see them to their end."""
     gc.enable()
+    # What goes wrong is said once, in our words.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said once, in our words
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # The folder first: to unpickle the rest may import what is in it.
     folder = pickle.load(sys.stdin.buffer)
     os.chdir(folder)
-    spec, here = pickle.load(sys.stdin.buffer)
+    spec, inputs = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _Agent(spec, here).run()
+    _Agent(spec, inputs).run()
 
 
 def _end_with_starter() -> None:
@@ -62,40 +66,45 @@ def _end_with_starter() -> None:
 
 
 class _Agent(LocalElasticAgent):
-    """Starts the workers of a run, and starts them again if one fails, up to ``--max-failures`` times."""
+    """Start the workers of a run, and start them again if one fails, up to ``--max-failures`` times."""
 
-    def __init__(self, run: RunSpec, here: Surroundings) -> None:
-        store = f"{here.folder}/agent"  # a file: a TCPStore would listen on all interfaces
+    def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
+        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine.
+        store = f"{inputs.folder}/agent"
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
-        spec = WorkerSpec(
+        worker_spec = WorkerSpec(
             role="worker",
-            local_world_size=here.num_workers,
+            local_world_size=inputs.num_workers,
             rdzv_handler=get_rendezvous_handler(parameters),
             entrypoint=work,
-            args=(run, here),
-            max_restarts=run.config.max_failures,
+            args=(spec, inputs),
+            max_restarts=spec.config.max_failures,
             local_addr="localhost",
         )
-        logs = DefaultLogsSpecs(log_dir=here.folder, redirects=Std.ALL, tee=Std.ALL)
-        known = inspect.signature(LocalElasticAgent).parameters  # torch 2.8 waits 30 s, and can't be told otherwise
-        patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in known else {}
-        super().__init__(spec=spec, logs_specs=logs, start_method="fork", **patience)
-        self._call = Caller(here.calls)
+        logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL, tee=Std.ALL)
+        # torch 2.8 waits 30 s for workers that are to end, and can't be told otherwise.
+        parameter_names = inspect.signature(LocalElasticAgent).parameters
+        patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
+        super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **patience)
+        self._call = Caller(inputs.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        dead = _dead(worker_group.workers)  # before the agent takes note of them
+        """Do what torch's agent does every 0.1 s, and report to the coordinator how workers have died."""
+        dead = _dead_workers(worker_group.workers)  # before torch's agent reaps them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
-        if dead and not result.is_failed():  # a worker that has ended well is there until the agent knows of all
+        # torch keeps a worker that has finished until all have: one that is gone before has failed, whatever its code.
+        if dead and not result.is_failed():
             result = RunResult(WorkerState.FAILED)
         if result.is_failed():
             self._call("workers_lost", dead)
-            if any("SIGABRT" in how for how in dead.values()):  # gloo ends a process that gets a tensor of another size
-                dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore ; the next workers say which one
+            # gloo aborts a process that gets a tensor of another size: the next workers find out which tensor.
+            if any("SIGABRT" in how for how in dead.values()):
+                dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore
         return result
 
 
-def _dead(workers: list[Worker]) -> dict[int, str]:
-    """Rank of each worker that a signal has killed, or that has exited in its loop, and which signal or code."""
+def _dead_workers(workers: list[Worker]) -> dict[int, str]:
+    """Return, by rank, how each worker died that a signal has killed, or that has exited without saying why."""
     dead: dict[int, str] = {}
     for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
         try:
@@ -109,57 +118,66 @@ def _dead(workers: list[Worker]) -> dict[int, str]:
     return dead
 
 
-def work(spec: RunSpec, here: Surroundings) -> None:
-    """Train until the run ends or stops. An error of the user's ends the run, any other one is retried."""
+def work(spec: RunSpec, inputs: WorkerInputs) -> None:
+    """Train as one of the workers until the run ends or stops.
+
+    An error of the user's ends the run. After any other error, the agent starts all workers again.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
     rank = int(os.environ["RANK"])
-    call = Caller(here.calls)
+    reporter = SocketReporter(inputs.calls)
     try:
-        outcome = _train(spec, here, rank, SocketReporter(here.calls))
+        outcome = _train(spec, inputs, rank, reporter)
     except RaytrainError as error:
-        if not call("give_up", error, trace_of(error)):
+        if not reporter.give_up(error, trace_of(error)):
             os._exit(_FAILED)
         return
     except Exception as error:
-        call("worker_failed", rank, describe(error), traceback.format_exc())
-        os._exit(_FAILED)  # the agent starts all workers again
+        reporter.worker_failed(rank, describe(error), traceback.format_exc())
+        os._exit(_FAILED)
     if rank == 0:
-        call("conclude", outcome)
+        reporter.conclude(outcome)
 
 
-def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: Any) -> Outcome:
-    """Train as one of the workers, or as the only one. Worker 0 knows the checkpoint of the outcome."""
-    loads = spec.config.worker_load or (1.0,) * here.num_workers
-    was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    isolated = spec.config.resume or was_restarted  # an image may have ended the run, or its workers, before
+def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketReporter) -> Outcome:
+    """Put this worker's part of the run together, and train. Only worker 0 knows the outcome's checkpoint."""
+    config, num_workers, attempt = spec.config, inputs.num_workers, os.environ["TORCHELASTIC_RESTART_COUNT"]
+    loads = config.worker_load or (1.0,) * num_workers
+    isolated = config.resume or attempt != "0"  # an image may have ended the run, or its workers, before
     keep_freed_memory()  # in the processes that decode, too
-    with MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter, isolated=isolated) as source:
-        spec = spec.with_functions()  # not before: what a user's file starts when it is imported must not be forked
-        device = _device(spec.config)
-        if here.num_workers > 1:
-            store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    with MachineBatches(inputs.data, spec.plan, rank, loads, inputs.cache, reporter, isolated=isolated) as source:
+        # Not before those processes are forked: a user's file may start threads when it is imported.
+        spec = spec.with_functions()
+
+        # A GPU of its own, or a share of the cores.
+        if config.device_type == "cpu" or not torch.cuda.is_available():
+            workers_here = int(os.environ["LOCAL_WORLD_SIZE"])
+            torch.set_num_threads(config.threads_per_worker or max(1, cores() // workers_here))
+            device = torch.device("cpu")
+        else:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+
+        # The workers of each attempt meet in a file of their own.
+        if num_workers > 1:
+            store = f"file://{inputs.folder}/workers-{attempt}"
             backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
-            dist.init_process_group(backend, store, rank=rank, world_size=here.num_workers)
-        weights = load_initial_weights(spec, here.first_step)
+            dist.init_process_group(backend, store, rank=rank, world_size=num_workers)
+
+        # The weights are the last thing that may not fit to the options: from here on the run is worth writing down.
+        weights = load_initial_weights(spec, inputs.first_step)
         if rank == 0:
-            reporter.watch()
+            reporter.watch_for_stop()
             reporter.checked()
         return train_run(spec, make_run(spec, source, reporter, device, weights))
 
 
-def _device(config: TrainConfig) -> torch.device:
-    """This worker's device: a GPU of its own, or its share of the cores."""
-    if config.device_type == "cpu" or not torch.cuda.is_available():
-        num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(config.threads_per_worker or max(1, cores() // num_workers))
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
 class SocketReporter:
-    """Calls the coordinator in the process that started the run."""
+    """A worker's :class:`raytrain.training.protocols.Reporter`: calls the coordinator in the driver, over a socket.
+
+    Each call returns once the coordinator has taken it. Beside what a training loop reports, it has the calls of
+    :func:`work` and of the processes that decode.
+    """
 
     def __init__(self, calls: CallAddress) -> None:
         self._calls = calls
@@ -167,13 +185,22 @@ class SocketReporter:
         self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
         self._stop_requested = threading.Event()
 
-    def watch(self) -> None:
-        """Wait for a stop request from now on, in a thread."""
-        threading.Thread(target=self._watch, args=(Caller(self._calls),), daemon=True, name="stop-watch").start()
+    # What the training reports, and is asked for.
 
-    def __getattr__(self, name: str) -> Any:
-        """The coordinator's method of this name: what a worker reports itself, and what is told of its images."""
-        return partial(self._call, name)
+    def started(self, num_workers: int, step: int) -> None:
+        self._call("started", num_workers, step)
+
+    def record(self, row: MetricRow) -> None:
+        self._call("record", row)
+
+    def measured(self, use: MachineUse) -> None:
+        self._call("measured", use)
+
+    def event(self, event: Event) -> None:
+        self._call("event", event)
+
+    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._call("waits", rank, num_workers, place)
 
     def flush(self) -> None:
         self._call_slowly("flush")
@@ -182,13 +209,41 @@ class SocketReporter:
         return self._stop_requested.is_set()
 
     def checkpoint_requested(self) -> bool:
-        """Never: there are only the checkpoints that the options ask for."""
+        """Return False: there are only the checkpoints that the options ask for."""
         return False
 
-    def _watch(self, call: Caller) -> None:
-        while not self._stop_requested.is_set():
-            if call("wait_for_stop_request", _POLL_S) is not None:
-                self._stop_requested.set()
+    # What those that decode report.
+
+    def skip(self, images: Sequence[SkippedImage]) -> None:
+        self._call("skip", images)
+
+    def retried(self, num_requests: int) -> None:
+        self._call("retried", num_requests)
+
+    # How this worker begins and ends.
+
+    def checked(self) -> None:
+        self._call("checked")
+
+    def conclude(self, outcome: Outcome) -> None:
+        self._call("conclude", outcome)
+
+    def give_up(self, error: RaytrainError, trace: str) -> bool:
+        return self._call("give_up", error, trace)
+
+    def worker_failed(self, rank: int, reason: str, trace: str) -> None:
+        self._call("worker_failed", rank, reason, trace)
+
+    def watch_for_stop(self) -> None:
+        """Wait for a stop request from now on, in a thread."""
+        call = Caller(self._calls)
+
+        def wait_for_stop() -> None:
+            while call("wait_for_stop_request", _POLL_S) is None:
+                pass
+            self._stop_requested.set()
+
+        threading.Thread(target=wait_for_stop, daemon=True, name="stop-watch").start()
 
 
 if __name__ == "__main__":

@@ -30,9 +30,15 @@ from raytrain.runs.logs import WorkerLogs
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.run_spec import RunSpec
 
+_AGENT = "raytrain.launch.local.agent"
+_MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 108
+
 
 class LocalLaunch:
-    """A :class:`Launch` on this machine with the workers of ``agent``; raises UsageError if it has too little."""
+    """A :class:`raytrain.launch.session.Launch` on this machine, with the workers of ``agent``.
+
+    Raises UsageError if the machine has too little for the run.
+    """
 
     def __init__(self, prepared: PreparedRun, agent: AgentProcess) -> None:
         placement = place(prepared.config, machine_hardware(prepared.config.gpus))
@@ -43,7 +49,7 @@ class LocalLaunch:
         self._agent = agent
 
     def start(self) -> Coordinator:
-        """Start the workers."""
+        """Start the coordinator, in this process, and the workers."""
         prepared = self._prepared
         plan = prepared.data.plan(self.config)
         self._coordinator = Coordinator(
@@ -55,18 +61,24 @@ class LocalLaunch:
             started_at=prepared.started_at,
         )
         with ExitStack() as opened:
+            # Where the workers report. A socket's path has a limit that a long TMPDIR may exceed.
             folder = opened.enter_context(TemporaryFolder())
             is_long = len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER
-            calls = CallServer(opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder, self._coordinator)
+            socket_folder = opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder
+            calls = CallServer(socket_folder, self._coordinator)
             opened.callback(calls.close)
+
+            # Where they get images: runs that train at once on the same images decode them once for all.
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data, prepared.first_step, opened
             )
+
+            # The logs end after the workers, whose last lines they copy.
             opened.enter_context(WorkerLogs(prepared.store, folder))
             opened.callback(self._agent.close)
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
-                Surroundings(
+                WorkerInputs(
                     data=prepared.data.read_by(self.config),
                     first_step=prepared.first_step,
                     num_workers=self.num_workers,
@@ -78,22 +90,22 @@ class LocalLaunch:
             self._opened = opened.pop_all()
         return self._coordinator
 
-    def look(self, snapshot: Snapshot) -> None:
-        """Tell runs that share the images which of them cannot be used."""
+    def poll(self, snapshot: Snapshot) -> None:
+        """Pass on to the runs that share the images which of them cannot be used."""
         if self._shared is not None:
             self._shared.skip(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the agent has ended, or a worker has said how the run ends; returns whether the agent has."""
+        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether the agent has ended."""
         self._coordinator.wait_for_end(timeout_s)
         return self._agent.has_ended
 
     def failure(self) -> str | None:
-        """Nothing: the agent tells the coordinator whatever it knows."""
+        """Return None: all that the agent knows it has said to the coordinator."""
         return None
 
     def end_workers(self) -> None:
-        """End all processes. What they have printed is copied when all is closed: the run is written down by then."""
+        """End all processes. What they have printed is copied by :meth:`close`, once the run is written down."""
         self._agent.close()
         if self._shared is not None:
             self._coordinator.skip(self._shared.skipped_images())
@@ -103,13 +115,12 @@ class LocalLaunch:
         self._opened.close()
 
 
-_AGENT = "raytrain.launch.local.agent"
-_MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 108
-
-
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Where the workers of a run get its images, and where they report. ``folder`` is for files of theirs."""
+class WorkerInputs:
+    """Where the workers of a run get its images, and where they report; all else is in the :class:`RunSpec`.
+
+    ``folder`` is a temporary one, for files of the agent and the workers.
+    """
 
     data: Dataset
     first_step: int
@@ -120,7 +131,11 @@ class Surroundings:
 
 
 class AgentProcess:
-    """Imports torch when it is made, starts workers when it is given a run, and ends with this process."""
+    """The process of the agent, which ends with this process, and the workers with it.
+
+    It imports torch, which takes seconds, as soon as it is made, and waits for a run. ``environment`` is added to that
+    of this process.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -133,12 +148,12 @@ class AgentProcess:
             start_new_session=True,  # a Ctrl-C is for this process, which asks the workers to stop
         )
 
-    def start_workers(self, spec: RunSpec, here: Surroundings) -> None:
+    def start_workers(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         """Start the workers of the run."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will see
+        with suppress(BrokenPipeError):  # the agent has ended, which whoever waits for it will see
             pickle.dump(os.getcwd(), self._process.stdin)
-            cloudpickle.dump((spec, here), self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
+            cloudpickle.dump((spec, inputs), self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
             self._process.stdin.flush()
 
     @property
@@ -158,14 +173,14 @@ class AgentProcess:
 
 @dataclass(frozen=True)
 class CallAddress:
-    """Where calls are answered, and the key that a caller must know."""
+    """The path of the socket where calls are answered, and the key that a caller must know."""
 
     path: str
     key: bytes = field(repr=False)
 
 
 class CallServer:
-    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own."""
+    """Answer calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own."""
 
     def __init__(self, folder: Path, target: object) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
@@ -186,7 +201,7 @@ class CallServer:
 
     def _accept(self) -> None:
         while not self._closed:
-            with suppress(OSError, EOFError, AuthenticationError):  # who called is gone, or a stranger
+            with suppress(OSError, EOFError, AuthenticationError):  # the caller is gone, or a stranger
                 connection = self._listener.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True, name="call").start()
 
@@ -209,7 +224,7 @@ class Caller:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """The answer of the method ``name`` to ``arguments``. Raises what it raises."""
+        """Call the method ``name`` of the server's target; return its answer, or raise what it raises."""
         with self._lock:
             self._connection.send((name, arguments))
             answer, error = self._connection.recv()

@@ -11,103 +11,97 @@ import ray
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.launch.placement import Placement, available_workers, device_kind, wanted
+from raytrain.launch.placement import Placement, available_workers, device_kind, wanted_workers
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
 from raytrain.launch.ray.private_api import autoscaler_problems, head_answers
 from raytrain.monitor.events import Event, HeadBack, HeadSilent
 from raytrain.runs.background import Background, Throttle
 from raytrain.runs.redact import one_line
 
-_PLACED_WITHIN_S = 40.0
-_LOOK_EVERY_S = 5.0
-
-
-class CapacityCheck:
-    """Looks every few seconds whether workers of ``placement`` have found no room for 40 s."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._throttle = Throttle()
-        self._since: dict[str, float] = {}  # when each placement group that waits was first seen
-
-    def check(self) -> None:
-        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too."""
-        if not self._throttle.due("look", _LOOK_EVERY_S):
-            return
-        now, waiting = time.monotonic(), _waiting_groups()
-        if any(now - self._since[group] >= _PLACED_WITHIN_S for group in waiting & self._since.keys()):
-            raise UsageError(self._sentence())
-        self._since = {group: self._since.get(group, now) for group in waiting}
-
-    def _sentence(self) -> str:
-        free = ray.available_resources()
-        placed = self._placement
-        each = f"{placed.cpus:g} CPUs"
-        there = f"{free.get('CPU', 0.0):g} CPUs"
-        if placed.device == "cuda":
-            each += f" and 1 {device_kind(placed.accelerator_type, placed.device)}"
-            there += f" and {free.get('GPU', 0.0):g} GPUs"
-        return (
-            f"There is no room for {placed.min_workers} workers of {each} each: the cluster has {there} free, and "
-            "other jobs use the rest; wait for them, or ask for fewer --workers."
-        )
-
-
-def _waiting_groups() -> set[str]:
-    """The placement groups of this driver that are not placed yet; a group's id ends with its driver's id."""
-    driver: str = ray.get_runtime_context().get_job_id()
-    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-    return {number for number, group in groups.items() if group["state"] == "PENDING" and number.endswith(driver)}
-
-
-_LOG = logging.getLogger("raytrain")
-_ASK_EVERY_S = 0.5
-_SAY_EVERY_S = 60.0
+_log = logging.getLogger("raytrain")
+_ROOM_EVERY_S = 0.5
+_REPORT_EVERY_S = 60.0
 
 
 def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> None:
     """Ask the cluster for room for the workers, and wait for it; raises UsageError if it does not come in time."""
     if not config.wait_for_machines_s:
         return
-    found = cluster_hardware()
-    device, fewest, _ = wanted(config, found)
-    if fewest <= available_workers(config, device, found):
+    hardware = cluster_hardware()
+    device, fewest, _ = wanted_workers(config, hardware)
+    if fewest <= available_workers(config, device, hardware):
         return
     worker = worker_resources(device, 1.0, config.accelerator_type)
     # The autoscaler sees a group that has no room as a request for machines. It ends with this process at the latest.
     group = ray.util.placement_group([worker] * fewest)
     try:
-        started = said = time.monotonic()
-        seen: tuple[int, list[str]] | None = None
-        while not group.wait(_ASK_EVERY_S):
+        started_at = reported_at = time.monotonic()
+        reported: tuple[int, list[str]] | None = None
+        while not group.wait(_ROOM_EVERY_S):
             now, num_devices = time.monotonic(), available_workers(config, device, cluster_hardware())
             problems = autoscaler_problems()
+            reasons = "; ".join(one_line(problem).rstrip(".") for problem in problems)
+            why = f" The autoscaler cannot start machines ({reasons})." if problems else ""
             if is_stopped():
                 raise KeyboardInterrupt
-            if now - started > config.wait_for_machines_s:
-                raise UsageError(_too_few(config, num_devices, device, problems))
-            if (num_devices, problems) != seen or now - said > _SAY_EVERY_S:
-                seen, said = (num_devices, problems), now
-                _LOG.warning(
+            if now - started_at > config.wait_for_machines_s:
+                raise UsageError(
+                    f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has "
+                    f"{num_devices} {device_kind(config.accelerator_type, device)}."
+                    f"{why or ' `ray status` says why no more machines came.'} Ask for fewer workers, or raise "
+                    "--wait-for-machines-s."
+                )
+            # A line whenever something is new, and from time to time, so that nobody thinks that the run hangs.
+            if (num_devices, problems) != reported or now - reported_at > _REPORT_EVERY_S:
+                reported, reported_at = (num_devices, problems), now
+                _log.warning(
                     "Waiting for machines: there is room for %d of %d workers after %.0f of %.0f s.%s",
-                    *(min(num_devices, fewest), fewest, now - started, config.wait_for_machines_s),
-                    _in_the_clouds_words(problems),
+                    *(min(num_devices, fewest), fewest, now - started_at, config.wait_for_machines_s),
+                    why,
                 )
     finally:
         ray.util.remove_placement_group(group)
 
 
-def _too_few(config: TrainConfig, num_devices: int, device: str, problems: list[str]) -> str:
-    why = _in_the_clouds_words(problems) or " `ray status` says why no more machines came."
-    return (
-        f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has {num_devices} "
-        f"{device_kind(config.accelerator_type, device)}.{why} Ask for fewer workers, or raise --wait-for-machines-s."
-    )
+_PLACED_WITHIN_S = 40.0
+_POLL_EVERY_S = 5.0
 
 
-def _in_the_clouds_words(problems: list[str]) -> str:
-    listed = "; ".join(one_line(each).rstrip(".") for each in problems)
-    return f" The autoscaler cannot start machines ({listed})." if problems else ""
+class CapacityCheck:
+    """Checks every few seconds whether workers of ``placement`` have found no room for 40 s."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._throttle = Throttle()
+        self._waiting_since: dict[str, float] = {}  # when each placement group that waits was first seen
+
+    def check(self) -> None:
+        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too."""
+        if not self._throttle.due("placement groups", _POLL_EVERY_S):
+            return
+        # The placement groups of this driver that are not placed yet: a group's ID ends with its driver's ID.
+        driver: str = ray.get_runtime_context().get_job_id()
+        groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+        waiting = {
+            group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(driver)
+        }
+        # A group that has been placed since is forgotten: if it waits again, its time begins anew.
+        now = time.monotonic()
+        since = self._waiting_since
+        waited_too_long = any(now - since[group_id] >= _PLACED_WITHIN_S for group_id in waiting & since.keys())
+        self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
+        if not waited_too_long:
+            return
+        placement, free = self._placement, ray.available_resources()
+        wanted_by_worker = f"{placement.cpus:g} CPUs"
+        unused = f"{free.get('CPU', 0.0):g} CPUs"
+        if placement.device == "cuda":
+            wanted_by_worker += f" and 1 {device_kind(placement.accelerator_type, placement.device)}"
+            unused += f" and {free.get('GPU', 0.0):g} GPUs"
+        raise UsageError(
+            f"There is no room for {placement.min_workers} workers of {wanted_by_worker} each: the cluster has "
+            f"{unused} free, and other jobs use the rest; wait for them, or ask for fewer --workers."
+        )
 
 
 _ASK_HEAD_EVERY_S = 5.0
@@ -121,16 +115,16 @@ class HeadWatch:
         self._event = event
         self._ask = Background(head_answers)  # a question takes long if nobody answers
         self._throttle = Throttle()
-        self._there = True
+        self._answers = True
 
-    def look(self) -> None:
-        """Tell what the last question brought, and ask again."""
+    def poll(self) -> None:
+        """Report what the last question brought, if it is new, and ask again."""
         if not self._throttle.due("ask", _ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)
-        if answered is None or answered == self._there:
+        if answered is None or answered == self._answers:
             return
-        self._there = answered
+        self._answers = answered
         self._event(HeadBack() if answered else HeadSilent())
 
     def close(self) -> None:

@@ -1,4 +1,10 @@
-"""The Ray cluster of a command: one that runs already, or this process's own."""
+"""The Ray cluster of a command: one that runs already, or this process's own.
+
+A :class:`Connection` decides at once which cluster it will use, and may start one, which takes seconds. Its method
+``connect`` waits for the cluster and joins it, so that the caller can do other things in between. A process can be in
+one cluster at a time. Its own one (:class:`OwnRay`) stays for the next connection, of any thread, until the process
+ends.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +52,26 @@ _VARIABLES = {
 _ANSWER_WITHIN_S = 5.0
 _JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray passes those of `ray job submit` in a variable of this name
 _SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}
-_LOG = logging.getLogger("raytrain")
+_log = logging.getLogger("raytrain")
 
 
 class OwnRay:
     """The Ray that this process has started, kept for its next use by any thread, until the process ends."""
 
     def __init__(self, gpus: str | None) -> None:
-        self.num_users = 0
+        self.num_users = 0  # connections that are open
         self._gpus = gpus
         self._cluster = LocalCluster(visible_gpus(gpus) if gpus else {})
         self._address: str | None = None
         self._opened = ExitStack()
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
-        self._environment: dict[str, str] | None = None
-        self._is_spoilt = False
+        self._environment: dict[str, str] | None = None  # this process's variables after the last use
+        self._ends_after_use = False
 
     @property
     def is_joined(self) -> bool:
-        """Whether this process is in it, and not in another cluster since."""
+        """Whether this process has joined it, and is in no other cluster since."""
         if self._address is None or not in_ray():
             return False
         import ray
@@ -73,10 +79,18 @@ class OwnRay:
         return ray.get_runtime_context().gcs_address == self._address
 
     def fits(self, gpus: str | None) -> bool:
-        """Whether it can be used as if it were started now: with these GPUs and this process's variables."""
-        changed = self._environment is not None and self._environment != dict(os.environ)
-        works = self._cluster.runs and (self._address is None or (self.is_joined and _is_alive()))
-        return works and gpus == self._gpus and not changed
+        """Return whether it works, and would not differ if it were started now, with these GPUs and variables."""
+        if not self._cluster.runs or gpus != self._gpus:
+            return False
+        if self._environment is not None and self._environment != dict(os.environ):
+            return False
+        if self._address is None:  # it still starts
+            return True
+        if not self.is_joined or not head_answers(_ANSWER_WITHIN_S):
+            return False
+        import ray
+
+        return any(node["Alive"] for node in ray.nodes())
 
     def join(self) -> None:
         """Join it; raises UsageError if it could not start."""
@@ -84,25 +98,27 @@ class OwnRay:
             if self._address is not None:
                 return
             if is_connected():
-                joined = "--address is local, and this process is in a Ray cluster already"
-                raise UsageError(f"{joined}; leave --address out, or call ray.shutdown() first.")
+                raise UsageError(
+                    "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
+                    "ray.shutdown() first."
+                )
             self._address = self._cluster.address()
             self._opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
             self._opened.enter_context(messages_in_log())
-            self._is_spoilt = True  # until it is joined
+            self._ends_after_use = True  # unless it can be joined
             _init(self._address, None)
-            self._is_spoilt = False
+            self._ends_after_use = False
 
-    def spoil(self) -> bool:
-        """Have it end with this use, and the processes of a run with it; False if others use it."""
-        self._is_spoilt = self.num_users == 1
-        return self._is_spoilt
+    def end_after_use(self) -> bool:
+        """Have it end with this use, and the processes of a run with it; return False if others use it."""
+        self._ends_after_use = self.num_users == 1
+        return self._ends_after_use
 
     def release(self) -> None:
         """End one use."""
         self.num_users -= 1
         self._environment = dict(os.environ)
-        if self._is_spoilt and not self.num_users:
+        if self._ends_after_use and not self.num_users:
             end_own_ray()
 
     def end(self) -> None:
@@ -127,19 +143,8 @@ def end_own_ray() -> None:
             ended.end()
 
 
-def _use_own_ray(gpus: str | None) -> OwnRay:
-    """This process's Ray, which is started if there is none, or none that fits."""
-    global _own
-    with _own_lock:
-        if _own is None or not _own.fits(gpus):
-            _require_unused("start another one with other GPUs or variables")
-            end_own_ray()
-            _own = OwnRay(gpus)
-        _own.num_users += 1
-        return _own
-
-
 def _require_unused(wish: str) -> None:
+    """Raise UsageError if a run of this process uses its own Ray, so that what the user wishes for has to wait."""
     if _own is not None and _own.num_users:
         raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
 
@@ -156,15 +161,18 @@ class Connection(AbstractContextManager["Connection"]):
     def __init__(
         self, address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
     ) -> None:
+        global _own
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
+
+        # The address, or None: then it is the cluster that this process is in, or its own.
         own_is_used = _own is not None and _own.num_users > 0
         self._address = address or (None if is_connected() or own_is_used else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
-        is_open = self._address == "auto" or not (self._address or is_connected() or own_is_used)
-        if is_open and (found := ray_start_address()):
-            self._address = found
-            _LOG.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", found)
+        is_undecided = self._address == "auto" or not (self._address or is_connected() or own_is_used)
+        if is_undecided and (running := ray_start_address()):
+            self._address = running
+            _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
         starts_here = self._address == "local" or not (self._address or is_connected())
         if gpus and not starts_here:
             raise UsageError(
@@ -178,7 +186,17 @@ class Connection(AbstractContextManager["Connection"]):
             end_own_ray()
         elif before_start is not None:
             before_start()
-        self.own = _use_own_ray(gpus) if starts_here else None  # this machine alone, for nobody but this process
+
+        # This process's own is this machine alone, for nobody else. One that does not fit is replaced.
+        self.own: OwnRay | None = None
+        if starts_here:
+            with _own_lock:
+                if _own is None or not _own.fits(gpus):
+                    _require_unused("start another one with other GPUs or variables")
+                    end_own_ray()
+                    _own = OwnRay(gpus)
+                _own.num_users += 1
+                self.own = _own
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
         if self.own is None:
@@ -198,9 +216,13 @@ class Connection(AbstractContextManager["Connection"]):
             return
         STARTUP.info("joining the Ray cluster …")
         assert self._address is not None
-        _check_answers(self._address)
+        check_answers(self._address)
         self._opened.enter_context(messages_in_log())
-        _init(self._address, _runtime_environment())
+
+        # Its processes are forked, too, unless this process's job has a Python or a container of its own.
+        job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
+        command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
+        _init(self._address, None if command is None else {"py_executable": command})
         self._opened.callback(_leave)
 
     def close(self) -> None:
@@ -211,7 +233,7 @@ class Connection(AbstractContextManager["Connection"]):
 
 
 def ray_start_address() -> str | None:
-    """Its address, if this user, or root started it, and it answers.
+    """Return the address of the Ray on this machine that this user or root started with ``ray start``, if it answers.
 
     Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
     and would be shown this user's token. Found without importing Ray, which takes a second.
@@ -228,16 +250,17 @@ def ray_start_address() -> str | None:
 
 
 def uses_cluster(address: str | None) -> bool:
-    """Whether there is a cluster to use, or the user asks for one; otherwise, a :class:`Connection` starts one."""
+    """Return whether there is a cluster to use, or the user asks for one; if not, a :class:`Connection` starts one."""
     return bool(address or is_connected() or os.environ.get("RAY_ADDRESS") or ray_start_address())
 
 
 def is_connected() -> bool:
-    """Whether this process is in a Ray cluster that it has not started itself."""
+    """Return whether this process is in a Ray cluster that it has not started itself."""
     return in_ray() and not (_own is not None and _own.is_joined)
 
 
 def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
+    """Join the cluster at ``address``; raises UsageError if it has other versions, or if there is none."""
     import ray
 
     check_version()
@@ -247,20 +270,6 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
         raise version_error(address, str(error)) or _no_cluster(address, str(error)) from None
 
 
-def _runtime_environment() -> dict[str, str] | None:
-    """That of this process's job: its processes are forked, unless the job has a Python or a container of its own."""
-    job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
-    command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
-    return None if command is None else {"py_executable": command}
-
-
-def _is_alive() -> bool:
-    """Whether the cluster that this process is in still works."""
-    import ray
-
-    return head_answers(_ANSWER_WITHIN_S) and any(node["Alive"] for node in ray.nodes())
-
-
 def _leave() -> None:
     import ray
 
@@ -268,25 +277,31 @@ def _leave() -> None:
         ray.shutdown()
 
 
-def _check_answers(address: str) -> None:
-    """Raise UsageError if no cluster answers at ``HOST:PORT``, where Ray would try for minutes; show it our token."""
+def check_answers(address: str) -> None:
+    """Raise UsageError if no cluster answers at ``HOST:PORT``, where Ray would try for minutes.
+
+    If the cluster asks for a token, this machine's is shown from now on.
+    """
     if address == "auto":
         raise _no_cluster(address, "this user has started none on this machine with `ray start`")
     host, separator, port = address.rpartition(":")
     if not separator or "/" in address:
-        return
+        return  # Ray knows other forms of an address, and what to say of them
+
+    # Does anything listen there?
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (ValueError, OverflowError):
         raise _no_cluster(address, f"{port} is not a port") from None
     except OSError as error:
         raise _no_cluster(address, error.strerror or "no answer within 5 seconds") from None
+    # Is it a cluster, and does it take this machine's token?
     from ray.exceptions import AuthenticationError, RayError
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
     try:
-        if found := ANSWER_AT_ONCE.find():
-            with_token(lambda: found[0](address=address))
+        if api := ANSWER_AT_ONCE.find():
+            with_token(lambda: api[0](address=address))
     except AuthenticationError:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
@@ -297,7 +312,7 @@ def _check_answers(address: str) -> None:
 
 
 def with_token(ask: Callable[[], T]) -> T:
-    """What ``ask`` returns. If that needs a token, this machine's is shown from now on.
+    """Return what ``ask`` returns. If that needs a token, this machine's is shown from now on.
 
     Ray itself does so for a cluster that it finds, not for a plain ``HOST:PORT``. Raises AuthenticationError if there
     is no token, or another one.
@@ -307,8 +322,9 @@ def with_token(ask: Callable[[], T]) -> T:
     try:
         return ask()
     except AuthenticationError:
-        if "RAY_AUTH_MODE" in os.environ:
+        if "RAY_AUTH_MODE" in os.environ:  # a token was shown already
             raise
+    # The setting stays if the token is right: this process's later calls need it, too.
     set_variables({"RAY_AUTH_MODE": "token"})
     try:
         return ask()
@@ -319,7 +335,7 @@ def with_token(ask: Callable[[], T]) -> T:
 
 
 def _not_a_cluster(address: str) -> UsageError:
-    """The error for a URL, which names something else than a cluster that this process can join."""
+    """Return the error for a URL, which names something else than a cluster that this process can join."""
     if address.startswith("ray://"):
         return UsageError(
             f"The address is {address}, of a Ray client, in which nothing can be trained; use "

@@ -1,4 +1,13 @@
-"""The run's coordinator as a Ray actor beside the driver, and the driver's credentials, from memory to memory."""
+"""The run's coordinator as a Ray actor beside the driver, and the driver's credentials, from memory to memory.
+
+One actor does for a run all that needs a process beside the driver's, for each process takes seconds to start: it
+monitors the run, it is Ray Train's controller, it knows where cached blocks are, and it gives out credentials.
+
+An actor answers one call at a time unless its methods are in concurrency groups, which have threads of their own. Here,
+every method that may wait is in the group ``WAIT``, which has a thread for each call that may wait at the same time, so
+that news of the workers are taken in meanwhile. ``credentials`` is in a group of its own, ``KEYS``: what the calls in
+``WAIT`` wait for may have to be read with these credentials first.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +16,11 @@ import hashlib
 import os
 import secrets
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,17 +28,18 @@ from ray.actor import ActorProxy
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
-from raytrain.errors import CoordinatorLost, UsageError
-from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.ray.feed.exchange import BlockDirectory
+from raytrain.errors import CoordinatorLost, RaytrainError, UsageError
+from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, on_this_node
 from raytrain.monitor.events import Event
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.outcome import StopReason, failure_sentence
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, restored
+from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, credentials_of_fields
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
 from raytrain.storage.store import Store
 
@@ -37,49 +47,104 @@ if TYPE_CHECKING:
     from raytrain.launch.prepare import PreparedRun
 
 WAIT, KEYS = "wait", "keys"
-"""Concurrency groups of the calls that run beside the others: those of workers that wait, and those for credentials,
-without which what the workers wait for cannot be read."""
+"""Concurrency groups: calls that wait, and those for credentials."""
+WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
 _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
-_ASKERS = 8
+_KEYS_AT_A_TIME = 8
 _TRAINS_WITHIN_S = 15.0
-WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
 
 
 class RayCoordinator(Coordinator):
     """A coordinator in a process of its own, with what the feed of images needs, and the driver's credentials.
 
-    Its calls that wait run beside the others, in concurrency groups. The cluster keeps the arguments of its
-    constructor, which hold no secret: ``store`` uses the credentials that are lent later.
+    The cluster keeps the arguments of its constructor, which hold no secret: ``store`` uses the credentials that are
+    lent later.
     """
 
     def __init__(self, name: str, store: Store, **known: Any) -> None:
         self._broker = CredentialBroker()
-        self._directory = BlockDirectory()
-        self._stores = ObjectStores()
+        self._blocks_changed = threading.Condition()
+        self._blocks: dict[str, list[Any]] = defaultdict(list)
+        self._blocks_failure: str | None = None
+        self._object_stores = ObjectStores()
         self._controller: Any = None
-        self._controlled: Future[None] = Future()  # the controller has ended
-        self._trains = threading.Event()
+        self._controller_ended: Future[None] = Future()
+        self._workers_train = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._reserved: PlacementGroup | None = None
-        self._num_groups = 0
+        self._num_attempts = 0
         super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
 
-    # Credentials.
+    # Ray Train.
 
-    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        self._broker.lend(ticket, cloud, fields)
+    @ray.method(concurrency_group=WAIT)
+    def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+        """Be Ray Train's controller until the workers have ended: start them, watch them; return its result.
 
-    @ray.method(concurrency_group=KEYS)
-    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        return self._broker.credentials(ticket, cloud)
+        ``kind`` is the class of the controller, and ``arguments`` are those of its constructor. Otherwise, Ray Train
+        would start a process for it.
+        """
 
-    # News of the training, beside that of the base class.
+        class Controller(kind):
+            async def _run_control_loop_iteration(self) -> None:
+                await super()._run_control_loop_iteration()
+                # However often workers cannot be started, an abort comes in between two tries.
+                await asyncio.sleep(0)
+
+        # Workers would get these in a runtime environment, which takes each a third of a second: only the controller
+        # reads the first, and workers inherit the second, as this process does, from a Ray that raytrain has started.
+        not_for_workers = [WATCHER] + [PRINT_PATCH] * (os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH))
+        os.environ.update(environment)
+        this: CoordinatorHandle = ray.get_runtime_context().current_actor
+        delay_barrier(this.after_start.remote)
+        self._controller = Controller(**arguments)
+        for name in not_for_workers:
+            os.environ.pop(name, None)
+        try:
+            self._loop.run_until_complete(self._controller.run())
+        finally:
+            self._controller_ended.set_result(None)
+        return self._controller.get_result()
+
+    @ray.method(concurrency_group=WAIT)
+    def after_start(self, value: Any) -> Any:
+        """Return ``value`` when the workers train, or after a while: a loop may wait for what waits for this."""
+        self._workers_train.wait(_TRAINS_WITHIN_S)
+        return value
+
+    @ray.method(concurrency_group=WAIT)
+    def abort(self) -> None:
+        """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
+
+        async def abort_controller() -> None:  # no method: Ray would run all methods of the class in a loop
+            with suppress(SystemExit):  # the loop must go on until the caller has its answer
+                await self._controller.abort()
+
+        if self._loop.is_running():
+            aborted = asyncio.run_coroutine_threadsafe(abort_controller(), self._loop)
+            wait([aborted, self._controller_ended], return_when=FIRST_COMPLETED)  # the loop may end before it aborts
+
+    # The workers: their attempts and their metrics, beside what the base class does with them.
+
+    def begin_attempt(self, reserved: PlacementGroup | None) -> int:
+        """Return the number of an attempt, counted from 0, which has ``reserved`` its CPUs and GPUs."""
+        self._reserved = reserved
+        self._num_attempts += 1
+        return self._num_attempts - 1
+
+    def reserved(self) -> PlacementGroup | None:
+        """Return what the newest attempt has reserved."""
+        return self._reserved
+
+    def started(self, num_workers: int, step: int) -> None:
+        super().started(num_workers, step)
+        self._workers_train.set()
 
     def measured_on(self, use: MachineUse, node_id: str) -> None:
         """Note how a worker's machine is used, and how full the object store of its node is."""
-        self.measured(self._stores.add_to(use, node_id))
+        self.measured(self._object_stores.add_to(use, node_id))
 
     def received(self) -> None:
         """Return once the earlier calls of the same process have returned."""
@@ -92,90 +157,67 @@ class RayCoordinator(Coordinator):
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         return super().wait_for_stop_request(timeout_s)
 
-    # Ray Train.
-
-    @ray.method(concurrency_group=WAIT)
-    def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
-        """Be Ray Train's controller, which would otherwise have a process of its own: start the workers, watch them."""
-        # Workers would get these in a runtime environment, which takes each a third of a second: only the controller
-        # reads the first, and workers inherit the second, as this process does, from a Ray that raytrain has started.
-        needless = [WATCHER] + [PRINT_PATCH] * (os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH))
-        os.environ.update(environment)
-        this: CoordinatorHandle = ray.get_runtime_context().current_actor
-        delay_barrier(this.after_start.remote)
-        self._controller = _interruptible(kind)(**arguments)
-        for name in needless:
-            os.environ.pop(name, None)
-        try:
-            self._loop.run_until_complete(self._controller.run())
-        finally:
-            self._controlled.set_result(None)
-        return self._controller.get_result()
-
-    @ray.method(concurrency_group=WAIT)
-    def after_start(self, value: Any) -> Any:
-        """Return ``value`` when the workers train, or after a while: a loop may wait for what waits for this."""
-        self._trains.wait(_TRAINS_WITHIN_S)
-        return value
-
-    def started(self, num_workers: int, step: int) -> None:
-        super().started(num_workers, step)
-        self._trains.set()
-
-    @ray.method(concurrency_group=WAIT)
-    def abort(self) -> None:
-        """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
-        if self._loop.is_running():
-            answer = asyncio.run_coroutine_threadsafe(_abort(self._controller), self._loop)
-            wait([answer, self._controlled], return_when=FIRST_COMPLETED)  # the loop may end before it comes to this
-
-    # Cached blocks.
+    # Cached blocks. The driver reads them and keeps them; here, workers learn of their references.
 
     def add_blocks(self, dataset: str, refs: list[Any]) -> None:
-        self._directory.add(dataset, refs)
+        """Add references of the next blocks of a cached data set, in order."""
+        with self._blocks_changed:
+            self._blocks[dataset] += refs
+            self._blocks_changed.notify_all()
 
     def fail_blocks(self, reason: str) -> None:
-        self._directory.fail(reason)
+        """Have :meth:`blocks` raise RaytrainError from now on: a data set cannot be read to its end."""
+        with self._blocks_changed:
+            self._blocks_failure = reason
+            self._blocks_changed.notify_all()
 
     @ray.method(concurrency_group=WAIT)
     def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
-        return self._directory.blocks(dataset, first, timeout_s)
+        """Return references of the blocks from number ``first`` on, once there is one; [] after ``timeout_s`` seconds.
 
-    # Worker groups.
+        Raises RaytrainError if the blocks cannot be read.
+        """
+        with self._blocks_changed:
+            self._blocks_changed.wait_for(lambda: self._blocks_failure or len(self._blocks[dataset]) > first, timeout_s)
+            if self._blocks_failure:
+                raise RaytrainError(self._blocks_failure)
+            return self._blocks[dataset][first:]
 
-    def join_group(self, reserved: PlacementGroup | None) -> int:
-        """The number of a worker group, counted from 0, which has ``reserved`` its CPUs and GPUs."""
-        self._reserved = reserved
-        self._num_groups += 1
-        return self._num_groups - 1
+    # Credentials.
 
-    def reserved(self) -> PlacementGroup | None:
-        """What the last worker group has reserved."""
-        return self._reserved
+    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
+        """Replace the lent credentials of a cloud; see :meth:`CredentialBroker.lend`."""
+        self._broker.lend(ticket, cloud, fields)
 
-
-def _interruptible(kind: type) -> type:
-    """The class of a controller that lets an abort come in between its tries to start workers, however many."""
-
-    class Controller(kind):
-        async def _run_control_loop_iteration(self) -> None:
-            await super()._run_control_loop_iteration()
-            await asyncio.sleep(0)
-
-    return Controller
-
-
-async def _abort(controller: Any) -> None:  # no method: Ray would run all methods of the class in a loop
-    with suppress(SystemExit):  # the loop must go on until the caller has its answer
-        await controller.abort()
+    @ray.method(concurrency_group=KEYS)
+    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
+        """Return the lent credentials of a cloud to who has the ticket; see :meth:`CredentialBroker.credentials`."""
+        return self._broker.credentials(ticket, cloud)
 
 
 CoordinatorHandle = ActorProxy[RayCoordinator]
 
 
+def open_coordinator(
+    prepared: PreparedRun, opened: ExitStack, **known: Any
+) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender]:
+    """Start the coordinator of a run, which ends when ``opened`` is closed, and lend it the driver's credentials.
+
+    Returns its handle, and what :func:`lend_credentials` returns.
+    """
+    data, store = prepared.data, prepared.store
+    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
+    opened.callback(stop_coordinator, coordinator)
+    stores = store, data.train_store, data.test_store
+    return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
+
+
 def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any) -> CoordinatorHandle:
-    """The coordinator of a run, on the driver's node, found by the run's URL; UsageError if the run has one already."""
-    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _ASKERS}
+    """Start the coordinator of a run on the driver's node; its actor has a name made of the run's name and URL.
+
+    Raises UsageError if the run has a coordinator already.
+    """
+    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _KEYS_AT_A_TIME}
     actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
     named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
@@ -187,46 +229,50 @@ def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any
         ) from None
 
 
-def open_coordinator(
-    prepared: PreparedRun, opened: ExitStack, **known: Any
-) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender]:
-    """The coordinator of a run, until ``opened`` is closed, and what :func:`lend_credentials` returns for it."""
-    data, store = prepared.data, prepared.store
-    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
-    opened.callback(stop_coordinator, coordinator)
-    stores = store, data.train_store, data.test_store
-    return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
-
-
 def stop_coordinator(coordinator: CoordinatorHandle) -> None:
     """End the coordinator's process."""
     ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
 class RayMonitor:
-    """Asks the coordinator of a run, or ``of`` a sweep's trials, from another process; has all of its methods."""
+    """The coordinator of a run as the driver calls it. Each method waits for the answer of the coordinator's own.
+
+    Raises :class:`CoordinatorLost` if the coordinator has died: ``coordinated`` and ``command`` say in its sentence
+    what it was for, and how to go on.
+    """
 
     def __init__(
-        self, coordinator: CoordinatorHandle, prepared: PreparedRun, of: str = "it", command: str = "train"
+        self, coordinator: CoordinatorHandle, prepared: PreparedRun, coordinated: str = "it", command: str = "train"
     ) -> None:
         self._coordinator = coordinator
         self._prepared = prepared
-        self._of, self._command = of, command
-
-    def __getattr__(self, name: str) -> Any:
-        """The coordinator's method of this name."""
-        return partial(self._ask, name)
+        self._coordinated = coordinated
+        self._command = command
 
     def event(self, event: Event) -> None:
         """Note something that a viewer should read, without waiting."""
         self._coordinator.event.remote(event)
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        """Its answer; raises :class:`CoordinatorLost` if it has died."""
+    def snapshot(self, since: RowCursor = START) -> Snapshot:
+        return self._ask(self._coordinator.snapshot, since)
+
+    def ending(self) -> Ending:
+        return self._ask(self._coordinator.ending)
+
+    def request_stop(self, request: StopReason) -> None:
+        self._ask(self._coordinator.request_stop, request)
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        self._ask(self._coordinator.skip, images)
+
+    def finish(self, status: Status, result: TrainResult | None = None) -> None:
+        self._ask(self._coordinator.finish, status, result)
+
+    def _ask(self, method: Any, *arguments: object) -> Any:
         try:
-            return ray.get(getattr(self._coordinator, method).remote(*arguments))
+            return ray.get(method.remote(*arguments))
         except RayActorError:
-            prepared, reason = self._prepared, f"the process that coordinates {self._of} has died"
+            prepared, reason = self._prepared, f"the process that coordinates {self._coordinated} has died"
             sentence = failure_sentence(prepared.config, reason, prepared.loop, command=self._command)
             raise CoordinatorLost(sentence, prepared.name, prepared.store.url) from None
 
@@ -245,11 +291,11 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
 
 
 def _actor_name(run: str, url: str) -> str:
-    """Others may have runs of the same name in this cluster, in storage of their own."""
+    """Return the name of a run's actor: others may have runs of the same name in this cluster, in other storage."""
     return f"run:{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-_SERVER_ASKERS = 64
+_SERVED_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -263,38 +309,39 @@ class ServedCredentials:
     ticket: str = field(repr=False)
 
     def __call__(self, cloud: str) -> BucketCredentials | None:
-        return restored(cloud, ray.get(self.server.credentials.remote(self.ticket, cloud)))
-
-    def _lend(self, cloud: str, fields: CredentialFields | None) -> None:
-        # As an argument of a call, which the cluster keeps nowhere. Awaited, so that nobody asks before.
-        ray.get(self.server.lend.remote(self.ticket, cloud, fields))
+        """Return the credentials of a cloud that were lent last."""
+        return credentials_of_fields(cloud, ray.get(self.server.credentials.remote(self.ticket, cloud)))
 
 
 def lend_credentials(
     server: Any, stores: Iterable[Store], scope: Scope | None = None
 ) -> tuple[ServedCredentials, CredentialLender]:
-    """This process's credentials for the ``stores`` in other processes, through an actor that serves them.
+    """Lend this process's credentials for the ``stores`` to other processes, through an actor that serves them.
 
-    Those of each cloud that has a store are lent now and whenever the lender is told that they may be due again. If all
-    stores are folders, nothing is lent: the actor has nothing that it could give away. With a ``scope``, what is lent
-    is good for that alone; raises UsageError if STS does not issue such credentials.
+    Those of each cloud that has a store are lent now, and again whenever ``CredentialLender.lend_if_due`` finds that
+    they expire. If all stores are folders, nothing is lent: the actor has nothing that it could give away. With a
+    ``scope``, what is lent is good for that alone; raises UsageError if STS does not issue such credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
-    first: dict[str, Store] = {}
+
+    def send(cloud: str, fields: CredentialFields | None) -> None:
+        # As an argument of a call, which the cluster keeps nowhere. Awaited, so that nobody asks before.
+        ray.get(server.lend.remote(served.ticket, cloud, fields))
+
+    # One source for each cloud. Keys that are scoped are good for all stores of the run.
+    sources: dict[str, CredentialSource] = {}
     for store in stores:
-        if store.cloud is not None:
-            first.setdefault(store.cloud.name, store)
-    sources = {cloud: _lent_source(store, scope) for cloud, store in first.items()}
-    return served, CredentialLender(served._lend, sources)
-
-
-def _lent_source(store: Store, scope: Scope | None) -> CredentialSource:
-    assert store.cloud is not None
-    if scope is None:
-        return store.cloud.credentials
-    if isinstance(store.cloud, S3):
-        return ScopedCredentials(scope, store.cloud.region or "us-east-1")
-    raise UsageError(f"--scope-keys limits keys with AWS STS, and {store.url} is not in S3; leave the option out.")
+        if store.cloud is None or store.cloud.name in sources:
+            continue
+        if scope is None:
+            sources[store.cloud.name] = store.cloud.credentials
+        elif isinstance(store.cloud, S3):
+            sources[store.cloud.name] = ScopedCredentials(scope, store.cloud.region or "us-east-1")
+        else:
+            raise UsageError(
+                f"--scope-keys limits keys with AWS STS, and {store.url} is not in S3; leave the option out."
+            )
+    return served, CredentialLender(send, sources)
 
 
 @contextmanager
@@ -304,7 +351,7 @@ def serving_credentials(
     """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block."""
     server: Any = (
         ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
-        .options(num_cpus=0, max_concurrency=_SERVER_ASKERS, label_selector=on_this_node())
+        .options(num_cpus=0, max_concurrency=_SERVED_AT_A_TIME, label_selector=on_this_node())
         .remote()
     )
     try:

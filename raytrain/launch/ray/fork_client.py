@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__":  # this folder's modules are not Python's own
-    sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
+    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
 
 import contextlib
 import hashlib
@@ -38,18 +38,21 @@ _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 as 64 MiB of it are free, so each step gets it anew, page by page: up to 19,000 page faults and 5 % of a step's time."""
 _FOR_RAY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
 """Ray reads these once, when it is imported: no job yet, and a process that never ends in place of the raylet."""
-_PLACES = "ns/mnt", "ns/pid", "ns/net", "ns/user", "cgroup"
+_OF_A_CONTAINER = "ns/mnt", "ns/pid", "ns/net", "ns/user", "cgroup"  # below /proc/self: the same in one container
 _STARTED: list[subprocess.Popen[bytes]] = []  # Python warns of a process that nobody knows of
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 def worker_program() -> str | None:
-    """The Python program that a Ray is to run for each process; None if this system has no fork."""
+    """Return the Python program that a Ray is to run for each process; None if this system has no fork."""
     return __file__ if sys.platform == "linux" else None  # the system libraries of macOS do not survive a fork
 
 
 def py_executable() -> str | None:
-    """The shell command that a Ray is to run instead of Python, for its own worker program; None as above."""
+    """Return the shell command that a Ray is to run instead of Python, for its own worker program; None without fork.
+
+    On a node that has no such Python or no raytrain, the command runs the Python that Ray is installed in.
+    """
     if worker_program() is None:
         return None
     python, client = shlex.quote(sys.executable), shlex.quote(__file__)
@@ -61,7 +64,7 @@ def py_executable() -> str | None:
 
 
 def keep_server() -> contextlib.AbstractContextManager[Any]:
-    """Start this node's fork server unless it runs, and keep it as long as what is returned is open."""
+    """Start this node's fork server unless it runs; it stays at least as long as what is returned is open."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             return connect(ray_program())
@@ -69,7 +72,7 @@ def keep_server() -> contextlib.AbstractContextManager[Any]:
 
 
 def ray_program() -> str:
-    """The program of Ray's that this Python has; see ``FORKED_PROCESSES`` in ``private_api.py``."""
+    """Return Ray's own worker program in this Python; see ``FORKED_PROCESSES`` in ``private_api.py``."""
     ray = find_spec("ray")
     assert ray is not None
     assert ray.origin is not None
@@ -77,12 +80,26 @@ def ray_program() -> str:
 
 
 def connect(program: str) -> socket.socket:
-    """A connection to this user's fork server, started if there is none; OSError if another user listens there."""
-    address = _address(program)
+    """Return a connection to this user's fork server, started if there is none.
+
+    Raises OSError if another user listens in its place.
+    """
+    address = server_address(program)
     with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # there is one already
         listener.bind(address)
         listener.listen(_BACKLOG)
-        _start(listener, program)
+        # The server inherits the socket. Requests wait there from now on, while it imports.
+        server = subprocess.Popen(
+            [sys.executable, str(_SERVER), str(listener.fileno()), program],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
+            start_new_session=True,
+            cwd="/",
+            env=start_variables(),
+        )
+        _STARTED.append(server)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(address)
@@ -95,36 +112,24 @@ def connect(program: str) -> socket.socket:
 
 
 def user_of(connection: socket.socket) -> int:
-    """The ID of the user whose process is at the other end."""
+    """Return the ID of the user whose process is at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
+    _process, user, _group = struct.unpack("3i", credentials)
     return user
 
 
-def _start(listener: socket.socket, program: str) -> None:
-    """Start a fork server that inherits the socket; requests wait there from now on."""
-    server = subprocess.Popen(
-        [sys.executable, str(_SERVER), str(listener.fileno()), program],
-        pass_fds=[listener.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
-        start_new_session=True,
-        cwd="/",
-        env=_start_variables(),
-    )
-    _STARTED.append(server)
+def start_variables() -> dict[str, str]:
+    """Return the variables of a fork server: none of a user's folders, keys or clusters."""
+    users = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
+    return _ONE_ARENA | ({} if _WAITS.keys() & users.keys() else _WAITS) | users | _FOR_RAY
 
 
-def _start_variables() -> dict[str, str]:
-    """The variables of a fork server: none of a user's folders, keys or clusters."""
-    taken = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
-    return _ONE_ARENA | ({} if _WAITS.keys() & taken.keys() else _WAITS) | taken | _FOR_RAY
+def server_address(program: str) -> bytes:
+    """Return the abstract socket of the fork server whose processes would be those that this process asks for.
 
-
-def _address(program: str) -> bytes:
-    """An abstract socket's, of a server of the same user, code, container, control group and start variables."""
-    places = [Path(f"/proc/self/{name}") for name in _PLACES]
+    It differs for another user, code, Python, Ray, container, control group, or other start variables.
+    """
+    container = [Path(f"/proc/self/{name}") for name in _OF_A_CONTAINER]
     same = [
         os.getuid(),
         sys.executable,
@@ -132,8 +137,8 @@ def _address(program: str) -> bytes:
         max(file.stat().st_mtime_ns for file in _ROOT.rglob("*.py")),
         program,
         Path(program).parents[3].stat().st_mtime_ns,  # changes with the packages that are installed
-        [os.readlink(place) if place.is_symlink() else place.read_text() for place in places],
-        sorted(_start_variables().items()),
+        [os.readlink(file) if file.is_symlink() else file.read_text() for file in container],
+        sorted(start_variables().items()),
     ]
     return b"\0raytrain-" + hashlib.sha256(json.dumps(same).encode()).hexdigest()[:32].encode()
 
@@ -153,7 +158,7 @@ def main(arguments: list[str]) -> None:
 
 
 def traits(arguments: list[str]) -> dict[str, Any]:
-    """All that a process takes over from this one."""
+    """Return all that a process takes over from this one."""
     mask = os.umask(0o077)
     os.umask(mask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -178,5 +183,6 @@ def run_program(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main([ray_program(), *given] if given[0].startswith("-") else given)
+    # As a worker program, it gets Ray's options alone; as py_executable, Ray's program before them.
+    words = sys.argv[1:]
+    main([ray_program(), *words] if words[0].startswith("-") else words)

@@ -43,16 +43,22 @@ _IDLE_S = 15.0
 
 
 def serve(listener: socket.socket) -> socket.socket:
-    """Fork a process at each connection, and return in it with the connection. Ends after some time without any."""
+    """Fork a process at each connection, and return in it with the connection.
+
+    The server itself ends when it has had no process for a while.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
     listener.settimeout(_IDLE_S)
     while True:
+        # The next start is faster as long as the server runs, so it outlives its processes by some seconds.
         try:
             request, _ = listener.accept()
         except TimeoutError:
-            if _has_processes():
+            if has_processes():
                 continue
             os._exit(0)
+
+        # Everybody on the node can connect to an abstract socket, and the process will have this user's rights.
         if user_of(request) != os.getuid():
             request.close()
             continue
@@ -64,7 +70,8 @@ def serve(listener: socket.socket) -> socket.socket:
         request.close()
 
 
-def _has_processes() -> bool:
+def has_processes() -> bool:
+    """Return whether a forked process still runs."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -87,9 +94,9 @@ def import_all() -> None:
 
 
 def read(request: socket.socket) -> dict[str, Any]:
-    """What the client asks for; this process has its streams from now on. Ends this process if it sends nothing."""
-    sent, streams, _, _ = socket.recv_fds(request, 1, 3)
-    if not sent:
+    """Return what the client asks for, and take over its streams. Ends this process if the client sends nothing."""
+    message, streams, _, _ = socket.recv_fds(request, 1, 3)
+    if not message:
         os._exit(0)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -99,10 +106,15 @@ def read(request: socket.socket) -> dict[str, Any]:
 
 
 def take_over(traits: dict[str, Any]) -> None:
-    """Be as the client is; raises OSError or ValueError if this process may not."""
+    """Become like the client, which ``traits`` describe; raises OSError or ValueError if this process may not."""
     import numpy as np
     import torch
 
+    def end_with(raylet: int) -> None:
+        select.select([raylet], [], [])
+        os._exit(1)
+
+    # What the system knows of a process.
     os.chdir(traits["folder"])
     os.umask(traits["umask"])
     Path("/proc/self/oom_score_adj").write_text(traits["oom_score"])
@@ -113,23 +125,21 @@ def take_over(traits: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(traits["variables"])
     read_variables()
+
+    # Ray's workers end with the raylet that asked for them; this one has another parent.
     if raylet := os.environ.get("RAY_RAYLET_PID"):
-        threading.Thread(target=_end_with, args=(os.pidfd_open(int(raylet)),), daemon=True).start()
+        threading.Thread(target=end_with, args=(os.pidfd_open(int(raylet)),), daemon=True).start()
+
+    # What Python knows of it.
     np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
     torch.seed()
     sys.argv = traits["arguments"]
     sys.path[:0] = [os.path.dirname(sys.argv[0]), *python_path()]
 
 
-def _end_with(process: int) -> None:
-    """End this process when the one of a file descriptor ends, as Ray's workers end with the raylet that asked."""
-    select.select([process], [], [])
-    os._exit(1)
-
-
 def python_path() -> list[str]:
-    """The folders of PYTHONPATH; raises ImportError if a module that is imported already lies in one of them, too."""
-    folders = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    """Return the folders of PYTHONPATH; ImportError if a module that is imported already lies in one of them, too."""
+    folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for folder in filter(os.path.isdir, folders):
         for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():
             file = getattr(sys.modules[name], "__file__", None)
@@ -139,7 +149,7 @@ def python_path() -> list[str]:
 
 
 def main() -> None:
-    """Serve; in each forked process, be what was asked for."""
+    """Serve; in each forked process, become what was asked for."""
     _, descriptor, program = sys.argv
     with socket.socket(fileno=int(descriptor)) as listener:
         if not os.path.samefile(ray_program(), program):

@@ -48,8 +48,8 @@ _PAGE_HEADERS = {
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the cluster is near
 
 
-class _Refused(Exception):
-    """An HTTP status, and why a request gets it."""
+class RefusedRequest(Exception):
+    """The arguments are an HTTP status, and why a request gets it."""
 
 
 class Replica:
@@ -67,65 +67,67 @@ class Replica:
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
         try:
-            return await self._answer(request)
+            if request.url.path.strip("/") not in ("", self._model.run):
+                raise RefusedRequest(404, f"{self._model.run} is served here, at /{self._model.run}")
+            if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+                page = files("raytrain.launch.ray").joinpath("serve_page.html").read_text("utf-8")
+                return HTMLResponse(page, headers=_PAGE_HEADERS)
+            # Everything else needs the network.
+            if not self._predictor.done():
+                raise RefusedRequest(503, f"the network of {self._model.run} is being loaded; try again")
+            if error := self._predictor.exception():
+                raise RefusedRequest(500, str(error))
+            if request.method == "GET":
+                about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
+                return JSONResponse(about)
+            if request.method != "POST":
+                raise RefusedRequest(405, "POST an image file")
+            return JSONResponse(await self._classify(await self._posted_image(request)))
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        except _Refused as refused:
+        except RefusedRequest as refused:
             status, why = refused.args
             headers = {503: {"Retry-After": "1"}, 405: {"Allow": "GET, POST"}}
             return JSONResponse({"error": why}, status, headers.get(status))
 
-    async def _answer(self, request: Request) -> Response:
-        if request.url.path.strip("/") not in ("", self._model.run):
-            raise _Refused(404, f"{self._model.run} is served here, at /{self._model.run}")
-        if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
-            page = files("raytrain.launch.ray").joinpath("serve_page.html").read_text("utf-8")
-            return HTMLResponse(page, headers=_PAGE_HEADERS)
-        if not self._predictor.done():
-            raise _Refused(503, f"the network of {self._model.run} is being loaded; try again")
-        if error := self._predictor.exception():
-            raise _Refused(500, str(error))
-        if request.method == "GET":
-            about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
-            return JSONResponse(about)
-        if request.method != "POST":
-            raise _Refused(405, "POST an image file")
-        return JSONResponse(await self._classify(await self._image(request)))
+    async def _posted_image(self, request: Request) -> Pixels:
+        """Return the image that was posted, uint8 (H, W, C).
 
-    async def _image(self, request: Request) -> Pixels:
-        """The image that was posted. Raises BadImage, and _Refused if its file, or all that are held, are too large."""
+        Raises BadImage, and RefusedRequest if its file is too large, or all that this replica holds are.
+        """
+
+        def decode(file: bytes) -> Pixels:
+            # A stranger's file may kill the process that decodes it, so that is one beside this one.
+            decoder = self._decoders.get()
+            try:
+                return decoder.decode(file, self._model.format.cropping.crop)
+            finally:
+                self._decoders.put(decoder)
+
         content = bytearray()
         try:
             async for chunk in request.stream():
                 content += chunk
                 self._held_bytes += len(chunk)
                 if len(content) > _MAX_BYTES:
-                    raise _Refused(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
+                    raise RefusedRequest(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
                 if self._held_bytes > _MAX_HELD_BYTES:
-                    raise _Refused(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
-            file = _posted_file(request.headers.get("content-type", ""), bytes(content))
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, file)
+                    raise RefusedRequest(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
+            file = posted_file(request.headers.get("content-type", ""), bytes(content))
+            return await asyncio.get_running_loop().run_in_executor(self._threads, decode, file)
         finally:
             self._held_bytes -= len(content)
 
-    def _decode(self, content: bytes) -> Pixels:
-        """Decode a file of a stranger in a process beside this one, which may be killed by it."""
-        decoder = self._decoders.get()
-        try:
-            return decoder.decode(content, self._model.format.cropping.crop)
-        finally:
-            self._decoders.put(decoder)
-
     @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
     async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
-        """What is said of each image, uint8 (H, W, C)."""
+        """Return the answer for each image, uint8 (H, W, C); Serve gathers those that come at the same time."""
         unknown = np.full(len(images), -1)
         table = await asyncio.to_thread(self._predictor.result(), np.stack(images), unknown)
         return [self._model.answer(row) for row in table.to_pylist()]
 
 
-def _posted_file(content_type: str, body: bytes) -> bytes:
-    """The image file in ``body``: all of it, or the first file of a form."""
+def posted_file(content_type: str, body: bytes) -> bytes:
+    """Return the image file in ``body``: all of it, or the first file of a form."""
     form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]+)"?.*', content_type, re.IGNORECASE)
     if form is None:
         return body
@@ -133,7 +135,7 @@ def _posted_file(content_type: str, body: bytes) -> bytes:
         headers, _, content = part.partition(b"\r\n\r\n")
         if b"filename" in headers.lower():
             return content.removesuffix(b"\r\n")
-    raise _Refused(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
+    raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
 
 
 @contextmanager
@@ -150,44 +152,38 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
         ray_actor_options={"num_cpus": placement.cpus, "num_gpus": int(placement.device == "cuda")},
         health_check_period_s=5.0,
     )(Replica)
-    name = f"raytrain-{model.run}"
+    application, name = replica.bind(model, placement.threads), f"raytrain-{model.run}"
     try:
-        _start(replica.bind(model, placement.threads), name, model.run, HTTPOptions(host=host, port=port))
-        yield _answering(host, port, model.run, signals)
+        try:
+            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
+            try:
+                serve.run(application, name=name, route_prefix="/")
+            except RayServeException:  # another run is there already
+                serve.run(application, name=name, route_prefix=f"/{model.run}")
+        except (RuntimeError, RayServeException, RayError) as error:
+            # What the replicas raised says more than Serve's error, if they raised anything.
+            status = serve.status().applications.get(name)
+            messages = [deployment.message for deployment in status.deployments.values()] if status else []
+            reason = "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
+            raise UsageError(_not_started(model.run, reason or root_cause(error))) from error
+        yield wait_until_loaded(host, port, model.run, signals)
     finally:
         with suppress(RayServeException):  # it has not started
             serve.delete(name)
-
-
-def _start(application: serve.Application, name: str, run: str, http_options: HTTPOptions) -> None:
-    try:
-        serve.start(proxy_location="HeadOnly", http_options=http_options)
-        try:
-            serve.run(application, name=name, route_prefix="/")
-        except RayServeException:  # another run is there already
-            serve.run(application, name=name, route_prefix=f"/{run}")
-    except (RuntimeError, RayServeException, RayError) as error:
-        raise UsageError(_not_started(run, _reason(name) or root_cause(error))) from error
 
 
 def _not_started(run: str, reason: str) -> str:
     return f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}."
 
 
-def _reason(name: str) -> str:
-    """What the replicas of an application raised; empty if they raised nothing."""
-    application = serve.status().applications.get(name)
-    messages = [each.message for each in application.deployments.values()] if application else []
-    return "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
-
-
-def _answering(host: str, port: int, run: str, signals: StopSignals) -> str:
-    """The URL of a run, once its network is loaded; UsageError if nothing answers, or it cannot be loaded.
+def wait_until_loaded(host: str, port: int, run: str, signals: StopSignals) -> str:
+    """Return the URL of a served run, once its network is loaded; UsageError if nothing answers, or it can't be loaded.
 
     How long that takes depends on the storage, so only a stop request of ``signals`` ends the wait.
     """
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
+    # Nothing is reported of a network that is there at once.
     try:
         if not _is_loaded(url, run):
             logging.getLogger("raytrain").warning("loading the network of %s; until then, %s answers 503 …", run, url)
@@ -203,7 +199,7 @@ def _answering(host: str, port: int, run: str, signals: StopSignals) -> str:
 
 
 def _is_loaded(url: str, run: str) -> bool:
-    """Whether the network behind ``url`` has been loaded; raises UsageError if it cannot be."""
+    """Return whether the network behind ``url`` has been loaded; raises UsageError if it cannot be."""
     try:
         _WITHOUT_PROXY.open(url, timeout=_ANSWERS_WITHIN_S).close()
         return True

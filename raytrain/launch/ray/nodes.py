@@ -48,8 +48,12 @@ class NodeResult(Generic[T]):
 
 
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
-    """Call ``function`` on all nodes at once, also on busy ones; an error instead of a result after ``timeout_s``."""
+    """Call ``function`` on all nodes at once, also on busy ones; an error instead of a result after ``timeout_s``.
+
+    Example: ``run_on_each_node(lambda node: os.cpu_count(), timeout_s=10.0)``
+    """
     import ray
+    from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def call(node: ClusterNode) -> T:  # Ray takes functions only, not everything that can be called
@@ -57,41 +61,36 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
 
     # Without CPUs, so that nodes that are fully in use answer too; without retries, so that a failure is reported.
     task: Any = ray.remote(num_cpus=0, max_retries=0)(call)
-    started: list[tuple[ClusterNode, Any]] = []
-    for found in (each for each in ray.nodes() if each["Alive"]):
-        node, there = _node(found), NodeAffinitySchedulingStrategy(found["NodeID"], soft=False)
-        started.append((node, task.options(scheduling_strategy=there).remote(node)))
-    ray.wait([ref for _, ref in started], num_returns=len(started), timeout=timeout_s)
-    return tuple(_collect(node, ref, timeout_s) for node, ref in started)
+    calls: list[tuple[ClusterNode, Any]] = []
+    for record in (record for record in ray.nodes() if record["Alive"]):
+        resources: dict[str, float] = record["Resources"]
+        node = ClusterNode(
+            address=record["NodeManagerAddress"],
+            id=record["NodeID"][:8],
+            cpus=resources.get("CPU", 0.0),
+            gpus=resources.get("GPU", 0.0),
+            memory_bytes=int(resources.get("memory", 0)),
+            object_store_bytes=int(resources.get("object_store_memory", 0)),
+        )
+        on_node = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
+        calls.append((node, task.options(scheduling_strategy=on_node).remote(node)))
+
+    # All nodes have the same time. What went wrong on one of them is its result, as a sentence.
+    ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=timeout_s)
+    results: list[NodeResult[T]] = []
+    for node, ref in calls:
+        try:
+            results.append(NodeResult(node, result=ray.get(ref, timeout=0)))
+        except GetTimeoutError:
+            ray.cancel(ref, force=True)
+            reason = f"The node did not answer within {timeout_s:g} s"
+            results.append(NodeResult(node, error=f"{reason}; check whether it is overloaded, or restart Ray there."))
+        except Exception as error:
+            results.append(NodeResult(node, error=_failure_of_a_node(error)))
+    return tuple(results)
 
 
-def _node(node: dict[str, Any]) -> ClusterNode:
-    resources = node["Resources"]
-    return ClusterNode(
-        address=node["NodeManagerAddress"],
-        id=node["NodeID"][:8],
-        cpus=resources.get("CPU", 0.0),
-        gpus=resources.get("GPU", 0.0),
-        memory_bytes=int(resources.get("memory", 0)),
-        object_store_bytes=int(resources.get("object_store_memory", 0)),
-    )
-
-
-def _collect(node: ClusterNode, ref: Any, timeout_s: float) -> NodeResult[Any]:
-    import ray
-    from ray.exceptions import GetTimeoutError
-
-    try:
-        return NodeResult(node, result=ray.get(ref, timeout=0))
-    except GetTimeoutError:
-        ray.cancel(ref, force=True)
-        reason = f"The node did not answer within {timeout_s:g} s"
-        return NodeResult(node, error=f"{reason}; check whether it is overloaded, or restart Ray there.")
-    except Exception as error:
-        return NodeResult(node, error=_explain(error))
-
-
-def _explain(error: Exception) -> str:
+def _failure_of_a_node(error: Exception) -> str:
     if missing := re.search(r"No module named '(\w+)", str(error)):
         return f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray there."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -102,98 +101,97 @@ _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new file late
 
 
 def check_shared(store: Store, storage: str, num_nodes: int) -> None:
-    """Raise UsageError if ``store``, the user's ``storage``, is a folder that a node of several does not see."""
+    """Raise UsageError if ``store``, the user's ``storage``, is a folder that not all nodes share with this machine."""
     if store.cloud is not None or num_nodes < 2:
         return
     probe = f".node-check-{uuid.uuid4().hex}"
+    file = os.path.join(store.url, probe)
+
+    def sees_probe(node: ClusterNode) -> bool:
+        deadline = time.monotonic() + _VISIBLE_WITHIN_S
+        while not os.path.exists(file):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    # All nodes look for a file that this machine has just written.
     store.put(probe, b"")
     try:
-        file = os.path.join(store.url, probe)
-        refuse_unshared(storage, run_on_each_node(lambda node: _sees(node, file), _ANSWER_WITHIN_S))
+        refuse_unshared(storage, run_on_each_node(sees_probe, _ANSWER_WITHIN_S))
     finally:
         store.delete(probe)
 
 
 def refuse_unshared(storage: str, results: Iterable[NodeResult[bool]]) -> None:
     """Raise UsageError with the first node that does not see the folder ``storage``, or did not answer."""
-    for found in results:
-        if found.error is not None:
+    for answer in results:
+        if answer.error is not None:
             raise UsageError(
-                f"--storage is the folder {storage}, and the node {found.node.address} did not say whether it sees it: "
-                f"{found.error}"
+                f"--storage is the folder {storage}, and the node {answer.node.address} did not say whether it sees "
+                f"it: {answer.error}"
             )
-        if not found.result:
+        if not answer.result:
             raise UsageError(
-                f"--storage is the folder {storage}, which the node {found.node.address} ({found.node.id}) does not "
+                f"--storage is the folder {storage}, which the node {answer.node.address} ({answer.node.id}) does not "
                 "share with this machine, so that the checkpoints would be lost with that node; use s3://bucket/prefix "
                 "or a folder that all nodes share."
             )
 
 
-def _sees(node: ClusterNode, file: str) -> bool:
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
-    while not os.path.exists(file):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-_GPU_TYPE = "accelerator_type:"  # Ray's resource that stands for a type of GPU begins with this
+_GPU_TYPE = "accelerator_type:"  # Ray marks a node with its type of GPU, by a resource whose name begins with this
 
 
 def cluster_hardware() -> Hardware:
-    """What the connected cluster has."""
+    """Return what the connected cluster has: CPUs, GPUs by type, and room in the smallest of its object stores."""
     import ray
 
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    resources = [node["Resources"] for node in nodes]
+    by_node: list[dict[str, float]] = [node["Resources"] for node in nodes]
+    gpu_types: Counter[str] = Counter()
+    for resources in by_node:
+        for name in resources:
+            if name.startswith(_GPU_TYPE):
+                gpu_types[name.removeprefix(_GPU_TYPE)] += int(resources.get("GPU", 0.0))
     return Hardware(
         num_nodes=len(nodes),
-        cpus=sum(each.get("CPU", 0.0) for each in resources),
-        gpus=sum(each.get("GPU", 0.0) for each in resources),
-        object_store_bytes=int(min(each.get("object_store_memory", 0.0) for each in resources)),
-        gpu_types=_gpu_types(resources),
+        cpus=sum(resources.get("CPU", 0.0) for resources in by_node),
+        gpus=sum(resources.get("GPU", 0.0) for resources in by_node),
+        object_store_bytes=int(min(resources.get("object_store_memory", 0.0) for resources in by_node)),
+        gpu_types=dict(gpu_types),
     )
 
 
-def _gpu_types(resources: list[dict[str, float]]) -> dict[str, float]:
-    """How many GPUs there are of each type. Ray marks a node with its type by a resource of that name."""
-    found: Counter[str] = Counter()
-    for each in resources:
-        for name in each:
-            if name.startswith(_GPU_TYPE):
-                found[name.removeprefix(_GPU_TYPE)] += int(each.get("GPU", 0.0))
-    return dict(found)
-
-
 def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> dict[str, float]:
-    """What a worker asks Ray for."""
+    """Return what a worker asks Ray for: ``{"CPU": 2.0, "GPU": 1.0}`` for a worker on a GPU of any type."""
     if device == "cpu":
         return {"CPU": cpus}
     # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.
-    marked = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
-    return {"CPU": cpus, "GPU": 1.0, **marked}
+    mark = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
+    return {"CPU": cpus, "GPU": 1.0, **mark}
 
 
 def fastest_on_nodes(device: str) -> Precision:
-    """The fastest precision that trains well on all nodes of the connected cluster that have such a device."""
-    nodes = run_on_each_node(lambda node: fastest_precision(device), _ANSWER_WITHIN_S)
-    found = {each.result for each in nodes if device == "cpu" or each.node.gpus >= 1}  # None: a node did not say
-    return "bfloat16" if found == {"bfloat16"} else "float32"
+    """Return the fastest precision that trains well on all nodes of the cluster that have such a device.
+
+    A node that does not answer counts as one that has float32 alone.
+    """
+    answers = run_on_each_node(lambda node: fastest_precision(device), _ANSWER_WITHIN_S)
+    precisions = {answer.result for answer in answers if device == "cpu" or answer.node.gpus >= 1}
+    return "bfloat16" if precisions == {"bfloat16"} else "float32"
 
 
 def fastest_resizer_on_nodes() -> Resizer:
-    """The fastest library for resizing images that all nodes of the connected cluster have."""
-    found = {each.result for each in run_on_each_node(lambda node: fastest_resizer(), _ANSWER_WITHIN_S)}
-    return "cykooz" if found == {"cykooz"} else "pillow"
+    """Return the fastest library for resizing images that all nodes of the connected cluster have."""
+    answers = run_on_each_node(lambda node: fastest_resizer(), _ANSWER_WITHIN_S)
+    return "cykooz" if {answer.result for answer in answers} == {"cykooz"} else "pillow"
 
 
 _HEAD_ANSWERS_WITHIN_S = 10.0
 
 
 class ObjectStores:
-    """Asks the head every few seconds, for all nodes at once and without waiting for it."""
+    """How full the object stores of all nodes are: asks the head every few seconds, without waiting for its answer."""
 
     def __init__(self) -> None:
         self._ask = Background(object_store_use)  # a question takes long if nobody answers
@@ -201,7 +199,7 @@ class ObjectStores:
         self._uses: dict[str, tuple[int, int]] = {}
 
     def add_to(self, use: MachineUse, node_id: str) -> MachineUse:
-        """``use`` with what the object store of its node holds, as of the last question; unknown without an answer."""
+        """Return ``use`` with what its node's object store held at the last answer; as it is if there was none."""
         from ray.exceptions import RayError
 
         if self._throttle.due("ask", MEASURE_EVERY_S):

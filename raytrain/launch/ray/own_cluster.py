@@ -24,14 +24,17 @@ _STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 def lean(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` for Ray's processes, which then find a module of this name whose import fails at once."""
+    """Return ``environment`` for Ray's processes: they find a stand-in for a package that Ray imports and never uses.
+
+    The import of the package takes long, and that of the stand-in fails at once, which Ray allows.
+    """
     path = os.pathsep.join(filter(None, [str(_STAND_INS), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Leave the package out as long as the ``with`` block lasts, unless this process has it already."""
+    """Leave that package out of this process as long as the ``with`` block lasts, unless it is imported already."""
     modules: dict[str, Any] = sys.modules
     leave_out = modules.setdefault(_LEFT_OUT, None) is None
     try:
@@ -48,7 +51,7 @@ WITHOUT_EXTRAS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-_OF_THE_CLUSTER = {
+_CLUSTER_VARIABLES = {
     **WITHOUT_EXTRAS,
     # Nobody asks this cluster for its tasks or its metrics, which each process reports every few seconds.
     "RAY_task_events_report_interval_ms": "0",
@@ -74,19 +77,28 @@ class LocalCluster:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **_token_settings()}))
-        variables = {**os.environ, **_short_folder(), **_OF_THE_CLUSTER, **loopback_environment(), **environment}
+
+        # Ray would make its sockets in a folder of TMPDIR, where their paths may be too long.
+        is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
+        short_folder = {"RAY_TMPDIR": "/tmp"} if is_long and "RAY_TMPDIR" not in os.environ else {}
+        variables = {**os.environ, **short_folder, **_CLUSTER_VARIABLES, **loopback_environment(), **environment}
         self._environment = lean(variables)
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         self._opened.callback(self._stderr.close)
         self._process = self._start()
 
     def address(self) -> str:
-        """The cluster's address, once it is up; raises UsageError with the reason if it could not start."""
+        """Return the cluster's address, once it is up; raises UsageError with the reason if it could not start."""
+        reason = ""
         for tries_left in reversed(range(_NUM_TRIES)):
             assert self._process.stdout is not None
             if line := self._process.stdout.readline().strip():
                 return line
-            reason = self._reason()
+            # The process has ended, and its last line says why.
+            self._process.wait()
+            self._stderr.seek(0)
+            lines = [line.strip() for line in self._stderr if line.strip()]
+            reason = lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
             if TOO_SLOW not in reason or not tries_left:
                 break
             self._process = self._start()
@@ -94,7 +106,7 @@ class LocalCluster:
 
     @property
     def runs(self) -> bool:
-        """Whether the process that holds it does."""
+        """Whether the process that holds the cluster runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -117,32 +129,16 @@ class LocalCluster:
             env=self._environment,
         )
 
-    def _reason(self) -> str:
-        """The last line that the process wrote before it ended."""
-        self._process.wait()
-        self._stderr.seek(0)
-        lines = [line.strip() for line in self._stderr if line.strip()]
-        return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
-
-
-def _short_folder() -> dict[str, str]:
-    """Another folder for Ray's files than TMPDIR, if Ray would make sockets there whose paths are too long."""
-    is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
-    return {"RAY_TMPDIR": "/tmp"} if is_long and "RAY_TMPDIR" not in os.environ else {}
-
 
 def _token_settings() -> dict[str, str]:
-    """Have new clusters ask for a token, which is created before either process looks for it."""
+    """Have new clusters ask for a token, which is created here before either process looks for it."""
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
-    if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        _create_token()
-    return settings
-
-
-def _create_token() -> None:
+    if settings["RAY_AUTH_MODE"] != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return settings
+    # Ray reads the token from this file. It must not be readable for others at any moment.
     path = Path.home() / ".ray" / "auth_token"
     if path.exists():
-        return
+        return settings
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -154,14 +150,15 @@ def _create_token() -> None:
             f"The token of a Ray on this machine can't be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN to "
             "a long random text, or HOME to a folder that you may write to."
         ) from None
+    return settings
 
 
 def hold() -> None:
     """Start the cluster, print its address, and keep it until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
     print(start_head(worker_program() if can_fork() else None), flush=True)
     sys.stdin.read()
 

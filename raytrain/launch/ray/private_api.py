@@ -16,30 +16,30 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from raytrain.errors import UsageError
 
 OLDEST, NEWEST_TESTED = (2, 53), (2, 60)
-_LOG = logging.getLogger("raytrain")
+_log = logging.getLogger("raytrain")
 
 
 @dataclass(frozen=True)
 class Improvement:
-    """What needs undocumented ``names`` of Ray, each ``module:name``, and what is the case if one is missing."""
+    """Something that needs undocumented ``names`` of Ray, each ``module:name``; ``lost`` says what happens without."""
 
     lost: str
     names: tuple[str, ...]
 
     def find(self) -> tuple[Any, ...] | None:
-        """The things themselves; None if this Ray lacks one."""
-        found = [_load(name) for name in self.names]
-        return None if _MISSING in found else tuple(found)
+        """Return the things that are called so; None if this Ray lacks one."""
+        things = [_load(name) for name in self.names]
+        return None if _MISSING in things else tuple(things)
 
     def missing(self) -> str | None:
-        """The sentence about what this Ray lacks of it, and what is lost; None if that is nothing."""
+        """Return the sentence about what this Ray lacks of it, and what is lost; None if it lacks nothing."""
         import ray
 
         lacking = [name.replace(":", ".") for name in self.names if _load(name) is _MISSING]
@@ -50,16 +50,17 @@ _MISSING = object()
 
 
 def _load(name: str) -> Any:
-    module, _, inside = name.partition(":")
+    """Return what is called ``name``, such as ``ray.data:DataContext.get_current``; _MISSING if there is none."""
+    module, _, attributes = name.partition(":")
     try:
-        return reduce(_member, inside.split("."), importlib.import_module(module))
+        thing: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            # A field of a dataclass that has no default is no attribute of the class.
+            fields: dict[str, Any] = getattr(thing, "__dataclass_fields__", {})
+            thing = fields[attribute] if attribute in fields else getattr(thing, attribute)
+        return thing
     except (ImportError, AttributeError):
         return _MISSING
-
-
-def _member(owner: Any, name: str) -> Any:
-    fields: dict[str, Any] = getattr(owner, "__dataclass_fields__", {})  # those without a default are no attributes
-    return fields[name] if name in fields else getattr(owner, name)
 
 
 ANSWER_AT_ONCE = Improvement(
@@ -124,7 +125,7 @@ JOB_SERVER_VERSION = Improvement(
     ("ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request",),
 )
 
-IMPROVEMENTS = tuple(each for each in dict(globals()).values() if isinstance(each, Improvement))
+IMPROVEMENTS = tuple(value for value in dict(globals()).values() if isinstance(value, Improvement))
 
 
 @cache
@@ -136,7 +137,7 @@ def check_version() -> None:
     if version < OLDEST:
         raise UsageError(f"Ray {ray.__version__} is too old; raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer.")
     if version > NEWEST_TESTED:
-        _LOG.warning(
+        _log.warning(
             "Ray %s is newer than %d.%d, the newest that raytrain was tested with; it does without what this Ray "
             "lacks, and `raytrain doctor` says what that is.",
             ray.__version__,
@@ -145,13 +146,13 @@ def check_version() -> None:
 
 
 def minor_version(version: str) -> tuple[int, int]:
-    """Major and minor version: ``2.60.0`` is (2, 60)."""
+    """Return the major and minor version: of ``2.60.0``, (2, 60)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def version_error(address: str, text: str) -> UsageError | None:
-    """The error for a cluster of other versions, if ``text`` is what Ray says of one."""
+    """Return the error for a cluster of other versions, if ``text`` is what Ray says of one; None otherwise."""
     versions = re.findall(r"(?:Ray|Python): (\S+)", text)
     if len(versions) != 4:
         return None
@@ -163,8 +164,8 @@ def version_error(address: str, text: str) -> UsageError | None:
 
 
 def missing() -> list[str]:
-    """A sentence for each improvement that this Ray does not allow."""
-    return [sentence for each in IMPROVEMENTS if (sentence := each.missing())]
+    """Return a sentence for each improvement that this Ray does not allow."""
+    return [sentence for improvement in IMPROVEMENTS if (sentence := improvement.missing())]
 
 
 _OBJECT_STORE = "object_store_memory"
@@ -177,7 +178,7 @@ Whoever joins such a cluster needs it, too, while it joins; it may join a cluste
 
 
 def on_this_node() -> dict[str, str]:
-    """The label selector of actors and tasks that must run on the node of this process."""
+    """Return the label selector of actors and tasks that must run on the node of this process."""
     import ray
 
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -202,21 +203,22 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 def read_variables() -> None:
     """Have Ray read this process's variables, which it otherwise does only when it is imported."""
-    if found := LATE_VARIABLES.find():
-        found[0]("")
-        importlib.reload(found[1])
+    if api := LATE_VARIABLES.find():
+        initialize, constants, _ = api
+        initialize("")
+        importlib.reload(constants)
         hook = importlib.import_module("ray._private.auto_init_hook")
         hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
 
 
 def loopback_environment() -> dict[str, str]:
-    """Variables of a cluster on the loopback interface, if that has an effect here."""
+    """Return the variables of a cluster on the loopback interface, if they have an effect in this process."""
     return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """While open, this process has these variables, which Ray sees, too; then those that it had before."""
+    """Give this process these variables, which Ray sees, too, during the ``with`` block; then those of before."""
     before = {name: os.environ.get(name) for name in variables}
     set_variables(variables)
     try:
@@ -228,64 +230,69 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def can_fork() -> bool:
-    """Whether this Ray's processes can be forked from one that has imported what they need."""
+    """Return whether this Ray's processes can be forked from one that has imported what they need."""
     return bool(FORKED_PROCESSES.find() and LATE_VARIABLES.find())
 
 
 @contextmanager
 def messages_in_log() -> Iterator[None]:
-    """While open, Ray's messages to this driver, which are long and name no run, are logged instead of printed."""
-    found = MESSAGES.find()
-    module: Any = importlib.import_module("ray._private.worker") if found else SimpleNamespace()
-    module.print_to_stdstream = _log_message
+    """Log Ray's messages to this driver during the ``with`` block: printed, they are long, and name no run."""
+
+    def log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
+        logging.getLogger("raytrain.ray").info("%s", "\n".join(data["lines"]))
+
+    api = MESSAGES.find()
+    module: Any = importlib.import_module("ray._private.worker") if api else SimpleNamespace()
+    module.print_to_stdstream = log_message
     try:
         yield
     finally:  # the user may join another Ray afterwards, and want to see what its workers print
-        module.print_to_stdstream = found and found[0]
-
-
-def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
-    logging.getLogger("raytrain.ray").info("%s", "\n".join(data["lines"]))
+        module.print_to_stdstream = api and api[0]
 
 
 @contextmanager
 def unseeded_ids() -> Iterator[None]:
-    """While open, a class that is declared an actor gets an ID from the system instead of Ray's random generator.
+    """Have the system draw the ID of each class that is declared an actor during the ``with`` block.
 
-    Ray seeds its generator once, at the first use. Processes forked later would all draw the same IDs for their tasks,
-    and an actor that gets two tasks with one ID crashes.
+    Ray would draw it from its own generator, which it seeds once, at the first use. Processes forked later would all
+    draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
     """
-    found = FORKED_PROCESSES.find()
-    if found is None:
+    api = FORKED_PROCESSES.find()
+    if api is None:
         raise ImportError(FORKED_PROCESSES.lost)
+    _, id_class = api
     module: Any = importlib.import_module("ray.actor")
-    module.ActorClassID = SimpleNamespace(from_random=lambda: found[1](os.urandom(found[1].size())))
+    module.ActorClassID = SimpleNamespace(from_random=lambda: id_class(os.urandom(id_class.size())))
     try:
         yield
     finally:
-        module.ActorClassID = found[1]
+        module.ActorClassID = id_class
 
 
 def start_head(program: str | None) -> str:
-    """Start a cluster on this machine, which ends with this process; returns its address.
+    """Start a cluster on this machine, which ends with this process; return its address.
 
     ``program`` runs in place of Ray's own for each of its processes. ``ray.init`` starts three more Python
     processes, each of which takes two to four seconds of a core: a server for a dashboard even without a dashboard, one
     that sends logs to drivers, and an autoscaler.
     """
-    found = SMALL_HEAD.find()
-    if found is None:
+    api = SMALL_HEAD.find()
+    if api is None:
         import ray
 
         ray.init(include_dashboard=False, log_to_driver=False)
         return ray.get_runtime_context().gcs_address
-    node_type: Any = found[0]
+    # With these parameters, Ray leaves out two of them; the server for a dashboard starts in any case.
+    node_class: Any = api[0]
+    parameters_class: Any = api[1]
 
-    class Head(node_type):
+    class Head(node_class):
         def start_api_server(self, **_: Any) -> None:
             """Start none."""
 
-    parameters = found[1](include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program)
+    parameters = parameters_class(
+        include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program
+    )
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
@@ -295,55 +302,58 @@ def delay_barrier(later: Callable[[Any], Any]) -> None:
     ``later`` returns a reference of a value, and decides when that is there. The actor's process waits for the
     arguments of its constructor, and calls of the actor wait for its process.
     """
-    if found := BARRIER.find():
+    if api := BARRIER.find():
         module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
 
+        # What stands in for the actor's class is used by Ray Train as in Class.options(…).remote(…).
         def options(**of_actor: Any) -> SimpleNamespace:
-            start = found[0].options(**of_actor).remote
-            return SimpleNamespace(remote=lambda **given: start(**{name: later(each) for name, each in given.items()}))
+            start = api[0].options(**of_actor).remote
+            return SimpleNamespace(
+                remote=lambda **arguments: start(**{name: later(value) for name, value in arguments.items()})
+            )
 
         module.SynchronizationActor = SimpleNamespace(options=options)  # pyright: ignore
 
 
 def announced_preemption() -> Any:
-    """What Ray Train has told this worker of nodes that will be taken away; None as long as there is nothing."""
-    found = PREEMPTION.find()
-    return found and found[0]().preemption_context.preemption_info
+    """Return Ray Train's newest announcement that nodes of this worker's run will be taken away; None without one."""
+    api = PREEMPTION.find()
+    return api and api[0]().preemption_context.preemption_info
 
 
 def is_repeated_task() -> bool:
-    """Whether this task was begun before, by a process that died, or is repeated because its result was lost."""
+    """Return whether this task was begun before, by a process that died, or is repeated as its result was lost."""
     import ray
 
-    found = ray.is_initialized() and WORKER.find()
+    api = WORKER.find() if ray.is_initialized() else None
     with suppress(AttributeError):
-        return bool(found) and found[0].core_worker.get_current_task_attempt_number() > 0
+        return api is not None and api[0].core_worker.get_current_task_attempt_number() > 0
     return False
 
 
 def head_answers(timeout_s: float) -> bool:
-    """Whether the head of the cluster answers within ``timeout_s``; True if this Ray offers no way to ask it."""
+    """Return whether the cluster's head answers within ``timeout_s``; True if this Ray offers no way to ask it."""
     from ray.exceptions import RayError
 
-    found = WORKER.find()
+    api = WORKER.find()
     try:
         with suppress(AttributeError):
-            if found:
-                found[0].gcs_client.check_alive([], timeout=timeout_s)
+            if api:
+                api[0].gcs_client.check_alive([], timeout=timeout_s)
     except RayError:
         return False
     return True
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """The bytes that the object store of each node holds, and those that it has room for, by the node's ID.
+    """Return the bytes that the object store of each node holds, and those that it has room for, by the node's ID.
 
     The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
     """
     uses: dict[str, tuple[int, int]] = {}
-    found = WORKER.find()
+    api = WORKER.find()
     with suppress(AttributeError):
-        reply: Any = found and found[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
+        reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
         for node in reply.resource_usage_data.batch:
             total = node.resources_total.get(_OBJECT_STORE, 0.0)
             uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
@@ -351,10 +361,13 @@ def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
 
 
 def autoscaler_problems() -> list[str]:
-    """Why machines do not start, in the cloud's words, for each type of them; empty if Ray's autoscaler knows none."""
-    found = AUTOSCALER_STATUS.find()
-    written: bytes | None = found[0](_AUTOSCALER_STATUS) if found else None
-    report: Any = json.loads(written or b"{}").get("autoscaler_report") or {}
-    types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
-    problems = [(each["node_type"], each.get("unavailable_node_information")) for each in types]
+    """Return why machines do not start, in the cloud's words, for each type that does not; [] without an autoscaler.
+
+    Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
+    """
+    api = AUTOSCALER_STATUS.find()
+    status: bytes | None = api[0](_AUTOSCALER_STATUS) if api else None
+    report: Any = json.loads(status or b"{}").get("autoscaler_report") or {}
+    node_types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
+    problems = [(node_type["node_type"], node_type.get("unavailable_node_information")) for node_type in node_types]
     return [f"{name}: {problem['description']}" for name, problem in problems if problem]

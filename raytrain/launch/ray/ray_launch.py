@@ -7,8 +7,7 @@ import dataclasses
 import os
 import sys
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from typing import cast
 
 import ray
 
@@ -17,11 +16,11 @@ from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, open_coordinator
-from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
+from raytrain.launch.ray.coordinator import RayMonitor, open_coordinator
+from raytrain.launch.ray.feed.data_feed import DataFeed, RaySharedImages
 from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
-from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
+from raytrain.launch.ray.worker import RayWorkerInputs, pickle_functions, work
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.assembly import load_initial_weights
@@ -35,24 +34,31 @@ class RayLaunch:
     """A :class:`Launch` on the ``cluster``. Raises UsageError if that has too little, or if the weights do not fit."""
 
     def __init__(self, prepared: PreparedRun, cluster: Connection) -> None:
-        found = cluster_hardware()
+        # Where the workers go, which decides what was left open in the options.
+        hardware = cluster_hardware()
         group = prepared.group
-        self._placement = group.placement if group else place(prepared.config, found)
+        self._placement = group.placement if group else place(prepared.config, hardware)
         check_elastic(self._placement)
-        check_shared(prepared.store, prepared.config.storage, found.num_nodes)
-        self.num_workers = self._placement.num_workers
-        resolve = partial(prepared.resolve, self.num_workers, self._placement.device)
-        self._one_node = found.num_nodes == 1
-        self.config = resolve() if self._one_node else resolve(fastest_on_nodes, fastest_resizer_on_nodes)
+        check_shared(prepared.store, prepared.config.storage, hardware.num_nodes)
+        self.num_workers, device = self._placement.num_workers, self._placement.device
+        self._one_node = hardware.num_nodes == 1
+        if self._one_node:
+            self.config = prepared.resolve(self.num_workers, device)
+        else:
+            self.config = prepared.resolve(self.num_workers, device, fastest_on_nodes, fastest_resizer_on_nodes)
         self._prepared = prepared
         self._cluster = cluster
+
+        # What travels to the workers.
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
         self._spec = spec.with_functions()
         self._functions = pickle_functions(self._spec, with_imports=cluster.own is None)
-        self._shared: SharedImages | None = group and group.images
+        self._shared: RaySharedImages | None = group and group.images
         shared_feed = self._shared and self._shared.feed
         self._owns_feed = shared_feed is None
-        self._feed = shared_feed or DataFeed(self.config, prepared.data, prepared.first_step, found.object_store_bytes)
+        self._feed = shared_feed or DataFeed(
+            self.config, prepared.data, prepared.first_step, hardware.object_store_bytes
+        )
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
         self._is_finished = False
@@ -73,13 +79,25 @@ class RayLaunch:
             coordinator.checked.remote()
             if self._owns_feed:
                 self._feed.connect(coordinator, credentials, self._placement)
+
+            # The workers start from here on, each with the same two records.
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = dataclasses.replace(
                 self._spec, loop=None, transforms=None, store=prepared.store.with_lent_credentials(credentials)
             )
-            here = self._surroundings(coordinator)
+            inputs = RayWorkerInputs(
+                images=self._feed.images,
+                orders=self._feed.orders,
+                weights=self._weights,
+                functions=self._functions,
+                module_path=tuple(sys.path),
+                threads=self._placement.threads,
+                working_folder=os.getcwd() if self._cluster.own else None,
+                feeders=self._feed.feeders,
+                coordinator=coordinator,
+            )
             self._trainer = TrainerThread(
-                lambda: work(spec, here),
+                lambda: work(spec, inputs),
                 coordinator,
                 self._placement,
                 str(folder),
@@ -87,32 +105,34 @@ class RayLaunch:
                 one_node=self._one_node,
             )
             opened.callback(self._end_trainer)
+
+            # Meanwhile, images are read.
             if self._owns_feed:
                 self._feed.start()
                 opened.callback(self._feed.close)
-            self._monitor: Any = RayMonitor(coordinator, prepared)
+            self._monitor = RayMonitor(coordinator, prepared)
             self._head = HeadWatch(self._monitor.event)
             opened.callback(self._head.close)
             self._opened = opened.pop_all()
-        return self._monitor
+        return cast(Coordinator, self._monitor)  # it has all methods of one that a session calls
 
-    def look(self, snapshot: Snapshot) -> None:
+    def poll(self, snapshot: Snapshot) -> None:
         """Renew credentials, and look after the cluster."""
         if snapshot.status == "running":
-            self._feed.workers_started()
+            self._feed.fill_cache()
         if snapshot.status == "starting":
             self._capacity.check()
         self._lender.lend_if_due()
-        self._head.look()
+        self._head.poll()
         self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until Ray Train has ended; returns whether it has."""
+        """Wait until Ray Train has ended; return whether it has."""
         concurrent.futures.wait([self._trainer.ended], timeout=timeout_s)
         return self._trainer.ended.done()
 
     def failure(self) -> str | None:
-        """Why Ray Train gave up; None if it has not ended, or ended normally."""
+        """Return why Ray Train gave up; None if it has not ended, or ended normally."""
         return self._trainer.ended.result() if self._trainer.ended.done() else None
 
     def end_workers(self) -> None:
@@ -127,19 +147,6 @@ class RayLaunch:
 
     def _end_trainer(self) -> None:
         """See that nothing of the run uses the cluster; this process's own ends if workers still train there."""
-        own = self._cluster.own
+        own_ray = self._cluster.own
         still_trains = not (self._is_finished or self._trainer.ended.done())
-        self._trainer.end(cluster_ends=still_trains and own is not None and own.spoil())
-
-    def _surroundings(self, coordinator: CoordinatorHandle) -> Surroundings:
-        return Surroundings(
-            images=self._feed.images,
-            orders=self._feed.orders,
-            weights=self._weights,
-            functions=self._functions,
-            path=tuple(sys.path),
-            threads=self._placement.threads,
-            folder=os.getcwd() if self._cluster.own else None,
-            feeders=self._feed.feeders,
-            coordinator=coordinator,
-        )
+        self._trainer.end(cluster_ends=still_trains and own_ray is not None and own_ray.end_after_use())

@@ -24,12 +24,11 @@ from raytrain.launch.ray.connection import with_token
 from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
-from raytrain.runs.outcome import StopReason
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
 
 DETACHED = "DETACHED"
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Submission:
 
 
 def files_to_send(config: TrainConfig, include: Sequence[str]) -> JobFiles:
-    """The files that a command with these options needs on a cluster. Raises UsageError if it cannot run there."""
+    """Return the files that a command with these options needs on a cluster; UsageError if it cannot run there."""
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
     check_places(config)
@@ -51,7 +50,10 @@ def files_to_send(config: TrainConfig, include: Sequence[str]) -> JobFiles:
 
 
 def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
-    """Send the command ``words``, whose options are ``config``, with ``files`` to the job server at ``address``."""
+    """Send the command ``words``, whose options are ``config``, with ``files`` to the job server at ``address``.
+
+    A run without a name gets one here, so that it can be stopped by it.
+    """
     server = JobServer(job_server_url(address))
     name = config.name or new_name(config.recipe)
     named = words if config.name else [*words, "--name", name]
@@ -61,44 +63,38 @@ def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: 
 def follow_job(
     sent: Submission, show: Callable[[str], None], note: Callable[[str], None], detach: Callable[[], bool]
 ) -> str:
-    """Show what the job prints until it ends; returns its status, or DETACHED.
+    """Show what the job prints until it ends; return its status, or DETACHED.
 
     Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` answers that it should go on. ``note``
     gets lines about the job. Raises TrainingFailed if the job fails.
     """
-    asked = False
+    client, is_stopping = sent.server.client, False
     with StopSignals() as signals:
         log = JobLog(sent.server, sent.job, show, note)
-        while not log.wait(_LOOK_EVERY_S):
-            if signals.stop_request is None or asked:
+        while not log.wait(_POLL_EVERY_S):
+            if signals.stop_request is None or is_stopping:
                 continue
             if detach():
                 return DETACHED
-            asked = True
+            is_stopping = True
             note("The run is asked to stop; it writes a checkpoint first.")
-            _stop(sent, signals.stop_request)
+            try:
+                request_stop(sent.storage, sent.name, signals.stop_request)
+            except RaytrainError:  # the run is not in its storage yet, or this machine cannot reach it
+                client.stop_job(sent.job)  # it gets a SIGTERM
     status = sent.server.status(sent.job)
-    if status == "FAILED":
-        raise TrainingFailed(_failure(sent), {"name": sent.name, "job": sent.job})
-    return status
+    if status != "FAILED":
+        return status
 
-
-def _stop(sent: Submission, reason: StopReason) -> None:
-    """Stop the run through its storage; through Ray if it is not there yet."""
-    try:
-        request_stop(sent.storage, sent.name, reason)
-    except RaytrainError:
-        sent.server.client.stop_job(sent.job)  # it gets a SIGTERM
-
-
-def _failure(sent: Submission) -> str:
-    message = sent.server.client.get_job_info(sent.job).message or ""  # with the end of its log
+    # The end of the job's log says whether only a package is missing.
+    message = client.get_job_info(sent.job).message or ""
+    reason = f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
     if missing := re.search(r"No module named '([\w.]+)'", message):
-        return (
+        reason = (
             f"Job {sent.job} failed: the cluster's Python lacks {missing[1]}; install there what "
             "cluster/requirements.txt has, and what your own code imports."
         )
-    return f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
+    raise TrainingFailed(reason, {"name": sent.name, "job": sent.job})
 
 
 STOP_WAIT_S = 300  # how long Ray waits for a checkpoint when the job is stopped, before it kills the job
@@ -113,12 +109,18 @@ class JobServer:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.client = _connect(address)
-        if found := JOB_SERVER_VERSION.find():
-            _check_version(address, found[0](self.client, "GET", "/api/version").json()["ray_version"])
+        self.client = job_client(address)
+        if api := JOB_SERVER_VERSION.find():
+            version = api[0](self.client, "GET", "/api/version").json()["ray_version"]
+            if minor_version(version) < OLDEST:
+                raise UsageError(
+                    f"The cluster at {address} has Ray {version}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer; "
+                    "install a newer one there, such as that of cluster/requirements.txt."
+                )
 
     def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
-        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID."""
+        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; return the job's ID."""
+        job = f"raytrain_{uuid.uuid4().hex[:12]}"
         with TemporaryFolder() as folder:
             files.copy_to(folder / "files")
             (folder / "files").mkdir(exist_ok=True)
@@ -127,110 +129,55 @@ class JobServer:
                 "py_modules": [str(Path(raytrain.__file__).parent)],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
-            job = f"raytrain_{uuid.uuid4().hex[:12]}"
             entrypoint = shlex.join(["python", "-m", "raytrain", *words])
-            self._send(job, entrypoint=entrypoint, metadata={"raytrain_run": name}, runtime_env=environment)
-        return job
 
-    def _send(self, job: str, **command: Any) -> None:
-        """Have Ray take the job. A head's job server listens before the rest of it, and says status 500 until then."""
-        give_up_at = time.monotonic() + _STARTS_WITHIN_S
-        while True:
-            try:
-                self.client.submit_job(submission_id=job, **command)
-                return
-            except (RuntimeError, OSError) as error:
-                if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
-                    return
-                if "status code 500" not in str(error) or time.monotonic() > give_up_at:
-                    reason = str(error).rstrip(".\n ").rpartition("\n")[2]  # a traceback's last line says what happened
-                    raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
-            time.sleep(_RETRY_S)
+            # A head's job server listens before the rest of the head, and answers status 500 until then.
+            give_up_at = time.monotonic() + _STARTS_WITHIN_S
+            while True:
+                try:
+                    self.client.submit_job(
+                        submission_id=job,
+                        entrypoint=entrypoint,
+                        metadata={"raytrain_run": name},
+                        runtime_env=environment,
+                    )
+                    return job
+                except (RuntimeError, OSError) as error:
+                    if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
+                        return job
+                    if "status code 500" not in str(error) or time.monotonic() > give_up_at:
+                        reason = str(error).rstrip(".\n ").rpartition("\n")[2]  # a traceback's last line says why
+                        raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
+                time.sleep(_RETRY_S)
 
     def status(self, job: str) -> str:
-        """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
         return str(self.client.get_job_status(job).value)
 
 
-class JobLog:
-    """What a job prints, passed to ``show`` by a thread until it ends; ``note`` is told of lost connections."""
-
-    def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
-        self._server, self._job, self._show, self._note = server, job, show, note
-        self._shown = 0
-        self._lost_at: float | None = None
-        self._ended = threading.Event()
-        self._error: RaytrainError | None = None
-        threading.Thread(target=self._follow, name="job log", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; returns whether it came. Raises RaytrainError if its cluster answers no more."""
-        ended = self._ended.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return ended
-
-    def _follow(self) -> None:
-        from aiohttp import ClientError
-
-        while not self._ended.is_set():
-            try:
-                self._read()
-            except (ClientError, RuntimeError, OSError):
-                self._lost()
-            self._ended.wait(_RETRY_S)
-
-    def _read(self) -> None:
-        """Show what is new until the job ends; raises what Ray and the system raise if the connection is lost."""
-        asyncio.run(self._show_rest())
-        over = self._server.status(self._job) not in ("PENDING", "RUNNING")
-        if self._lost_at is not None:
-            self._note("Connected again.")
-        self._lost_at = None
-        if over:
-            self._ended.set()
-
-    async def _show_rest(self) -> None:
-        """Show what the job prints, but for what was shown before, until it ends or the connection is lost."""
-        skip, seen = self._shown, 0
-        async for text in self._server.client.tail_job_logs(self._job):
-            if new := text[max(0, skip - seen) :]:
-                self._shown += len(new)
-                self._show(new)
-            seen += len(text)
-
-    def _lost(self) -> None:
-        address = self._server.address
-        if self._lost_at is None:
-            self._note(f"The connection to {address} is lost. The job goes on; trying again.")
-            self._lost_at = time.monotonic()
-        elif time.monotonic() - self._lost_at > _GIVE_UP_AFTER_S:
-            minutes = _GIVE_UP_AFTER_S / 60
-            self._error = RaytrainError(
-                f"The cluster at {address} has not answered for {minutes:.0f} minutes; `raytrain show` says how far "
-                "the run is."
-            )
-            self._ended.set()
-
-
 def job_server_url(address: str | None) -> str:
-    """The URL of the job server that ``address`` or the environment names; UsageError if it is of something else."""
-    given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
-    url = given if "://" in given else f"http://{given}"
-    if ":" not in given or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == _GCS_PORT:
-        is_what = f"--address is {given}" if given else "--address is missing"
-        raise UsageError(f"{is_what}; give the cluster's job server, http://HOST:8265 as `ray start` and `ray up` say.")
+    """Return the URL of the job server that ``address`` or the environment names.
+
+    Raises UsageError if that is not the address of a job server. Example: ``job_server_url("head:8265")`` is
+    ``"http://head:8265"``.
+    """
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
+    url = address if "://" in address else f"http://{address}"
+    if ":" not in address or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == _GCS_PORT:
+        problem = f"--address is {address}" if address else "--address is missing"
+        raise UsageError(f"{problem}; give the cluster's job server, http://HOST:8265 as `ray start` and `ray up` say.")
     return url.rstrip("/")
 
 
-def _connect(address: str) -> Any:
-    """A client of the job server."""
+def job_client(address: str) -> Any:
+    """Return Ray's client of the job server at ``address``; raises UsageError if none answers, or not to this user."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    host = urlsplit(address).hostname or ""
     if is_loopback(address):  # such as a forwarded port; Ray's client takes HTTP_PROXY
         others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        os.environ["no_proxy"] = f"{others},{urlsplit(address).hostname}".lstrip(",")
+        os.environ["no_proxy"] = f"{others},{host}".lstrip(",")
     try:
         return with_token(lambda: JobSubmissionClient(address))
     except AuthenticationError:
@@ -239,26 +186,73 @@ def _connect(address: str) -> Any:
             "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
         ) from None
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-        raise _no_server(address, str(error).splitlines()[0]) from None
+        reason = str(error).splitlines()[0].rstrip(".")
 
-
-def _no_server(address: str, reason: str) -> UsageError:
-    host = urlsplit(address).hostname or ""
+    # If the cluster answers at the port that its machines use, only the job server's port is out of reach.
     try:
         socket.create_connection((host, _GCS_PORT), timeout=2.0).close()
     except OSError:
-        return UsageError(
-            f"No job server answers at {address} ({reason.rstrip('.')}); is the cluster up, and its port forwarded?"
-        )
-    return UsageError(
+        raise UsageError(
+            f"No job server answers at {address} ({reason}); is the cluster up, and its port forwarded?"
+        ) from None
+    raise UsageError(
         f"The cluster at {host}:{_GCS_PORT} answers, but its job server at {address} does not; forward its port with "
         "`ray dashboard` or ssh -L 8265:localhost:8265."
     )
 
 
-def _check_version(address: str, theirs: str) -> None:
-    if minor_version(theirs) < OLDEST:
-        raise UsageError(
-            f"The cluster at {address} has Ray {theirs}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer; install "
-            "a newer one there, such as that of cluster/requirements.txt."
-        )
+class JobLog:
+    """What a job prints, passed to ``show`` by a thread until it ends; ``note`` gets lines about lost connections."""
+
+    def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
+        self._server, self._job, self._show, self._note = server, job, show, note
+        self._num_shown = 0  # characters
+        self._ended = threading.Event()
+        self._error: RaytrainError | None = None
+        threading.Thread(target=self._follow, name="job log", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the job; return whether it came. Raises RaytrainError if its cluster answers no more."""
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    def _follow(self) -> None:
+        """Show the log until the job ends, over as many connections as it takes."""
+        from aiohttp import ClientError
+
+        address = self._server.address
+        lost_at: float | None = None
+        while not self._ended.is_set():
+            try:
+                asyncio.run(self._show_rest())
+                # The log ends with the job, or with the connection, of which Ray's client says nothing.
+                is_over = self._server.status(self._job) not in ("PENDING", "RUNNING")
+                if lost_at is not None:
+                    self._note("Connected again.")
+                lost_at = None
+                if is_over:
+                    self._ended.set()
+            except (ClientError, RuntimeError, OSError):
+                # A laptop may sleep, and a tunnel may break, while the job trains on.
+                if lost_at is None:
+                    self._note(f"The connection to {address} is lost. The job goes on; trying again.")
+                    lost_at = time.monotonic()
+                elif time.monotonic() - lost_at > _GIVE_UP_AFTER_S:
+                    self._error = RaytrainError(
+                        f"The cluster at {address} has not answered for {_GIVE_UP_AFTER_S / 60:.0f} minutes; "
+                        "`raytrain show` says how far the run is."
+                    )
+                    self._ended.set()
+            self._ended.wait(_RETRY_S)
+
+    async def _show_rest(self) -> None:
+        """Show what the job prints, until it ends or the connection is lost, but for what was shown before."""
+        # Each connection gets the log from its beginning.
+        num_to_skip, num_seen = self._num_shown, 0
+        async for text in self._server.client.tail_job_logs(self._job):
+            if new := text[max(0, num_to_skip - num_seen) :]:
+                self._num_shown += len(new)
+                self._show(new)
+            num_seen += len(text)

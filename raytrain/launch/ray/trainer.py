@@ -14,69 +14,66 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    WorkerCrashedError,
-)
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from ray.util import remove_placement_group
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
-from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle
+from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coordinator
 from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
-_logger = logging.getLogger(__name__)
-_OWN = re.compile(r"^raytrain\.errors\.\w+: ")
+_log = logging.getLogger(__name__)
+_CLASS_OF_OURS = re.compile(r"^raytrain\.errors\.\w+: ")
 
 
 def root_cause(error: BaseException) -> str:
-    """The one line that matters, out of the chain of exceptions that Ray wraps around it."""
+    """Return the one line that matters, out of the chain of exceptions that Ray wraps around it.
+
+    Example: of a RayTaskError whose text is a traceback of three processes, ``the bucket "photos" does not exist``.
+    """
+    # Our own errors are sentences already, and of a death Ray knows more than the exceptions around it.
     cause: BaseException | None = error
     while cause is not None:
         # Ray's wrapper may be of the same class as what it wraps; Ray Train's names what it noticed.
         wrapped = getattr(cause, "cause", None) or getattr(cause, "health_check_failure", None)
         if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
-        if isinstance(cause, _DEATHS):
-            return _what_killed(str(cause))
+        if isinstance(cause, (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)):
+            # Ray's own text is a paragraph about all that it may have been.
+            text = str(cause)
+            if "node has died" in text or "node was terminated" in text:
+                return "its machine is gone"
+            if "low on memory" in text:
+                return "Ray has ended its process because the machine's memory was nearly full"
+            return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
         cause = wrapped or cause.__cause__
+
+    # If several workers have failed, the others mostly failed because the first one did.
     failures = getattr(error, "worker_failures", None)
     if failures:
         return root_cause(failures[min(failures)])
+
+    # Anything else is a traceback, whose last line says what happened.
     text = str(error)
     if "UserCodeException" in text:  # Ray Data passes on what a task raised as text alone, followed by its own advice
         text = text.rpartition("The above exception was the direct cause")[0]
     lines = [line for line in text.splitlines() if line.strip()]
-    return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
-
-
-_DEATHS = RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError
-
-
-def _what_killed(text: str) -> str:
-    """What Ray knows of a process that died, without its paragraph about all that it may have been."""
-    if "node has died" in text or "node was terminated" in text:
-        return "its machine is gone"
-    if "low on memory" in text:
-        return "Ray has ended its process because the machine's memory was nearly full"
-    return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
+    return _CLASS_OF_OURS.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
 
 
 # A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
-_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+_CALLBACKS_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 _RESIZE_EVERY = "elastic_resize_monitor_interval_s"
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ENDS_WITHIN_S = 10.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
-_SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # of Ray Train, which the workers get from their controller
+_SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # begin with these: Ray Train's, which workers get from their controller
 
 
 def check_elastic(placement: Placement) -> None:
@@ -90,7 +87,7 @@ def check_elastic(placement: Placement) -> None:
 
 
 class TrainerThread:
-    """Runs ``work`` on every worker of ``placement`` from now on, restarts failed ones up to ``max_failures`` times.
+    """Runs ``work`` on every worker of ``placement`` from now on, and again if it fails, up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
     own notes in ``folder``.
@@ -106,7 +103,8 @@ class TrainerThread:
         max_failures: int,
         one_node: bool,
     ) -> None:
-        self.ended: Future[str | None] = Future()  # with why Ray Train gave up
+        self.ended: Future[str | None] = Future()
+        """Done when the workers have ended: None, or why Ray Train gave up."""
         self._coordinator = coordinator
         self._reserved: Any = None
         fewest, most = placement.min_workers, placement.num_workers
@@ -132,7 +130,7 @@ class TrainerThread:
         threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer").start()
 
     def remember_reserved(self) -> None:
-        """Ask the coordinator for what the workers have reserved, to be called now and then: it may die."""
+        """Ask the coordinator what the newest attempt has reserved. To be called now and then: it may die."""
         with suppress(RayActorError):
             self._reserved = ray.get(self._coordinator.reserved.remote())
 
@@ -144,7 +142,7 @@ class TrainerThread:
         if not (cluster_ends or self.ended.done()):
             # The coordinator ends by this, and the exception that ray.get raises would keep the run's images.
             ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
-        ray.kill(self._coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+        stop_coordinator(self._coordinator)
         if self._reserved is not None and not cluster_ends:
             remove_placement_group(self._reserved)
         concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
@@ -154,7 +152,7 @@ class TrainerThread:
             trainer.fit()
             self.ended.set_result(None)
         except BaseException as error:
-            _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
+            _log.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
             traceback.clear_frames(error.__traceback__)  # they hold the run's images, in a cycle of references
             self.ended.set_result(root_cause(error))
 
@@ -171,30 +169,31 @@ class _Trainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
-        return [callback for callback in defaults if type(callback).__name__ not in _LEFT_OUT]
+        return [callback for callback in defaults if type(callback).__name__ not in _CALLBACKS_LEFT_OUT]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        """Ask nobody for machines: the workers fit, and a placement group that waits is a demand, too."""
+        """Run the controller in the coordinator's process, or in one of its own if this Ray has another controller."""
+        # Ask nobody for machines: the workers fit, and a placement group that waits is a demand, too.
         policy = None if self._grows else options.get("scaling_policy")
         for name in _ASKS_FOR_MACHINES:
             if hasattr(policy, name):
                 setattr(policy, name, lambda: None)
-        if (found := CONTROLLER.find()) is None:
+        if (api := CONTROLLER.find()) is None:
             return super()._initialize_and_run_controller(**options)
-        of_user = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-        return ray.get(self._coordinator.control.remote(found[0], options, self._settings | of_user))
+        users_settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+        return ray.get(self._coordinator.control.remote(api[0], options, self._settings | users_settings))
 
 
 _ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
 
 
 class _FailureReporter(UserCallback):
-    """Reports why a worker group failed. Ray Train then starts another one, up to ``--max-failures`` times."""
+    """Reports why an attempt failed. Ray Train then begins another one, up to ``--max-failures`` times."""
 
     def __init__(self, coordinator: CoordinatorHandle) -> None:
         self._coordinator = coordinator
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray Train."""
+        """Report the failure of the lowest rank; Ray Train calls this."""
         rank, error = min(worker_exceptions.items())
         self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))

@@ -76,7 +76,14 @@ class Azure(Cloud):
 
     def credentials(self) -> AzureCredentials | None:
         if key := os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"):
-            return AzureCredentials("access_key", _checked_key(key))
+            try:
+                base64.b64decode(key, validate=True)
+            except ValueError:
+                raise StorageError(
+                    "AZURE_STORAGE_ACCOUNT_KEY is not the key of a storage account, which is written in base64; copy "
+                    "it anew."
+                ) from None
+            return AzureCredentials("access_key", key)
         if signature := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
             return AzureCredentials("sas_token", signature)
         return _access_token()
@@ -86,33 +93,24 @@ class Azure(Cloud):
         return {"account_name": self.account, "endpoint": self.endpoint_url, "use_emulator": False}
 
 
-def _checked_key(key: str) -> str:
-    try:
-        base64.b64decode(key, validate=True)
-    except ValueError:
-        raise StorageError(
-            "AZURE_STORAGE_ACCOUNT_KEY is not the key of a storage account, which is written in base64; copy it anew."
-        ) from None
-    return key
-
-
 def _access_token() -> AzureCredentials | None:
-    """A token from azure-identity: of a service principal, workload or managed identity, or of ``az login``."""
+    """Return a token from azure-identity: of a service principal, workload or managed identity, or ``az login``."""
     try:
         from azure.core.exceptions import ClientAuthenticationError
     except ImportError:
         return None
     try:
-        found = _identity().get_token(_SCOPE)
+        token = default_credential().get_token(_SCOPE)
     except ClientAuthenticationError as error:
         if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # as opposed to nobody who could sign in
             raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
         return None
-    return AzureCredentials("token", found.token, datetime.fromtimestamp(found.expires_on, timezone.utc))
+    return AzureCredentials("token", token.token, datetime.fromtimestamp(token.expires_on, timezone.utc))
 
 
 @cache
-def _identity() -> Any:
+def default_credential() -> Any:
+    """Return azure-identity's chain of sign-ins, which keeps and renews its token."""
     from azure.identity import DefaultAzureCredential
 
     return DefaultAzureCredential()

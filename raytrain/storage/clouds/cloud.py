@@ -38,7 +38,7 @@ class CloudSentences:
 
 
 def is_loopback(url: str | None) -> bool:
-    """Whether the server of a URL is on this machine, which no proxy reaches."""
+    """Return whether the server of a URL is on this machine, which no proxy reaches."""
     host = urlsplit(url or "").hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -53,22 +53,22 @@ class Cloud(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, url: str) -> Cloud:
-        """The cloud of ``url`` as the environment configures it; UsageError or StorageError if that is broken."""
+        """Return the cloud of ``url`` as the environment configures it; UsageError or StorageError if it is broken."""
 
     @abstractmethod
     def credentials(self) -> BucketCredentials | None:
-        """This process's credentials, valid now; None if there are none. Raises what its libraries raise."""
+        """Return this process's credentials, valid now; None if there are none. Raises what its libraries raise."""
 
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
-        """What a process uses that is lent credentials; called there."""
+        """Return the credential source of a process to which ``lent`` lends credentials; called there."""
         return partial(lent, self.name)
 
     @abstractmethod
     def obstore_config(self, bucket: str) -> Any:
-        """How obstore reaches ``bucket``."""
+        """Return the options with which obstore reaches ``bucket``."""
 
-    def explained(self, error: BaseException) -> tuple[str, str] | None:
-        """The sentence for an error of the cloud's own library, and what its ``{detail}`` is; None for other errors."""
+    def sentence_and_detail(self, error: BaseException) -> tuple[str, str] | None:
+        """Return the sentence for an error of the cloud's own library and its ``{detail}``; None for other errors."""
         return None
 
 

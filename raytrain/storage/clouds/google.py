@@ -71,7 +71,7 @@ class Google(Cloud):
 
 
 def _access_token() -> GoogleCredentials | None:
-    """A token from google-auth: of a service account, of ``gcloud auth application-default login`` or of a machine."""
+    """Return a token from google-auth: of a service account, ``gcloud auth application-default login`` or a machine."""
     try:
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
         from google.auth.transport.requests import Request
@@ -79,9 +79,9 @@ def _access_token() -> GoogleCredentials | None:
         return None
     file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     try:
-        found = _found(file)
-        if not found.valid:  # it is not, from some minutes before it expires
-            found.refresh(Request())
+        credentials = default_credentials(file)
+        if not credentials.valid:  # it is not, from some minutes before it expires
+            credentials.refresh(Request())
     except GoogleAuthError as error:
         if isinstance(error, DefaultCredentialsError) and not file:
             return None
@@ -90,13 +90,13 @@ def _access_token() -> GoogleCredentials | None:
             f"Google gave no access token ({reason}); check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
             "(gcloud auth application-default login)."
         ) from None
-    expires_at: datetime | None = found.expiry and found.expiry.replace(tzinfo=timezone.utc)
-    return GoogleCredentials(found.token, expires_at)
+    expires_at: datetime | None = credentials.expiry and credentials.expiry.replace(tzinfo=timezone.utc)
+    return GoogleCredentials(credentials.token, expires_at)
 
 
 @cache
-def _found(file: str | None) -> Any:
-    """google-auth's credentials, which come first from ``file``, and renew their token."""
+def default_credentials(file: str | None) -> Any:
+    """Return google-auth's credentials, which come first from ``file``, and renew their token."""
     import google.auth
 
     return google.auth.default(scopes=[_SCOPE])[0]

@@ -100,13 +100,13 @@ class S3(Cloud):
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if value := os.environ.get(variable):
                 check_endpoint(value, variable, _KEY_VARIABLES)
-        found = _configured(_aws_configuration())
-        if found.endpoint_url is not None:
-            check_endpoint(found.endpoint_url, "endpoint_url", _KEY_VARIABLES)
-        return found
+        cloud = _configured(_aws_configuration())
+        if cloud.endpoint_url is not None:
+            check_endpoint(cloud.endpoint_url, "endpoint_url", _KEY_VARIABLES)
+        return cloud
 
     def credentials(self) -> Credentials | None:
-        return None if self.unsigned else resolve()
+        return None if self.unsigned else resolve_credentials()
 
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
         source = super().credentials_from(lent)
@@ -114,7 +114,7 @@ class S3(Cloud):
 
     @property
     def is_amazon(self) -> bool:
-        """Whether it is Amazon's own: no other server accepts the role of a node."""
+        """Return whether it is Amazon's own: no other server accepts the role of a node."""
         return self.endpoint_url is None or self.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
@@ -130,17 +130,30 @@ class S3(Cloud):
         host = f"://{bucket}." if self.virtual_hosted else "://"
         return config | {"endpoint": self.endpoint_url.replace("://", host, 1)}
 
-    def explained(self, error: BaseException) -> tuple[str, str] | None:
-        return (_KMS, "") if "perform: kms:" in str(error) else explained(error)
+    def sentence_and_detail(self, error: BaseException) -> tuple[str, str] | None:
+        return (_KMS, "") if "perform: kms:" in str(error) else _botocore_sentence(error)
 
     def list_any_names(self, bucket: str, prefix: str, keys: Credentials | None) -> Iterator[ObjectMeta]:
-        """Each object whose name starts with ``prefix``, whatever that name is.
+        """Iterate over the objects whose names start with ``prefix``, whatever these names are.
 
         obstore returns nothing of a folder that contains names which cannot be used; boto3 returns everything.
         Raises botocore's exceptions.
         """
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        retries = {"mode": "standard", "max_attempts": 5}
+        signature = {"signature_version": UNSIGNED} if self.unsigned else {}
+        client = boto3.Session().client(
+            "s3",
+            self.region or "us-east-1",
+            endpoint_url=self.endpoint_url,
+            config=Config(**self.boto_config(), retries=retries, **signature),
+            **(keys.for_boto3() if keys else {}),
+        )
         payer = {"RequestPayer": "requester"} if self.requester_pays else {}
-        for page in self._client(keys).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **payer):
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **payer):
             for entry in page.get("Contents", []):
                 yield {
                     "path": entry["Key"],
@@ -151,27 +164,16 @@ class S3(Cloud):
                 }
 
     def boto_config(self) -> dict[str, Any]:
-        """The same settings as options of botocore's Config."""
+        """Return the same settings as options of botocore's Config."""
         config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
         return config | ({"proxies": {}} if is_loopback(self.endpoint_url) else {})
-
-    def _client(self, keys: Credentials | None) -> Any:
-        import boto3
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        given = keys.for_boto3() if keys else {}
-        options = {**self.boto_config(), "retries": {"mode": "standard", "max_attempts": 5}}
-        config = Config(**options, **({"signature_version": UNSIGNED} if self.unsigned else {}))
-        region = self.region or "us-east-1"
-        return boto3.Session().client("s3", region, endpoint_url=self.endpoint_url, config=config, **given)
 
 
 # The configuration.
 
 
 def _aws_configuration() -> tuple[frozenset[tuple[str, str]], float]:
-    """The variables of AWS, and the time of the configuration file: both may change between runs of a notebook."""
+    """Return the variables of AWS and the time of the configuration file: both may change in a notebook."""
     file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
     modified = file.stat().st_mtime if file.exists() else 0.0
     return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")), modified
@@ -184,24 +186,21 @@ def _configured(_: object) -> S3:
     try:
         # Never sends a request: only boto3's clients say what boto3 has found in the configuration.
         session = _session()
-        found = session.client("s3", aws_access_key_id="none", aws_secret_access_key="none").meta
+        meta = session.client("s3", aws_access_key_id="none", aws_secret_access_key="none").meta
     except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL
-        sentence, detail = explained(error) or (_BAD_CONFIGURATION, _detail(error))
+        sentence, detail = _botocore_sentence(error) or (_BAD_CONFIGURATION, _detail(error))
         raise StorageError(sentence.format(url="S3", detail=detail)) from error
+    # The name of a bucket cannot stand before a host that is an IP address.
+    is_address = False
+    with suppress(ValueError):
+        is_address = bool(ipaddress.ip_address(urlsplit(meta.endpoint_url).hostname or ""))
     return S3(
-        endpoint_url=None if _AMAZON.fullmatch(found.endpoint_url) else found.endpoint_url,
+        endpoint_url=None if _AMAZON.fullmatch(meta.endpoint_url) else meta.endpoint_url,
         region=session.region_name,
-        virtual_hosted=(found.config.s3 or {}).get("addressing_style") == "virtual" and not _is_address(found),
+        virtual_hosted=(meta.config.s3 or {}).get("addressing_style") == "virtual" and not is_address,
         unsigned=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() == "true",
         requester_pays=os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true"),
     )
-
-
-def _is_address(found: Any) -> bool:
-    """Whether the host is an IP address, before which there cannot be the name of a bucket."""
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(urlsplit(found.endpoint_url).hostname or ""))
-    return False
 
 
 def _session() -> Any:
@@ -213,16 +212,16 @@ def _session() -> Any:
 # Credentials.
 
 
-def resolve() -> Credentials | None:
-    """This process's credentials from the standard AWS chain. Raises botocore's exceptions if that is broken."""
-    found = _chain(_aws_configuration())
-    if not hasattr(found, "refresh_needed"):
+def resolve_credentials() -> Credentials | None:
+    """Return this process's credentials from the standard AWS chain; raise botocore's exceptions if it is broken."""
+    credentials = _chain(_aws_configuration())
+    if not hasattr(credentials, "refresh_needed"):
         _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
-    return _frozen(found)
+    return _frozen(credentials)
 
 
 def credential_method() -> str:
-    """What boto3 calls the step of the chain that has found this process's credentials; empty if none has."""
+    """Return boto3's name for the step of the chain that has this process's credentials; empty if none has."""
     return getattr(_session().get_credentials(), "method", "")
 
 
@@ -232,12 +231,16 @@ def own_role() -> Credentials | None:
     Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
     AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
     """
-    found = _chain(_aws_configuration()) if _may_have_role() else None
-    return _frozen(found) if found is not None and found.method in _ROLES else None
+    # ECS and EKS set variables; otherwise only an EC2 instance can have a role.
+    is_disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if os.environ.keys().isdisjoint(_ROLE_VARIABLES) and (is_disabled or not _is_on_ec2()):
+        return None
+    credentials = _chain(_aws_configuration())
+    return _frozen(credentials) if credentials is not None and credentials.method in _ROLES else None
 
 
 def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
-    """The credentials of the role of the node where this is called, or those of ``fallback`` if it has none."""
+    """Return the credentials of the role of the node where this is called, or those of ``fallback`` without one."""
     return own_role() or fallback()
 
 
@@ -246,29 +249,23 @@ def _chain(_: object) -> Any:
     return _session().get_credentials()
 
 
-def _frozen(found: Any) -> Credentials | None:
-    if found is None:
+def _frozen(credentials: Any) -> Credentials | None:
+    """Return boto3's ``credentials`` as they are now."""
+    if credentials is None:
         return None
-    keys = found.get_frozen_credentials()  # refreshes them first if they expire soon
-    expires_at = getattr(found, "_expiry_time", None)  # boto3 has no public attribute for it
+    keys = credentials.get_frozen_credentials()  # refreshes them first if they expire soon
+    expires_at = getattr(credentials, "_expiry_time", None)  # boto3 has no public attribute for it
     # obstore accepts only the standard library's UTC, and botocore uses another.
     return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
 
 
-def _may_have_role() -> bool:
-    """Whether to look for a role: outside AWS, the metadata service would not answer."""
-    if not os.environ.keys().isdisjoint(_ROLE_VARIABLES):
-        return True
-    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        return False
-    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts_with(*mark) for mark in _EC2_MARKS)
-
-
-def _starts_with(path: str, prefix: str) -> bool:
-    try:
-        return Path(path).read_text().lower().startswith(prefix)
-    except OSError:
-        return False
+def _is_on_ec2() -> bool:
+    """Return whether this machine is an EC2 instance, without a request: elsewhere nobody would answer it."""
+    for file, start in _EC2_MARKS:
+        with suppress(OSError):
+            if Path(file).read_text().lower().startswith(start):
+                return True
+    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ
 
 
 _EC2_MARKS = (
@@ -288,8 +285,8 @@ _ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")  # what
 # Errors.
 
 
-def explained(error: BaseException) -> tuple[str, str] | None:
-    """The sentence for an error of boto3 whose type says what happened, and what its ``{detail}`` is."""
+def _botocore_sentence(error: BaseException) -> tuple[str, str] | None:
+    """Return the sentence for an error of boto3 whose type says what happened, and its ``{detail}``."""
     from botocore import exceptions as aws
 
     sentences: dict[str, str] = {
@@ -303,9 +300,10 @@ def explained(error: BaseException) -> tuple[str, str] | None:
         "SSLError": UNTRUSTED,
         "ConnectionError": UNREACHABLE,
     }
-    kinds = {getattr(aws, name): sentence for name, sentence in sentences.items() if hasattr(aws, name)}
-    found = next((sentence for kind, sentence in kinds.items() if isinstance(error, kind)), None)
-    return (found, _detail(error)) if found else None
+    for name, sentence in sentences.items():
+        if hasattr(aws, name) and isinstance(error, getattr(aws, name)):
+            return sentence, _detail(error)
+    return None
 
 
 def _detail(error: BaseException) -> str:

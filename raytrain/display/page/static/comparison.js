@@ -10,7 +10,7 @@ const CURVES = [
   { title: "Training loss", kind: "step", name: "loss" },
   { title: "Test accuracy", kind: "evaluation", name: "accuracy", format: formatPercent },
 ];
-const NOT_COMPARED = new Set(["name", "resume", "address", "storage"]);
+const NOT_COMPARED = new Set(["name", "storage", "resume", "address", "track", "tag", "note"]); // where a run is, not what it does
 
 export class Comparison {
   /** `select(name)` shows the page of one run below; null shows none. */

@@ -10,6 +10,7 @@ import ray
 
 from raytrain.data.blocks import Block, to_block
 from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_table
@@ -39,7 +40,7 @@ class CacheFiller:
         self._cpus = cpus
         self._images = images
         self._orders = orders
-        self._refs: list[Any] = []
+        self._refs: list[Any] = []  # Ray keeps a block as long as somebody has a reference of it
         self._started = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._fill, daemon=True, name="cache")
@@ -57,51 +58,52 @@ class CacheFiller:
         self._refs.clear()
 
     def _fill(self) -> None:
+        """Read all data sets, in the thread; what goes wrong is reported to the workers that wait for a block."""
         try:
-            heads = {name: self._add_head(name, order) for name, order in self._orders.items()}
+            # The first training images are read here, one after the other: no task has to start for them.
+            num_first: dict[str, int] = {}
+            for dataset, order in self._orders.items():
+                images = self._images[dataset]
+                num_first[dataset] = min(_FIRST_BLOCKS, len(order)) if dataset == "train" else 0
+                with ImageReader(images.store, *images.format, isolated=True) as reader:
+                    for number in range(num_first[dataset]):
+                        table = read_table(images, reader, order.draws(number), order.epoch(number))
+                        self._add(dataset, ray.put(table))
+
+            # Tasks take the cores that starting workers may need.
             self._started.wait()
-            for name, order in self._orders.items():
-                turns = (BlockRef(0, number) for number in range(heads[name], len(order)))
-                refs = blocks_by_tasks(self._images[name], [order], turns, self._cpus.num_tasks, self._cpus.task)
-                for _, ref in refs:
+            for dataset, order in self._orders.items():
+                turns = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
+                blocks = blocks_by_tasks(self._images[dataset], [order], turns, self._cpus.num_tasks, self._cpus.task)
+                for _, ref in blocks:
                     if self._closed:
                         return
-                    self._add(name, ref)
+                    self._add(dataset, ref)
         except Exception as error:
             if not self._closed:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
-    def _add_head(self, name: str, order: CacheOrder) -> int:
-        """Read the first blocks in this process; return how many."""
-        images, count = self._images[name], min(_FIRST_BLOCKS, len(order)) if name == "train" else 0
-        with images.reader(isolated=True) as reader:
-            for number in range(count):
-                table = read_table(images, reader, order.samples(number), order.epoch(number))
-                self._add(name, ray.put(table))
-        return count
-
-    def _add(self, name: str, ref: Any) -> None:
+    def _add(self, dataset: str, ref: Any) -> None:
         self._refs.append(ref)
-        self._coordinator.add_blocks.remote(name, [ref])
+        self._coordinator.add_blocks.remote(dataset, [ref])
 
 
 class RemoteBlocks:
     """The blocks of a cached data set as a worker sees them: shared memory on its node, awaited if not there yet."""
 
-    def __init__(self, coordinator: CoordinatorHandle, name: str, shape: ImageShape) -> None:
+    def __init__(self, coordinator: CoordinatorHandle, dataset: str, shape: ImageShape) -> None:
         self._coordinator = coordinator
-        self._name = name
+        self._dataset = dataset
         self._shape = shape
         self._refs: list[Any] = []
         self._blocks: dict[int, Block] = {}
 
     def __call__(self, number: int) -> Block:
+        """Return block ``number``; waits until it has been read."""
         block = self._blocks.get(number)
         if block is None:
-            block = self._blocks[number] = to_block(ray.get(self._ref(number)), self._shape)
+            # The coordinator hands out references in the order of their numbers, all that there are.
+            while number >= len(self._refs):
+                self._refs += ray.get(self._coordinator.blocks.remote(self._dataset, len(self._refs), _POLL_S))
+            block = self._blocks[number] = to_block(ray.get(self._refs[number]), self._shape)
         return block
-
-    def _ref(self, number: int) -> Any:
-        while number >= len(self._refs):
-            self._refs += ray.get(self._coordinator.blocks.remote(self._name, len(self._refs), _POLL_S))
-        return self._refs[number]

@@ -1,7 +1,23 @@
-"""Streaming: feeders read the blocks of a few workers each, in turn, and each worker takes its own.
+"""Feeders of streamed images read the blocks of a few workers each, in turn; each worker takes its own from a queue.
 
 A feeder is a process outside of its workers: it reads while they start, and does not compete with training for a Python
 interpreter. What it costs to start a block, in Ray Data above all, limits how many workers it can feed.
+
+The way of an image, in the order of the calls:
+
+1. :func:`stream_blocks`, in a worker, asks the worker's feeder for a stream: one pass over a data set.
+2. :meth:`StreamFeeder.read_stream` opens a queue for each of the feeder's workers, and has a thread fill them.
+3. :func:`block_refs` has the blocks of these workers read, in turn: the first ones by plain tasks
+   (:func:`~raytrain.launch.ray.feed.ingest.blocks_by_tasks`), all others by Ray Data.
+4. :func:`~raytrain.launch.ray.feed.ingest.read_block`, in a data task, fetches and decodes one block, and leaves it in
+   the object store of its node.
+5. :meth:`StreamQueues.push` puts a reference of the block into its worker's queue, and waits while that is full.
+6. :meth:`StreamQueues.take`, called by the worker, empties the queue. :func:`stream_blocks` brings the blocks
+   themselves to the worker's node, two of them ahead of their use.
+
+One thread reads for all workers of a feeder, and their queues are bounded. So a full queue must never keep it from the
+block for which another worker waits. The order of the turns sees to that: it never runs more than a block ahead of any
+worker (``interleave`` in ``data/plan/partition.py``).
 """
 
 from __future__ import annotations
@@ -10,8 +26,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,7 +42,7 @@ from ray.exceptions import RayActorError, RayError
 from raytrain.data.blocks import Block, Prefetch, to_block
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, WorkerOrder, interleave
-from raytrain.launch.ray.feed.exchange import Stream, StreamQueues
+from raytrain.errors import RaytrainError
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.private_api import PAUSE, on_this_node
 from raytrain.launch.ray.trainer import root_cause
@@ -33,114 +51,222 @@ _POLL_S = 10.0
 _CLOSE_S = 10.0
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that wait for a worker
 _WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 27 blocks/s, a third of what Ray Data starts on a core
-_TAKES_PER_WORKER = 2  # of training images, and meanwhile of test images; a group that has ended may have as many
+_TAKES_PER_WORKER = 2  # of training images, and meanwhile of test images; an attempt that has ended may have as many
+_ENDED = "another worker group reads the data now"
 
 
-class StreamFeeder:
-    """Reads the streams of a part of a run's workers, and queues their blocks: one of ``num_feeders``."""
+@dataclass(frozen=True)
+class Stream:
+    """One pass over a data set by the workers of one attempt; the same on all of them."""
 
-    def __init__(self, number: int, num_feeders: int, cpus: DataCpus) -> None:
-        self._number = number
-        self._num_feeders = num_feeders
-        self._cpus = cpus
-        self._queues = StreamQueues()
-        self._readers: list[threading.Thread] = []
+    attempt: int  # number of the attempt, counted from 0 since the coordinator started
+    number: int  # number of this attempt's passes over the data set, counted from 0
+    dataset: str  # train or test
+    first_step: int
+    num_workers: int
 
-    def open(self, stream: Stream, images: ImageSet, plan: BatchPlan, loads: Sequence[float]) -> None:
-        """Read a stream from now on, if that is not being done. Raises RuntimeError if a newer one has begun."""
-        orders = {
-            rank: WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
-            for rank in range(stream.num_workers)
-            if feeder_of(stream, rank, self._num_feeders) == self._number
-        }
-        if self._queues.open(stream, orders):
-            reader = threading.Thread(target=self._read, args=(stream, images, orders), daemon=True)
-            self._readers = [each for each in self._readers if each.is_alive()] + [reader]
-            reader.start()
-
-    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
-        """References of a worker's next blocks, see :meth:`StreamQueues.take`."""
-        return self._queues.take(stream, rank, timeout_s)
-
-    def close(self) -> None:
-        """Stop reading, and wait until nothing here asks the cluster for anything."""
-        self._queues.close()
-        for reader in self._readers:
-            reader.join()
-
-    def _read(self, stream: Stream, images: ImageSet, orders: dict[int, WorkerOrder]) -> None:
-        ranks = list(orders)
-        depth = images.within(_AHEAD_BLOCKS, _AHEAD_BYTES)
-        try:
-            for number, (which, ref) in enumerate(block_refs(images, list(orders.values()), self._cpus)):
-                if not self._queues.push(stream, ranks[which], ref, depth):
-                    return
-                if number >= depth * len(ranks):  # more than wait for the workers
-                    _IS_TAKEN.set()
-        except Exception as error:
-            self._queues.fail(stream, root_cause(error))
-
-
-FeederHandle = ActorProxy[StreamFeeder]
-
-
-def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
-    """One feeder for every few workers: beside the driver, or several on all nodes. One that dies is started again."""
-    count = -(-num_workers // _WORKERS_PER_FEEDER)
-    where = {"label_selector": on_this_node()} if count == 1 else {"scheduling_strategy": "SPREAD"}
-    calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2
-    actor: Any = ray.remote(StreamFeeder).options(num_cpus=0, max_restarts=-1, max_concurrency=calls, **where)
-    share = DataCpus(cpus.all / count, cpus.task)
-    return tuple(actor.remote(number, count, share) for number in range(count))
-
-
-def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
-    """Stop all reading, and end their processes."""
-    with suppress(RayError):  # GetTimeoutError is one, too
-        ray.get([feeder.close.remote() for feeder in feeders], timeout=_CLOSE_S)
-    for feeder in feeders:
-        ray.kill(feeder)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
-
-
-def feeder_of(stream: Stream, rank: int, num_feeders: int) -> int:
-    """Which feeder has the blocks of a worker: neighbours have the same one."""
-    return rank * num_feeders // stream.num_workers
+    @property
+    def age(self) -> tuple[int, int]:
+        """Higher than that of any earlier pass over the same data set."""
+        return self.attempt, self.number
 
 
 def stream_blocks(
     feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition
 ) -> Iterator[Block]:
-    """A worker's blocks of a stream, in order; the next ones are fetched from other nodes ahead of time."""
-    blocks = Prefetch(_taken(feeders, stream, images, partition), depth=2)
+    """Yield a worker's blocks of a stream, in order; the next ones are brought from other nodes ahead of time.
+
+    Raises ConnectionError if the feeder has died, so that a restart may succeed.
+    """
+    feeder = feeders[feeder_of(stream, partition.rank, len(feeders))]
+
+    def take_blocks() -> Iterator[Block]:
+        try:
+            # Whichever worker comes first opens the stream, unless the driver has, while they started.
+            ray.get(feeder.read_stream.remote(stream, images, partition.plan, partition.loads))
+            while True:
+                for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
+                    yield to_block(ray.get(ref), images.format.shape)
+        except RayActorError:
+            raise ConnectionError("the process that feeds it with images has died") from None
+
+    blocks = Prefetch(take_blocks(), depth=2)
     try:
         yield from blocks
     finally:
         blocks.close()
 
 
-def _taken(feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition) -> Iterator[Block]:
-    feeder = feeders[feeder_of(stream, partition.rank, len(feeders))]
-    try:
-        ray.get(feeder.open.remote(stream, images, partition.plan, partition.loads))
-        while True:
-            for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
-                yield to_block(ray.get(ref), images.shape)
-    except RayActorError:
-        raise ConnectionError("the process that feeds it with images has died") from None  # another start may pass
+def feeder_of(stream: Stream, rank: int, num_feeders: int) -> int:
+    """Return the number of the feeder that has the blocks of worker ``rank``: neighbours have the same one."""
+    return rank * num_feeders // stream.num_workers
+
+
+class _Queue:
+    """The blocks that wait for one worker, and how that worker hears of them: a block wakes nobody else."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.blocks: deque[Any] = deque()
+        self.changed = threading.Condition(lock)
+
+
+class StreamQueues:
+    """Bounded queues of blocks, one for each worker of a stream. Every method may be called from many threads at once.
+
+    A stream ends the older ones of its data set, and those of earlier attempts.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._taken = threading.Condition(self._lock)  # for those who fill the queues
+        self._queues: dict[Stream, dict[int, _Queue]] = {}
+        self._failures: dict[Stream, str] = {}
+        self._newest: dict[str, tuple[int, int]] = {}  # the age of the newest stream of each data set
+        self._closed = False
+
+    def open(self, stream: Stream, ranks: Iterable[int]) -> bool:
+        """Open a queue for each of these workers; return False if the stream is open already.
+
+        Raises RuntimeError if a newer stream has ended this one.
+        """
+        with self._lock:
+            if stream in self._queues:
+                return False
+            # A worker of an attempt that has ended may still ask, after the next attempt has begun to read.
+            attempt = max((attempt for attempt, _ in self._newest.values()), default=0)
+            if self._closed or stream.attempt < attempt or stream.age < self._newest.get(stream.dataset, stream.age):
+                raise RuntimeError(_ENDED)
+            for other in list(self._queues):
+                if other.dataset == stream.dataset or other.attempt < stream.attempt:
+                    self._wake(self._queues.pop(other))
+            self._newest[stream.dataset] = stream.age
+            self._queues[stream] = {rank: _Queue(self._lock) for rank in ranks}
+            return True
+
+    def push(self, stream: Stream, rank: int, block: Any, depth: int) -> bool:
+        """Queue a block for a worker, once fewer than ``depth`` wait for it; return False if the stream has ended."""
+        with self._lock:
+            self._taken.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
+            if stream not in self._queues:
+                return False
+            self._queues[stream][rank].blocks.append(block)
+            self._queues[stream][rank].changed.notify_all()
+            return True
+
+    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
+        """Return the blocks queued for a worker, once there is one; [] after ``timeout_s`` seconds without one.
+
+        Raises RuntimeError if a newer stream has begun, and RaytrainError if this one has failed.
+        """
+        with self._lock:
+            queue = self._queues.get(stream, {}).get(rank) or _Queue(self._lock)
+            queue.changed.wait_for(
+                lambda: stream not in self._queues or queue.blocks or stream in self._failures, timeout_s
+            )
+            if stream not in self._queues:
+                raise RuntimeError(_ENDED)
+            blocks = list(queue.blocks)
+            if not blocks and stream in self._failures:
+                raise RaytrainError(self._failures[stream])
+            queue.blocks.clear()
+            self._taken.notify_all()
+            return blocks
+
+    def fail(self, stream: Stream, reason: str) -> None:
+        """End a stream early, after what is queued: then :meth:`take` raises RaytrainError with the reason."""
+        with self._lock:
+            self._failures[stream] = reason
+            self._wake(self._queues.get(stream, {}))
+
+    def close(self) -> None:
+        """End all streams."""
+        with self._lock:
+            self._closed = True
+            for queues in self._queues.values():
+                self._wake(queues)
+            self._queues.clear()
+
+    def _wake(self, queues: dict[int, _Queue]) -> None:
+        for queue in queues.values():
+            queue.changed.notify_all()
+        self._taken.notify_all()
+
+
+class StreamFeeder(StreamQueues):
+    """The actor that reads the streams of some of a run's workers into their queues: one of ``num_feeders``."""
+
+    def __init__(self, number: int, num_feeders: int, cpus: DataCpus) -> None:
+        super().__init__()
+        self._number = number
+        self._num_feeders = num_feeders
+        self._cpus = cpus
+        self._readers: list[threading.Thread] = []
+
+    def read_stream(self, stream: Stream, images: ImageSet, plan: BatchPlan, loads: Sequence[float]) -> None:
+        """Read a stream from now on, unless it is being read. Raises RuntimeError if a newer one has begun."""
+        orders = {
+            rank: WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
+            for rank in range(stream.num_workers)
+            if feeder_of(stream, rank, self._num_feeders) == self._number
+        }
+        if self.open(stream, orders):
+            reader = threading.Thread(target=self._fill_queues, args=(stream, images, orders), daemon=True)
+            self._readers = [thread for thread in self._readers if thread.is_alive()] + [reader]
+            reader.start()
+
+    def close(self) -> None:
+        """Stop reading, and wait until nothing here asks the cluster for anything."""
+        super().close()
+        for reader in self._readers:
+            reader.join()
+
+    def _fill_queues(self, stream: Stream, images: ImageSet, orders: dict[int, WorkerOrder]) -> None:
+        ranks = list(orders)
+        depth = images.num_blocks_in(_AHEAD_BYTES, at_most=_AHEAD_BLOCKS)
+        try:
+            for number, (order, ref) in enumerate(block_refs(images, list(orders.values()), self._cpus)):
+                if not self.push(stream, ranks[order], ref, depth):
+                    return
+                if number >= depth * len(ranks):  # the queues cannot hold this many: workers have taken some
+                    _workers_train.set()
+        except Exception as error:
+            self.fail(stream, root_cause(error))
+
+
+FeederHandle = ActorProxy[StreamFeeder]
+
+
+def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
+    """Start a feeder for every four workers: one beside the driver, several on all nodes. Ray restarts dead ones."""
+    num_feeders = -(-num_workers // _WORKERS_PER_FEEDER)
+    where = {"label_selector": on_this_node()} if num_feeders == 1 else {"scheduling_strategy": "SPREAD"}
+    num_calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2  # at a time: takes of two attempts, read and close
+    actor: Any = ray.remote(StreamFeeder).options(num_cpus=0, max_restarts=-1, max_concurrency=num_calls, **where)
+    share = DataCpus(cpus.all / num_feeders, cpus.task)
+    return tuple(actor.remote(number, num_feeders, share) for number in range(num_feeders))
+
+
+def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
+    """Stop all reading, and end the feeders' processes."""
+    with suppress(RayError):  # GetTimeoutError is one, too
+        ray.get([feeder.close.remote() for feeder in feeders], timeout=_CLOSE_S)
+    for feeder in feeders:
+        ray.kill(feeder)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
 _TURN_S = 0.01
 _TASKS_PER_CPU = 2  # one fetches while another decodes, and Ray Data hears up to 0.1 s late that a task has ended
-_IS_TAKEN = threading.Event()  # workers train; until then, half as many processes leave them more of the cores to start
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
+_workers_train = threading.Event()
+"""Set once workers take blocks. Until then, half as many reading processes leave them more of the cores to start."""
 
 
 def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus) -> Iterator[tuple[int, Any]]:
-    """References of the blocks of all ``orders``, in turn, as they are read: number of the order, and reference."""
+    """Have the blocks of all ``orders`` read, in turn; yield each one's index in ``orders``, and its reference."""
     turns = interleave(orders)
-    head = list(islice(turns, images.within(_HEAD_BLOCKS, _HEAD_BYTES) * len(orders)))
-    piped = Prefetch(_by_pipelines(images, orders, cpus, turns), depth=2)  # starts now
+    head = list(islice(turns, images.num_blocks_in(_HEAD_BYTES, at_most=_HEAD_BLOCKS) * len(orders)))
+    piped = Prefetch(_blocks_by_ray_data(images, orders, turns, cpus), depth=2)  # starts now
     try:
         # They take no CPUs of the cluster: the pipeline beside them has those for reading, and workers need the others.
         yield from blocks_by_tasks(images, orders, head, cpus.num_tasks, task_cpus=0)
@@ -149,35 +275,47 @@ def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus) -
         piped.close(_CLOSE_S)  # otherwise its thread asks a cluster that may have ended by then
 
 
-def _by_pipelines(
-    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Iterator[BlockRef]
+def _blocks_by_ray_data(
+    images: ImageSet, orders: Sequence[BlockOrder], turns: Iterator[BlockRef], cpus: DataCpus
 ) -> Iterator[tuple[int, Any]]:
-    while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
-        bundles = _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles()
-        refs = (ref for bundle in bundles for ref in bundle.block_refs)
-        for (which, _), ref in zip(chunk, refs, strict=True):
-            yield which, ref
+    """Have the blocks of ``turns`` read by Ray Data, which reads no more than there is room for.
 
+    Yields the index of each block's order in ``orders``, and a reference of the block.
+    """
 
-def _pipeline(
-    images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[BlockRef], cpus: DataCpus
-) -> ray.data.Dataset:
     def read_row(row: Any) -> Any:
-        return read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
+        return read_block(images, orders[int(row["order"][0])], int(row["number"][0]))
 
     # Two blocks for each task and each order: Ray Data starts no task while those that have ended wait for their turn
     # and fill the room. With half of it, cores were idle 6 % of the time that photographs were read.
-    room = (2 * _TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
-    configure(DataContext.get_current(), cpus.all / _TASKS_PER_CPU, room)
-    items = [{"which": which, "number": number} for which, number in turns]
-    # Rows that exist already: those of a range are read by tasks.
-    rows = ray.data.from_items(items, override_num_blocks=len(items))
-    share = math.floor(10_000 * cpus.task / _TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
-    return rows.map_batches(read_row, batch_size=1, batch_format="numpy", num_cpus=share, zero_copy_batch=True)
+    num_blocks = 2 * _TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)
+    num_bytes = num_blocks * images.rows_per_block * images.format.shape.num_bytes
+    task_cpus = math.floor(10_000 * cpus.task / _TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
+    while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
+        # Another stream of this process may have changed the context, which Ray Data keeps per process.
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        if _pause_api:
+            context.custom_execution_callback_classes = [_Pause]
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = ExecutionResources(
+            cpu=cpus.all / _TASKS_PER_CPU, object_store_memory=num_bytes
+        )
+
+        # Rows that exist already: those of a range are read by tasks.
+        items = [{"order": order, "number": number} for order, number in chunk]
+        rows = ray.data.from_items(items, override_num_blocks=len(items))
+        blocks = rows.map_batches(
+            read_row, batch_size=1, batch_format="numpy", num_cpus=task_cpus, zero_copy_batch=True
+        )
+        refs = (ref for bundle in blocks.iter_internal_ref_bundles() for ref in bundle.block_refs)
+        for (order, _), ref in zip(chunk, refs, strict=True):
+            yield order, ref
 
 
-_found = PAUSE.find()
-_ExecutionCallback: Any = _found[0] if _found else object
+_pause_api = PAUSE.find()
+_ExecutionCallback: Any = _pause_api[0] if _pause_api else object
 
 
 class _Pause(_ExecutionCallback):
@@ -187,25 +325,15 @@ class _Pause(_ExecutionCallback):
     """
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._last_turn_at = 0.0
         self._is_raised = False
 
     def on_execution_step(self, executor: Any) -> None:
-        """Called by Ray Data after each turn of its loop."""
-        if _IS_TAKEN.is_set() and not self._is_raised:
+        """Wait until a turn of Ray Data's loop has taken 10 ms; Ray Data calls this after each."""
+        if _workers_train.is_set() and not self._is_raised:
             self._is_raised = True
             if (options := getattr(executor, "_options", None)) is not None:  # see PAUSE in private_api.py
                 limits: ExecutionResources = options.resource_limits
                 options.resource_limits = limits.copy(cpu=limits.cpu * _TASKS_PER_CPU)
-        time.sleep(max(0.0, self._last + _TURN_S - time.monotonic()))
-        self._last = time.monotonic()
-
-
-def configure(context: DataContext, cpus: float, object_store_bytes: float) -> None:
-    """Keep the order of rows, stay within ``cpus`` and ``object_store_bytes``, and keep quiet."""
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
-    context.enable_progress_bars = False
-    if _found:
-        context.custom_execution_callback_classes = [_Pause]
-    context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=object_store_bytes)
+        time.sleep(max(0.0, self._last_turn_at + _TURN_S - time.monotonic()))
+        self._last_turn_at = time.monotonic()

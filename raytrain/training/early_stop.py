@@ -1,0 +1,97 @@
+"""Early stopping: when a run has trained enough, by its evaluations, its losses and the clock."""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import Progress, StopReason
+
+_EXPLODED = 4
+"""A loss of so many times the first one ends a search for a learning rate."""
+
+
+class EarlyStop:
+    """Decides by evaluations (``--until``, ``--patience``), losses and the clock (``--max-time``) when to stop.
+
+    ``reason`` is None until then. All workers decide alike about evaluations and losses, which they all know; worker 0
+    asks for the time.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.reason: StopReason | None = None
+        self._config = config
+        self._started_at = time.monotonic()
+        self._first_loss: float | None = None
+
+    def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
+        """Return ``progress`` with the score of an evaluation, after which the run may stop.
+
+        Raises UsageError if the evaluation lacks a metric that an option is about.
+        """
+        config = self._config
+        metric_of_option = {
+            "--best": config.best,
+            "--until": config.target and config.target[0],
+            "--patience": config.patience and config.best_metric,
+        }
+        for option, name in metric_of_option.items():
+            if name and name not in measured:
+                raise UsageError(
+                    f"{option} needs {name}, and evaluations measure {', '.join(measured) or 'nothing'}; return it "
+                    "from the loop's evaluation, or name another metric (--best decides what --patience counts by)."
+                )
+
+        # --until: a value that a metric is to reach, a loss from above.
+        if config.target is not None:
+            name, value = config.target
+            reached = operator.le if _is_loss(name) else operator.ge
+            if reached(measured.get(name, float("nan")), value):
+                self.reason = StopReason("target", config.until, metric=name, value=measured[name])
+
+        # The score is the metric that counts, a loss with a minus, so that the largest is the best.
+        score = measured.get(config.best_metric)
+        if score is None or math.isnan(score):
+            score = None
+        elif _is_loss(config.best_metric):
+            score = -score
+        progress = replace(progress, score=score)
+        if config.best_metric not in measured:
+            return progress
+
+        # --patience: evaluations in a row that are not better than the best one.
+        best = progress.best_score
+        if score is not None and (best is None or score > best):
+            return replace(progress, best_score=score, num_worse=0)
+        num_worse = progress.num_worse + 1
+        if config.patience is not None and num_worse >= config.patience:
+            value = None if best is None else abs(best)
+            self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
+        return replace(progress, num_worse=num_worse)
+
+    def trained(self, row: MetricRow) -> None:
+        """Stop a search for a learning rate as soon as the loss in a ``row`` of training explodes."""
+        if not self._config.is_range_test or row.loss is None:
+            return
+        self._first_loss = self._first_loss or row.loss
+        if not row.loss <= _EXPLODED * self._first_loss:  # also if it is NaN
+            detail = f"the loss is {row.loss:.3g}, over {_EXPLODED} times that of the first step"
+            self.reason = self.reason or StopReason("diverged", detail)
+
+    def time_is_up(self) -> bool:
+        """Return whether ``--max-time`` is over. It counts from the start of this attempt."""
+        limit_s = self._config.max_time_s
+        if limit_s is None or time.monotonic() - self._started_at < limit_s:
+            return False
+        self.reason = self.reason or StopReason("time", self._config.max_time)
+        return True
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name

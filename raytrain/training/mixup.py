@@ -1,0 +1,112 @@
+"""Mixup and CutMix over the global batch: each image is mixed with the one before it in the plan, on any worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain.data.plan.permutation import mix
+from raytrain.training.batch import Batch
+
+_KEY = 3  # keeps these random numbers apart from those of augmentation
+
+
+def mix_batch(
+    batch: Batch,
+    num_classes: int,
+    seed: int,
+    *,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_sets: Tensor | None = None,
+) -> Batch:
+    """Mix each image with the one before it in the plan's global batch, and its target likewise.
+
+    Which worker has that image doesn't matter: each sends its last ones to the others, so that every worker calls this.
+    The first image is mixed with the last. Images that cannot be read are left out. The random numbers depend on
+    ``seed`` and the step alone. An image's own share is at least half, so that ``labels`` stay the likelier classes.
+
+    Example::
+
+        batch = mix_batch(batch, run.num_classes, run.config.seed, mixup=0.2)
+
+    Args:
+        mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
+        cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
+            no CutMix. With both, each step draws which.
+        label_sets: see :func:`to_batch`.
+    """
+    random = np.random.default_rng(mix(seed, batch.step, _KEY))
+    cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
+    alpha = cutmix if cuts else mixup
+    drawn = random.beta(alpha, alpha)
+    share = max(drawn, 1 - drawn)  # of an image in its mixture
+    images_before, labels_before = _images_before(batch)
+    classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
+    targets, targets_before = (classes_of[each].to(batch.images.dtype) for each in (batch.labels, labels_before))
+    if cuts:
+        images, share = _paste(batch.images, images_before, share, random)
+    else:
+        images = images_before.lerp(batch.images, share)
+    return replace(batch, images=images, targets=targets_before.lerp(targets, share))
+
+
+def _paste(images: Tensor, pasted: Tensor, share: float, random: np.random.Generator) -> tuple[Tensor, float]:
+    """Paste a box of about 1 - ``share`` of the area of ``pasted``; return also the share of the area that was left.
+
+    The box has the shape of the images and a random centre, and is cut off at their edges.
+    """
+    height, width = images.shape[2:]
+    box: list[slice] = []
+    for side in (height, width):
+        centre, reach = random.random() * side, (1 - share) ** 0.5 * side / 2
+        box.append(slice(max(round(centre - reach), 0), min(round(centre + reach), side)))
+    rows, columns = box
+    mixed = images.clone()
+    mixed[:, :, rows, columns] = pasted[:, :, rows, columns]
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return mixed, 1 - area / (height * width)
+
+
+def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the image before each image of the slice and its label, in the cyclic order of the global batch.
+
+    The global batch consists of P parts, and each part of one slice for each of the N workers.
+    """
+    images, labels = batch.images.roll(1, 0), batch.labels.roll(1, 0)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return images, labels
+
+    # Only the first image of a slice has its predecessor on another worker, so each sends the last one of each slice.
+    num_parts, world_size = len(batch.part_sizes), dist.get_world_size()
+    sizes = torch.tensor(batch.part_sizes).to(batch.labels.device, non_blocking=True)
+    ends = (sizes.cumsum(0) - 1).clamp(min=0)
+    last_images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
+    last_labels, all_sizes = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
+
+    # Empty slices have none to give: the predecessor is in the last slice before it that is filled, or, at the start
+    # of the global batch, in the last of all.
+    order = torch.arange(num_parts * world_size, device=all_sizes.device)  # of the slices: part by part, rank by rank
+    filled = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last filled one up to each
+    filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
+    slices_before = filled.roll(1)[dist.get_rank() :: world_size]  # (P,), for this worker's slices
+    ranks, parts = slices_before % world_size, slices_before // world_size
+    images_before, labels_before = last_images[ranks, parts], last_labels[ranks, parts]
+
+    start = 0
+    for part, size in enumerate(batch.part_sizes):
+        if size:
+            images[start], labels[start] = images_before[part], labels_before[part]
+        start += size
+    return images, labels
+
+
+def _gathered(rows: Tensor) -> Tensor:
+    """Return this worker's ``rows``, (n, ...), and those of all others, which have the same shape, as (N, n, ...)."""
+    together = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(together, rows)
+    return together.unflatten(0, (-1, len(rows)))

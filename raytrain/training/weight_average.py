@@ -1,0 +1,65 @@
+"""Moving average of a network's weights (EMA), with which a run is evaluated.
+
+Torch's AveragedModel would not do in its place: it counts its updates itself, where the decay depends here on the step
+of the run, and its first update forgets the initial weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, SupportsInt
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.errors import UsageError
+from raytrain.training.checkpoint_state import StateDict
+
+
+class WeightAverage:
+    """Moving average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
+
+    A prepared average is in the checkpoints, and the run is evaluated with it. Call :meth:`update` after each step of
+    the optimizer.
+
+    Example::
+
+        average = run.prepare(WeightAverage(network, 0.999))
+        for epoch in run.epochs():
+            for batch in epoch:
+                ...
+                optimizer.step()
+                average.update(batch.step)
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.source = model
+        self._decay = decay
+        if not 0 <= decay < 1:
+            raise UsageError(f"WeightAverage got a decay of {decay!r}; give a number of at least 0 and below 1.")
+
+    def __call__(self, images: Tensor) -> Any:
+        """Return what the averaged network gives for ``images``, (m, channels, H, W)."""
+        return self.model(images)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights after ``step`` (counted from 0), with a smaller decay in the first steps."""
+        if not isinstance(step, SupportsInt):
+            raise UsageError(f"WeightAverage.update got a {type(step).__name__}; give it batch.step.")
+        decay = min(self._decay, (1 + step) / (10 + step))
+        averages, sources = ((*model.parameters(), *model.buffers()) for model in (self.model, self.source))
+        for average, source in zip(averages, sources, strict=True):
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(source, 1 - decay)
+            else:
+                average.copy_(source)
+
+    def state_dict(self) -> StateDict:
+        """Return the averaged weights, by the names that they have in the network."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Replace the averaged weights by those that :meth:`state_dict` has returned."""
+        self.model.load_state_dict(state_dict)
