@@ -7,6 +7,24 @@
 - aggregated: every local batch is normalised with its own statistics, and ``update_running_statistics`` then joins
   them.
 
+Worker j has n_j values of a channel (its images times their pixels) with the mean μ_j and the biased variance σ²_j, and
+n = Σ n_j. Then the global batch has (Chan et al. 1983)::
+
+    μ  = Σ n_j·μ_j / n
+    σ² = Σ n_j·(σ²_j + (μ_j - μ)²) / n
+
+Both kinds update the running statistics as torch does, by their momentum, with μ and the unbiased σ²·n / (n - 1).
+
+For a synchronised layer, the forward gathers n_j, μ_j and σ²_j from all workers (``batch_statistics.py``). With
+x̂ = (x - μ)/σ and the gradient g of the loss for the output, the gradient for the input x is (Ioffe and Szegedy 2015)::
+
+    γ/σ · (g - Σg / n - x̂·Σ(g·x̂) / n)
+
+where the sums are over the global batch: an all-reduce in the backward. The loss that a worker differentiates is
+the mean over its own images, which counts m_j / M in the global batch. So what a worker adds to these sums is weighted
+by that share, and divided by its own afterwards. The gradients of γ and β are the local sums, which are joined later
+like those of all parameters (:mod:`raytrain.training.gradients`).
+
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
 timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation, and so are subclasses.
 

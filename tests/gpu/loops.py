@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.gpu.trial import Trial
 from tests.helpers.loops_beside_torch import (
@@ -51,7 +52,7 @@ def on_cuda(run: Any) -> list[nn.Module]:
 def in_autocast(run: Any) -> list[nn.Module]:
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return F.cross_entropy(model(batch.images), batch.labels)
+            return cross_entropy(model(batch.images), batch.labels)
 
     return _trained(run, loss_of)
 
