@@ -36,6 +36,10 @@ _GARBAGE_THRESHOLD = 10_000  # new objects between two collections; with Python'
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
+    # Help and tables have dashes, dots of curves and names of any alphabet. Standard output of Latin-1 or ASCII gets a
+    # question mark for what it cannot hold.
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")
     try:
         code = main()
         sys.stdout.flush()

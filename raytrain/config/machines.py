@@ -28,7 +28,7 @@ class MachineOptions:
     backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW] = "ray"
     """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
     address: Annotated[str | None, Mark.DECIDED_ANEW, Mark.OF_COMMAND] = None
-    """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
+    """Ray cluster to use; by default RAY_ADDRESS, then one that you started on this machine, then a new local one."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
     worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW, Mark.SET_BY_STUDY] = None

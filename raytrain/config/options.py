@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
 from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, Intervals, check_evaluation
 from raytrain.config.machines import MachineOptions, check_machines
-from raytrain.config.marks import Mark, TakenBy
+from raytrain.config.marks import Mark, Synonym, TakenBy
 from raytrain.config.network import (
     DEFAULT_SIZE,
     CropFraction,
@@ -26,7 +27,10 @@ from raytrain.config.network import (
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
 from raytrain.config.values import PositiveInt, check_limits, hints_of, read_values
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean, flag
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,19 @@ class TrainConfig(
     DataOptions,  # the fields of the last class come first
 ):
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
+
+    def __new__(cls, *values: object, **options: object) -> Self:
+        """Raise UsageError, where Python would raise TypeError, for options that do not exist or have no name."""
+        if values:
+            raise UsageError(f"TrainConfig has a value without a name, {values[0]!r}; write learning_rate=0.1.")
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UsageError(
+                    f"TrainConfig has no option {name}{similar_options(name)}; `raytrain train custom --help-all` "
+                    "lists all, in Python with _ in place of -."
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if str(self.image_size).isdecimal():  # the side of a square
@@ -156,6 +173,22 @@ class TrainConfig(
         if self.learning_rate is None:
             raise UsageError("--learning-rate is not given; give a number, such as 0.1 or 0.05/worker.")
 
+    def check_metrics(self, measured: Collection[str], advice: str = "name one of these") -> None:
+        """Raise UsageError if evaluations, which measure ``measured``, lack a metric that an option is about.
+
+        Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
+        """
+        metric_of_option = {
+            "--best": self.best,
+            "--until": self.target and self.target[0],
+            "--patience": self.best_metric if self.patience else None,
+        }
+        for option, metric in metric_of_option.items():
+            if metric and metric not in measured:
+                names = ", ".join(measured) or "nothing"
+                hint = did_you_mean(metric, measured)
+                raise UsageError(f"{option} needs {metric}{hint}, and evaluations measure {names}; {advice}.")
+
     def to_json(self) -> str:
         """Return the options as indented JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -203,6 +236,18 @@ def options_with(mark: Mark) -> tuple[str, ...]:
     Example: ``"epochs" in options_with(Mark.SWEEPABLE)``
     """
     return tuple(name for name, hint in hints_of(TrainConfig).items() if mark in marks_of(hint))
+
+
+def similar_options(name: str) -> str:
+    """Return `` (did you mean …?)`` with options that are similar to ``name``, or that it is a second name of."""
+    by_synonym = {
+        mark.flag: option
+        for option, hint in hints_of(TrainConfig).items()
+        for mark in marks_of(hint)
+        if isinstance(mark, Synonym)
+    }
+    meant = by_synonym.get(flag(name))
+    return f" (did you mean {meant}?)" if meant else did_you_mean(name, hints_of(TrainConfig))
 
 
 @cache

@@ -3,6 +3,9 @@
 A request for each of a million small files costs more than their bytes. ``raytrain pack`` mixes images into shards of
 about 1 MiB, which are fetched as a whole. The order of an epoch keeps to few shards at a time (see
 :class:`raytrain.data.plan.permutation.ShardShuffle`), so that most blocks find theirs in this process's cache.
+
+The manifest has the names of the shards, and the name of a shard has a checksum of its content. So one that is damaged,
+or comes from another pack, is seen when it is read.
 """
 
 from __future__ import annotations
@@ -40,30 +43,44 @@ class DamagedShard(ValueError):
     """A shard does not hold what was written; the message says so."""
 
 
-def assign_shards(images: Manifest, url: str) -> tuple[Manifest, dict[str, Manifest]]:
-    """Distribute images over shards below ``url``, mixed, always alike; a shard's name has a digest of its images.
-
-    Returns all of them, and each shard's path and its images, in the order of its rows.
-    """
+def assign_shards(images: Manifest) -> list[Manifest]:
+    """Distribute images over shards, mixed, always alike; return the images of each, in the order of its rows."""
     packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
     # A shard ends with the image in which its bytes do: bounds are the first image of each shard, and the end.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
     bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
-    shards: dict[str, Manifest] = {}
-    for number in range(len(bounds) - 1):
-        members = packed.select(np.arange(*bounds[number : number + 2]))
-        content = hashlib.sha256("\0".join([members.digest, *members.etags.to_pylist()]).encode())
-        shards[f"shards/{number:06d}-{content.hexdigest()[:16]}.parquet"] = members
-    row = np.arange(len(images)) - bounds[shard]
-    packing = Packing(tuple(shards), shard.astype(np.int32), row.astype(np.int32))
-    return replace(packed, url=url, packing=packing), shards
+    return [packed.select(np.arange(*bounds[number : number + 2])) for number in range(len(bounds) - 1)]
+
+
+def packed_manifest(images: Manifest, shards: Sequence[Manifest], paths: Sequence[str], url: str) -> Manifest:
+    """Return the manifest of ``images`` in ``shards`` at these ``paths`` below ``url``."""
+    lengths = [len(shard) for shard in shards]
+    row = np.concatenate([np.arange(length) for length in lengths])
+    shard = np.repeat(np.arange(len(shards)), lengths)
+    return replace(
+        images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY)),
+        url=url,
+        packing=Packing(tuple(paths), shard.astype(np.int32), row.astype(np.int32)),
+    )
+
+
+def shard_path(number: int, data: bytes) -> str:
+    """Return the path of shard ``number`` with the content ``data``, of which it has a checksum."""
+    return f"shards/{number:06d}-{_checksum(data)}.parquet"
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
-    """Encode a Parquet file with the columns key, label and image (bytes); its schema metadata has the classes."""
+    """Encode a Parquet file with the columns key, label and image (bytes); its schema metadata has the classes.
+
+    They also have a digest of what was packed, so that packing again finds out whether that is still the same.
+    """
     columns = {"key": images.keys, "label": images.labels, "image": pa.array(contents, pa.binary())}
-    table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps({"classes": images.classes})})
+    table = pa.table(columns).replace_schema_metadata({_METADATA: _metadata(images)})
     sink = pa.BufferOutputStream()
     pq.write_table(
         table, sink, compression="none", use_dictionary=False, write_statistics=False, write_page_checksum=True
@@ -71,11 +88,18 @@ def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def is_shard_of(images: Manifest, data: bytes) -> bool:
-    """Return whether ``data`` is the whole shard of ``images``: checksums, keys, labels and sizes are right."""
+def _metadata(images: Manifest) -> bytes:
+    digest = hashlib.sha256("\0".join([images.digest, *images.etags.to_pylist()]).encode())
+    return json.dumps({"classes": images.classes, "images": digest.hexdigest()}).encode()
+
+
+def is_shard_of(images: Manifest, path: str, data: bytes) -> bool:
+    """Return whether ``data`` at ``path`` is the whole shard of ``images``, as far as it says itself."""
     try:
-        table = _parse(data, ["key", "label", "image"])
+        table = _parse(path, data, ["key", "label", "image"])
     except DamagedShard:
+        return False
+    if (table.schema.metadata or {}).get(_METADATA) != _metadata(images):
         return False
     sizes_bytes = pc.binary_length(table["image"])  # pyright: ignore[reportAttributeAccessIssue]
     columns = (table["key"].to_pylist(), table["label"].to_pylist(), sizes_bytes.to_pylist())
@@ -115,7 +139,8 @@ class ShardCache:
             column: pa.Array | Exception = data
             if isinstance(data, bytes):
                 try:
-                    column = used[missing[arrived]] = _parse(data, ["image"])["image"].chunk(0)
+                    path = paths[missing[arrived]]
+                    column = used[missing[arrived]] = _parse(path, data, ["image"])["image"].chunk(0)
                 except DamagedShard as error:
                     column = error
             yield missing[arrived], column
@@ -134,8 +159,10 @@ class ShardCache:
 shard_cache = ShardCache()
 
 
-def _parse(data: bytes, columns: list[str]) -> pa.Table:
-    """Return these columns of a shard, in one chunk. Raise DamagedShard if it is none that raytrain has written."""
+def _parse(path: str, data: bytes, columns: list[str]) -> pa.Table:
+    """Return these columns of a shard, in one chunk. Raise DamagedShard if it is not what was written at ``path``."""
+    if not path.endswith(f"-{_checksum(data)}.parquet"):
+        raise DamagedShard(_DAMAGED)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         # A compressed file might unpack to much more than its size; raytrain writes none.

@@ -45,11 +45,13 @@ def table_writer(sink: Any, output: str, schema: pa.Schema) -> Generator[Callabl
 
 def _without_formulas(table: pa.Table) -> pa.Table:
     """Return a table with an apostrophe before each text that a spreadsheet would compute, as OWASP advises for CSV."""
-    for index, name in enumerate(table.column_names):
-        if pa.types.is_string(table[name].type):
-            is_formula = pc.match_substring_regex(table[name], _FORMULA)
-            quoted = pc.binary_join_element_wise(pa.scalar("'"), table[name], pa.scalar(""))
-            table = table.set_column(index, name, pc.if_else(is_formula, quoted, table[name]))
+    for index, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        # Class names and errors are large_string, keys are string.
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            is_formula = pc.match_substring_regex(column, _FORMULA)
+            quote, nothing = (pa.scalar(text, column.type) for text in ("'", ""))
+            quoted = pc.binary_join_element_wise(quote, column, nothing)
+            table = table.set_column(index, name, pc.if_else(is_formula, quoted, column))
     return table.rename_columns([f"'{name}" if re.match(_FORMULA, name) else name for name in table.column_names])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import posixpath
 import tarfile
 import zlib
@@ -17,9 +18,19 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.folders import read_folders
-from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
+from raytrain.data.labels.folders import composed, read_folders
+from raytrain.data.labels.label_file import (
+    KEY_COLUMNS,
+    LABEL_COLUMNS,
+    MOST_SPLITS,
+    NO_LABELS,
+    TEXT_TYPES,
+    LabelColumns,
+    as_text,
+    find_column,
+)
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
+from raytrain.data.labels.part_names import is_part
 from raytrain.errors import UsageError
 
 ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
@@ -29,6 +40,9 @@ _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
 _NO_LABELS = NO_LABELS | {"-1"}
 _LABEL_SUFFIXES = (".cls", ".json")
+_JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
+_SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
+_CHUNK_BYTES = 1 << 20
 
 
 class ArchivedImage(NamedTuple):
@@ -37,7 +51,7 @@ class ArchivedImage(NamedTuple):
     key: str
     content: bytes
     label: str
-    split: str = ""  # in lower case; empty if the archive has no column ``split``
+    split: str = ""  # in lower case; empty if no column of the archive says it
 
 
 ArchivedImages = Iterator[ArchivedImage]
@@ -49,20 +63,24 @@ class Archive:
 
     name: str
     columns: LabelColumns = field(default_factory=LabelColumns)
+    image_suffix: str | None = None  # of the image of a sample that has several, such as ``png`` or ``seg.png``
     left_out: Counter[str] = field(default_factory=Counter)
+    choices: set[str] = field(default_factory=set[str])  # which column is read where several could be
 
     def read(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images, in the archive's order; count those without label or content, and other files.
 
         Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
         the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
-        17.jpg and 17.cls; a label is the text of .cls, or "label" or "cls" in .json. Other tars: class folders.
+        17.jpg and 17.cls; a label is the text of .cls, or "label" or "cls" in .json. Of several images with one label
+        the JPEG is taken, or the one that ``image_suffix`` names. Other tars: class folders.
 
-        Raises UsageError if it cannot be read, has no images or labels where they are looked for, or repeats a key.
+        Raises UsageError if it cannot be read whole, has no images or labels where they are looked for, or if it does
+        not say which of several images has the label.
         """
         try:
             for image in self._parquet(file) if self.name.endswith(".parquet") else self._tar(file):
-                label = image.label.strip()
+                label = composed(image.label.strip())
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                     continue
@@ -70,7 +88,10 @@ class Archive:
                 parts = PurePosixPath(image.key.replace("\0", "_")).parts
                 key = "/".join(part.lstrip(".") or "_" for part in parts if part != "/")
                 yield image._replace(key=key, label=label)
-        except (pa.ArrowInvalid, tarfile.TarError, zlib.error, EOFError) as error:
+        except (pa.ArrowException, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+            # Damage found by Arrow or gzip is an OSError, too; one with a number comes from the disk or the network.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
@@ -78,7 +99,7 @@ class Archive:
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images of a Parquet file, with the names of the classes that Hugging Face writes into it."""
-        parquet = pq.ParquetFile(file)
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow
         advice = "rename the right one to image, or give a label file with --labels"
         image = self._column(schema, _IMAGE_COLUMNS, None, "images", advice)
@@ -107,7 +128,7 @@ class Archive:
                 classes = [str(name) for name in metadata["info"]["features"][label]["names"]]
 
         keys = self._keys(parquet, image)
-        split = find_column(schema.names, None, ("split",)) or image
+        split = self._split_column(parquet, label) or image
         row = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
             labels = as_text(batch.column(label)).to_pylist()
@@ -141,6 +162,10 @@ class Archive:
             )
         if schema.names.count(column) > 1:
             raise UsageError(f"{self.name} has {schema.names.count(column)} columns called {column!r}; rename one.")
+        if name is None and len(candidates := [each for each in schema.names if each.lower() in usual]) > 1:
+            self.choices.add(
+                f"the column of {content} that is read is {column!r} of {', '.join(map(repr, candidates))}"
+            )
         return column
 
     def _keys(self, parquet: pq.ParquetFile, image: str) -> list[str]:
@@ -159,6 +184,24 @@ class Archive:
             return numbers
         paths = [(record or {}).get("path") for record in parquet.read([f"{image}.path"])[image].to_pylist()]
         return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
+
+    def _split_column(self, parquet: pq.ParquetFile, label: str) -> str | None:
+        """Return the column split, or else one whose texts are names of training or test images; None without any.
+
+        An archive may have the rows of one part alone, so unlike in a label file not all parts have to be there.
+        """
+        schema = parquet.schema_arrow
+        if named := find_column(schema.names, None, ("split",)):
+            return named
+        key = find_column(schema.names, self.columns.key, KEY_COLUMNS)
+        for column in schema:
+            is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
+            if column.name in (label, key) or not is_text or schema.names.count(column.name) > 1:
+                continue
+            texts = set(map(str, parquet.read([column.name])[column.name].drop_null().unique().to_pylist())) - {""}
+            if texts and 2 * sum(map(is_part, texts)) >= len(texts) < MOST_SPLITS:
+                return column.name
+        return None
 
     # Tars.
 
@@ -179,12 +222,7 @@ class Archive:
                 else:
                     members.append(member)
 
-            # tarfile takes a damaged header for the end.
-            raw: Any = tar.fileobj
-            raw.seek(tar.offset)
-            if raw.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise tarfile.TarError(f"it is damaged at byte {tar.offset:,}")
-
+            _check_end(tar)
             images = [member for member in members if _suffix(member.name) in SUFFIXES]
             keys_of_images = {_sample_key(member.name) for member in images}
             keys_of_labels = {_sample_key(member.name) for member in members if _suffix(member.name) in _LABEL_SUFFIXES}
@@ -199,25 +237,57 @@ class Archive:
         """Yield images with a label file beside each, as WebDataset has them."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
-            images: dict[str, tuple[str, bytes]] = {}  # names and contents by the names without suffix
+            images: dict[str, list[tarfile.TarInfo]] = {}  # by the names without suffix
             labels: dict[str, str] = {}
             for member in group:
                 stem = member.name.removesuffix(PurePosixPath(member.name).suffix)
                 if _suffix(member.name) in SUFFIXES:
-                    images[stem] = member.name, _content(tar, member)
+                    images.setdefault(stem, []).append(member)
                 elif _suffix(member.name) in _LABEL_SUFFIXES and (label := _tar_label(tar, member)):
                     labels.setdefault(stem, label)
+
+            # One label of a sample is that of all its images, such as 17.input.jpg and 17.seg.png beside 17.cls, unless
+            # they are called otherwise than the label and nothing says which of them it belongs to.
+            if len(labels) == 1 and (self.image_suffix or not images.keys() & labels.keys()):
+                together = [member for members_of_stem in images.values() for member in members_of_stem]
+                if self.image_suffix or self._labelled(together) is not None:
+                    images = dict.fromkeys(labels, together) if together else {}
             for stem in [stem for stem in images if stem in labels]:
-                yield ArchivedImage(*images.pop(stem), labels.pop(stem))
-            if len(images) == len(labels) == 1:  # such as 17.input.jpg and 17.cls
-                yield ArchivedImage(*images.popitem()[1], labels.popitem()[1])
-            num_alone += len(images)
+                candidates = images.pop(stem)
+                member = self._labelled(candidates)
+                if member is None:
+                    names = [PurePosixPath(candidate.name).name for candidate in candidates]
+                    raise UsageError(
+                        f"{self.name} has one label beside {' and '.join(names[:3])}; name the image to take with "
+                        f"--image-suffix, such as --image-suffix {names[0].partition('.')[2]}."
+                    )
+                self.left_out[_SECOND_IMAGES] += len(candidates) - 1
+                yield ArchivedImage(member.name, _content(tar, member), labels.pop(stem))
+            num_alone += sum(map(len, images.values()))
         if num_images and num_alone == num_images:
             raise UsageError(
                 f"None of the {num_images:,} images of {self.name} is beside its label: the files of one image must "
-                "follow each other in a tar and be called alike, as 17.jpg and 17.cls (or 17.json with label or cls)."
+                "follow each other in a tar and be called alike, as 17.jpg and 17.cls (or 17.json with label or cls); "
+                "if a sample has several images, name the one to take with --image-suffix."
             )
         self.left_out["images without a label beside them"] += num_alone
+
+    def _labelled(self, candidates: Sequence[tarfile.TarInfo]) -> tarfile.TarInfo | None:
+        """Return which of the images beside one label is meant; None if that cannot be told.
+
+        Without ``image_suffix`` it is the only JPEG: masks and depth maps are never JPEGs, which change their values.
+        """
+        if self.image_suffix is None:
+            suffixes = SUFFIXES if len(candidates) == 1 else _JPEG_SUFFIXES
+            chosen = [member for member in candidates if _suffix(member.name) in suffixes]
+        else:
+            suffix = "." + self.image_suffix.lower().lstrip(".")
+            chosen = [member for member in candidates if member.name.lower().endswith(suffix)]
+            # --image-suffix png means 17.png, also if the sample has a 17.seg.png.
+            chosen = [
+                member for member in chosen if member.name.lower() == _sample_key(member.name.lower()) + suffix
+            ] or chosen
+        return chosen[0] if len(chosen) == 1 else None
 
     def _in_class_folders(
         self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
@@ -225,7 +295,9 @@ class Archive:
         """Yield the images of a tar without label files: their folders are the labels."""
         named = [(str(PurePosixPath(member.name)).lstrip("/"), member) for member in images]
         shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
-        named = [(name, member) for name, member in named if not is_hidden(name[shared:].lstrip("/"))]
+        reasons = [why_left_out(name[shared:].lstrip("/")) for name, _ in named]
+        self.left_out.update(filter(None, reasons))
+        named = [pair for pair, reason in zip(named, reasons, strict=True) if reason is None]
         folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
             raise UsageError(
@@ -240,6 +312,29 @@ class Archive:
             )
         for (name, member), label in zip(named, folders.classes, strict=True):
             yield ArchivedImage(name, _content(tar, member), label)
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Raise TarError unless the members of ``tar`` are followed by its end mark, zeros, and by nothing else.
+
+    tarfile takes a damaged header, zeros and the end of the file for the end. So what follows a hole of zeros, or a
+    second tar behind the first, would be left out without a word. Reading up to the end also checks gzip's checksum.
+    """
+    raw: Any = tar.fileobj
+    raw.seek(tar.offset)
+    position = tar.offset
+    while chunk := raw.read(_CHUNK_BYTES):
+        if position == tar.offset and chunk[: tarfile.BLOCKSIZE].strip(b"\0"):
+            raise tarfile.TarError(f"it is damaged at byte {position:,}")
+        if rest := chunk.lstrip(b"\0"):
+            raise tarfile.TarError(
+                f"zeros from byte {tar.offset:,} on, as at the end of a tar, are followed by data at byte "
+                f"{position + len(chunk) - len(rest):,}: it has a hole, or is several tars in one file, which "
+                "`tar --ignore-zeros` unpacks"
+            )
+        position += len(chunk)
+    if position == tar.offset:
+        raise tarfile.TarError(f"it is cut off: the mark of its end is missing at byte {position:,}")
 
 
 def _suffix(name: str) -> str:
@@ -262,10 +357,16 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    """Return the label in a member, empty if it has none. Raise UsageError for several labels."""
+    """Return the label in a member, empty if it has none. Raise UsageError for several labels, or one not in UTF-8."""
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
-        return content.decode(errors="replace").strip()
+        try:
+            return content.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:  # é and è would become one sign, and their classes one
+            sentence = (
+                f"The label in {member.name!r} is {content[:80]!r}, which is not text in UTF-8; write it in UTF-8."
+            )
+            raise UsageError(sentence) from error
     document: Any = None
     with suppress(ValueError, RecursionError):
         document = json.loads(content)

@@ -20,7 +20,7 @@ from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import BadImage, shrink
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
-from raytrain.data.shards import assign_shards, encode_shard, is_shard_of
+from raytrain.data.shards import assign_shards, encode_shard, is_shard_of, packed_manifest, shard_path
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
@@ -59,8 +59,9 @@ def pack(
 ) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
 
-    Each shard is read back after it is written. A shard that is already there and whole is not written again, so that
-    interrupted packing can be resumed. The index is written last; without it, nothing counts as packed.
+    Each shard is read back after it is written, and its name has a checksum of its content, which whoever reads it
+    compares. A shard that is already there and whole is not written again, so that interrupted packing can be resumed.
+    The index is written last; without it, nothing counts as packed.
 
     Args:
         source: s3://bucket/prefix or a folder, with images or with Parquet files or WebDataset tars of images; or one
@@ -97,12 +98,13 @@ def pack(
         read = partial(_fetch_unchanged, images_store)
         if shrinking is not None:
             read, images = _shrunk(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
-        packed, shards = assign_shards(images, packed_store.url)
-        num_written = _write_missing(read, packed_store, shards, console)
+        shards = assign_shards(images)
+        paths, num_written = _write_missing(read, packed_store, shards, console)
+        packed = packed_manifest(images, shards, paths, packed_store.url)
 
     # The index comes last, and must be found with all of its shards.
     packed_store.put(PACKED_INDEX, packed.to_parquet())
-    missing = set(shards) - {stored.path for stored in packed_store.list("shards")}
+    missing = set(paths) - {stored.path for stored in packed_store.list("shards")}
     if missing or build_manifest(packed_store).digest != packed.digest:
         raise StorageError(
             f"{packed.url} lacks {len(missing):,} of {len(shards):,} shards, or its index; run the command again."
@@ -160,20 +162,27 @@ def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
     return min(written.getvalue(), data, key=len)
 
 
-def _write_missing(read: _ReadFiles, packed_store: Store, shards: dict[str, Manifest], console: Console) -> int:
-    """Write the shards that are missing or damaged; return their number."""
-    existing = {stored.path for stored in packed_store.list("shards")}
+def _write_missing(
+    read: _ReadFiles, packed_store: Store, shards: Sequence[Manifest], console: Console
+) -> tuple[list[str], int]:
+    """Write the shards that are missing or damaged; return the paths of all, and the number of those written."""
+    existing: dict[str, list[str]] = {}  # by the part of a path that does not depend on the content
+    for stored in packed_store.list("shards"):
+        existing.setdefault(stored.path.partition("-")[0], []).append(stored.path)
 
-    def write(path: str) -> bool:
-        if path in existing and is_shard_of(shards[path], packed_store.get(path)):
-            return False
-        data = encode_shard(shards[path], read(shards[path]))
+    def write(number: int) -> tuple[str, bool]:
+        for path in existing.get(shard_path(number, b"").partition("-")[0], []):
+            if is_shard_of(shards[number], path, packed_store.get(path)):
+                return path, False
+        data = encode_shard(shards[number], read(shards[number]))
+        path = shard_path(number, data)
         packed_store.put(path, data)
         if packed_store.get(path) != data:
             raise StorageError(f"{packed_store.url}/{path} is not what was written to it; run the command again.")
-        return True
+        return path, True
 
-    return sum(_in_threads(write, list(shards), f"Packing into {packed_store.url}", console))
+    written = _in_threads(write, range(len(shards)), f"Packing into {packed_store.url}", console)
+    return [path for path, _ in written], sum(is_new for _, is_new in written)
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str, console: Console) -> list[R]:

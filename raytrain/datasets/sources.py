@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.folders import build_manifest, composed, plain_booleans
 from raytrain.data.labels.label_file import JOINED, METADATA, LabelColumns, LabelTable, own_label_table, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _log = logging.getLogger("raytrain")
+_TAR_SUFFIXES = tuple(suffix for suffix in ARCHIVE_SUFFIXES if suffix != ".parquet")
 _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 
@@ -45,6 +47,7 @@ class Labelling:
     columns: LabelColumns = field(default_factory=LabelColumns)
     split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
     max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image
+    image_suffix: str | None = None  # see :class:`raytrain.datasets.archives.Archive`
 
 
 @contextmanager
@@ -58,6 +61,11 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
 
     # Archives are unpacked: their images are then in folders, beside a table of their labels.
     archives = _archives(source, os.path.basename(labels.file or ""))
+    if labels.image_suffix is not None and not any(archive.endswith(_TAR_SUFFIXES) for archive in archives):
+        raise UsageError(
+            f"--image-suffix is {labels.image_suffix}, which names an image of each sample in a tar of WebDataset, and "
+            f"{source} is none; leave it out."
+        )
     if archives:
         if labels.file is not None or labels.columns.separator or len(labels.columns.label) > 1:
             raise UsageError(
@@ -65,7 +73,7 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
                 f"{archives[0]} have one label each in the file."
             )
         with TemporaryFolder() as folder:
-            table = _unpack(source, archives, labels.columns, folder / "images")
+            table = _unpack(source, archives, labels, folder / "images")
             store = open_store(str(folder / "images"))
             images = replace(list_images(store), url=source)  # as messages should name it
             yield store, _by_table(images, table, labels)
@@ -90,7 +98,8 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
 
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
     """Return the images with the table's labels, which are their own from now on."""
-    if table.classes is not None:
+    are_joined = table.classes is not None
+    if are_joined:
         texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
         table = replace(table, labels=np.array(texts, object), classes=None)
         _log.warning(
@@ -108,7 +117,8 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
         raise UsageError(f"--split is {labels.split}, and {table.url} has the splits {', '.join(splits) or 'none'}.")
     if images.packing is None:  # the caller refuses what is packed already
         check_keys(table, (images,), labels.max_bad_fraction)
-    return replace(labelled(images, table, [labels.split.lower()] if labels.split else ()), labels_digest="")
+    chosen = [labels.split.lower()] if labels.split else ()
+    return replace(labelled(images, table, chosen, are_joined=are_joined), labels_digest="")
 
 
 def _archives(source: str, label_file: str) -> Sequence[str]:
@@ -119,20 +129,30 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     """
     files = _filesystem(source)
     if "*" in source:
-        archives = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
+        if "://" in source:  # s3fs has no sentences, and does not notice that a listing breaks off
+            open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
+        with _explained(source):
+            archives = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
         if not archives:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
         return archives
     if not os.path.isdir(source):
         if source.endswith(ARCHIVE_SUFFIXES):
+            if "://" in source:
+                folder, _, name = source.rpartition("/")
+                open_store(folder).exists(name)  # says what is wrong with credentials or the bucket
             return [source]
         refuse_file(source)
     open_store(source).check_readable()
 
     # A folder of packed shards holds Parquet files, too, which are no archives.
     folder = source
-    entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in files.ls(folder, detail=True)}
+    try:
+        listed = files.ls(folder, detail=True)
+    except FileNotFoundError:  # a bucket has no such prefix, which is said when the images are listed
+        return []
+    entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in listed}
     if PACKED_INDEX in entries:
         return []
     archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
@@ -153,6 +173,17 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     return archives
 
 
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Raise UsageError if the archive ``path`` is not there, and StorageError if it cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UsageError(f"There is no file {path}; check the path.") from None
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
 def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
     """Return the paths of those entries of a folder that are archives, sorted."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
@@ -169,7 +200,7 @@ def _refuse_splits(source: str, archives: Sequence[str]) -> None:
         )
 
 
-def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder: Path) -> LabelTable:
+def _unpack(source: str, archives: Sequence[str], labelling: Labelling, folder: Path) -> LabelTable:
     """Write the images of the archives below ``folder``, and return their labels."""
     # Each archive gets a folder: its name, with as many of its folders as make it unique.
     names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
@@ -179,34 +210,51 @@ def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder:
         prefixes = [name[shared:].strip("/") for name in names]
 
     label_of: dict[str, tuple[str, str]] = {}  # and the split
+    examples: dict[bool, tuple[str, str]] = {}  # an archive of numbers as labels, one without any, and a label of each
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
+    choices: set[str] = set()
     files = _filesystem(source)
     for name, prefix in zip(archives, prefixes, strict=True):
-        archive = Archive(name, columns)
-        with files.open(name, "rb") as file:
+        archive, labels_of_archive = Archive(name, labelling.columns, labelling.image_suffix), set[str]()
+        with _explained(name), files.open(name, "rb") as file:
             for image in archive.read(cast(IO[bytes], file)):
                 key = f"{prefix}/{image.key}"
                 if key in label_of:
                     repeated.append(image.key)
                     continue
                 label_of[key] = image.label, image.split
+                labels_of_archive.add(image.label)
                 _write(folder / key, image, name)
         left_out += archive.left_out
+        choices |= archive.choices
         if repeated:
             raise UsageError(
                 f"{len(repeated):,} images of {name} have names that others have, too: {', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
+        if len(are_numbers := set(map(str.isdecimal, labels_of_archive))) == 1:
+            examples.setdefault(are_numbers.pop(), (name, min(labels_of_archive)))
+    if len(examples) > 1:
+        (with_numbers, number), (with_names, class_name) = examples[True], examples[False]
+        raise UsageError(
+            f"The labels of {with_numbers} are numbers, such as {number!r}, and those of {with_names} are names, such "
+            f"as {class_name!r}, which would become different classes; write the names into all archives, or, if the "
+            "numbers are classes of their own, unpack the images into class folders."
+        )
 
+    for choice in sorted(choices):
+        _log.warning("In %s, %s.", source, choice)
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
     if not label_of:
         after_it = f" and the {len(archives) - 1:,} files after it" if len(archives) > 1 else ""
         raise UsageError(f"There are no labelled images in {archives[0]}{after_it}.")
-    keys = sorted(label_of)
-    labels, splits = (np.array(texts, object) for texts in zip(*(label_of[key] for key in keys), strict=True))
-    return LabelTable(source, np.array(keys, object), labels, splits, np.full(len(keys), "", object))
+    keys = sorted(label_of, key=composed)
+    labels, splits = zip(*(label_of[key] for key in keys), strict=True)
+    columns_of_table = list(map(composed, keys)), plain_booleans(labels), splits, [""] * len(keys)
+    keys_of_table, labels_of_table, splits_of_table, groups = (np.array(texts, object) for texts in columns_of_table)
+    return LabelTable(source, keys_of_table, labels_of_table, splits_of_table, groups)
 
 
 def _write(file: Path, image: ArchivedImage, archive: str) -> None:
@@ -221,7 +269,9 @@ def _write(file: Path, image: ArchivedImage, archive: str) -> None:
             f"The image {image.key[:80]!r} of {archive} cannot be a file ({error.strerror}); name another column with "
             "--key-column, or give it another name."
         ) from None
-    os.utime(file, (0, 0))  # the same images make the same shards again
+    # The time of a file is in its tag: the same images make the same shards again, and changed ones make others.
+    digest = hashlib.sha256(image.content).digest()
+    os.utime(file, ns=(0, int.from_bytes(digest[:7], "big")))
 
 
 def _filesystem(source: str) -> AbstractFileSystem:

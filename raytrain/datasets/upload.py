@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from raytrain.data.labels.listing import is_hidden
+from raytrain.data.labels.listing import DOTTED, counted, is_hidden, why_left_out
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
 from raytrain.storage.open import URL_FORMS, open_store
@@ -20,6 +21,7 @@ from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
 
+_log = logging.getLogger("raytrain")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_QUEUED = 4096  # files that wait for a thread: there may be millions
 
@@ -50,7 +52,10 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
 
     # What is copied: all files but hidden ones. A link may not lead out of the folder: its target may be a secret.
     source.check_readable()
-    sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if not is_hidden(stored.path)}
+    listed_files = list(source.list())
+    sizes_bytes = {stored.path: stored.size_bytes for stored in listed_files if not is_hidden(stored.path)}
+    if num_dotted := sum(why_left_out(stored.path) == DOTTED for stored in listed_files):
+        _log.warning("Not copied from %s: %s.", source.url, counted(num_dotted, DOTTED))
     paths = sorted(sizes_bytes)
     if not paths:
         raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")

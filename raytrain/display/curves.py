@@ -69,6 +69,13 @@ def plain_axes(axes: Axes) -> None:
     axes.locator_params(axis="y", nbins=6)
 
 
+def whole_ticks(axes: Axes) -> None:
+    """Label only whole numbers on the x axis: there is no half of a step."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
     """Return the title above a run's curves."""
     startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
@@ -177,6 +184,7 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
             marker = "o" if len(steps) <= _MAX_DOTS else None
             panel.plot(steps, values, linewidth=1.4, marker=marker, markersize=3.5, zorder=2 + number, **style)
     panels[-1].set_xlabel("step")
+    whole_ticks(panels[-1])
     panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return panels
 

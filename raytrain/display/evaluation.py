@@ -71,7 +71,7 @@ def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderable
 
 def confusion_figure(result: EvaluationResult) -> Figure:
     """Return the confusion matrix as trackers show it, with the accuracy of each class on the right if they are few."""
-    figure = matrix_figure(result.confusion_matrix, result.classes)
+    figure = matrix_figure(result.confusion, result.classes)
     axes = figure.axes[0]
 
     # A second axis on the right, whose labels are the accuracies of the rows.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from raytrain.data.labels.listing import counted
 from raytrain.diagnostics.look import LookResult, look_at
 from raytrain.display.console import UNKNOWN, bar, class_table, format_count, key_value_table
 from raytrain.display.curves import GREY, png_bytes, titled_figure
@@ -69,7 +70,7 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
         "test data": result.test_data,
         "training images": result.training_images,
         "test images": result.test_images,
-        "other files": ", ".join(f"{count:,} {reason}" for reason, count in result.left_out.items()) or "none",
+        "other files": ", ".join(counted(count, reason) for reason, count in result.left_out.items()) or "none",
         "packed as": shrunk and f"JPEGs of quality {shrunk.quality}, shorter side {shrunk.shorter_side:,}, if larger",
         "bytes": _range_text(result.size_bytes),
         "width": _range_text(sample.width),

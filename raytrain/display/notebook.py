@@ -11,6 +11,7 @@ from rich.text import Text
 
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
+from raytrain.launch.prepare import check_options
 from raytrain.launch.train import RunHandle
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.background import Throttle
@@ -46,11 +47,15 @@ def start(
             below the cell: with the extra ``raytrain[notebook]`` as live curves with a Stop button.
         trackers: as for :func:`raytrain.train`.
 
+    Raises:
+        UsageError: no run can start with the options. What is found out later, the handle raises.
+
     Example::
 
         run = raytrain.start(raytrain.recipes.digits(data="digits"))
         run.stop("it is good enough")
     """
+    check_options(config, loop)
     if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
 

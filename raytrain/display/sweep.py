@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from raytrain.config.user_code import names_own_function
 from raytrain.display.console import UNKNOWN, format_optional
-from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure
+from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.run_tables import Column, command_line, rows_table, status_text, try_next
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
-from raytrain.runs.documents import run_store
+from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.outcome import StopReason, resume_command, shell_command
 from raytrain.runs.redact import one_line
 
@@ -174,7 +175,9 @@ def conclusion(
         if checkpoint := best_checkpoint(store):
             newest = newest_checkpoint(store)
             yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
-        yield try_next(best, storage)
+        # As in the page of a single run: the user's own code is trusted, which the user has just run.
+        config = read_config(store) if store.exists(CONFIG) else None
+        yield try_next(best, storage, trust=any(map(names_own_function, (config.model, config.loop) if config else ())))
 
 
 def sweep_figure(result: SweepResult) -> Figure:
@@ -205,8 +208,6 @@ def sweep_figure(result: SweepResult) -> Figure:
 
 def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
     """Draw accuracy over the epochs, a line for each trial with the trial's number at its end."""
-    from matplotlib.ticker import MaxNLocator
-
     for trial in reversed(trials):  # the best is drawn last, on top of the others
         epochs, accuracies = zip(*trial.evaluations, strict=True)  # (num_evaluations,) each
         color, width = (_BEST, 2.0) if trial.name == best else (_OTHER, 1.2)
@@ -221,7 +222,7 @@ def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) ->
             color=_BEST if trial.name == best else GREY,
         )
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_ticks(axes)
     plain_axes(axes)
     axes.set_ylabel("test accuracy")
 
@@ -238,6 +239,8 @@ def _draw_accuracies_by_option(axes: Axes, trials: Sequence[TrialResult], name: 
             axes.set_xscale("log")
         elif len(set(numbers)) <= _FEW_VALUES:
             axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
+        elif all(isinstance(number, int) for number in numbers):
+            whole_ticks(axes)
     else:
         # Anything else: a tick for each different value, in the order of the trials.
         different = list(dict.fromkeys(map(shown, values)))

@@ -12,9 +12,9 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
-from raytrain.config.options import options_with
+from raytrain.config.options import options_with, similar_options
 from raytrain.config.values import matches
-from raytrain.errors import UsageError, did_you_mean, option_name
+from raytrain.errors import UsageError, option_name
 
 Value = float | int | bool | str
 Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`
@@ -62,7 +62,7 @@ def parse(words: Sequence[str]) -> Space:
             raise UsageError(f"--vary names {flag} twice; give all of its values at once, with commas.")
         if name not in kinds:
             sweepable = [option_name(option) for option in kinds]
-            problem = f"there is no option {flag!r}{did_you_mean(option_name(name), sweepable)}"
+            problem = f"there is no option {flag!r}{option_name(similar_options(name))}"
             if name in (field.name for field in dataclasses.fields(TrainConfig)):
                 problem = f"{flag} is the same for all trials of a sweep"
             raise UsageError(f"--vary: {problem}; those that may vary are {', '.join(sweepable)}.")
@@ -104,14 +104,20 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
 
     if trials < 1:
         raise UsageError(f"--trials is {trials}; it must be at least 1.")
-    # Points that were drawn already are drawn again; how many there are is not known if a range is rounded.
+    # The values of a list are dealt like cards: none is drawn again before all others were, so that few trials try all.
     generator = random.Random(seed)
+    cards: dict[str, list[Value]] = {name: [] for name in space}
+
+    def draw(name: str, domain: Domain) -> Value:
+        if isinstance(domain, Range):
+            return domain.draw(generator)
+        cards[name] = cards[name] or generator.sample(domain, len(domain))
+        return cards[name].pop()
+
+    # Points that were drawn already are drawn again; how many there are is not known if a range is rounded.
     drawn: dict[tuple[Value, ...], Point] = {}
     for _ in range(_DRAWS_PER_POINT * trials):
-        point = {
-            name: domain.draw(generator) if isinstance(domain, Range) else generator.choice(domain)
-            for name, domain in space.items()
-        }
+        point = {name: draw(name, domain) for name, domain in space.items()}
         drawn.setdefault(tuple(point.values()), point)
         if len(drawn) == trials:
             return list(drawn.values())

@@ -39,6 +39,7 @@ from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_json
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason
+from raytrain.training.evaluation_metrics import built_in_metrics
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -72,7 +73,7 @@ def sweep(
         early_stopping: stop a trial that is not among the better half after an eighth, a quarter or half of the epochs.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the trials stand.
-        signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
         trust: with ``resume``, run also a network that is a function of the sweep's author, and that neither ``config``
             nor ``vary`` names.
 
@@ -94,6 +95,7 @@ def sweep(
     for trial in trials_of(planned, config, config.name or new_name(config.recipe)):
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()
+            trial.config.check_metrics(built_in_metrics(trial.config))
     config = settle_options(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
@@ -189,7 +191,7 @@ class _Session:
         """Return when all trials have ended; raise TrainingFailed if the sweep failed as a whole."""
         with closing(self._documents):
             while wait(self._ended, _POLL_EVERY_S).not_done:
-                snapshot = self._poll(view)[0]
+                snapshot = self._poll(view, signals)[0]
                 # A request to stop comes from a viewer, from storage or from a signal. Each trial gets it.
                 if (request := snapshot.stop_request or self._documents(snapshot)) is not None:
                     signals.request_stop(request)
@@ -198,7 +200,7 @@ class _Session:
                         run.signals.request_stop(signals.stop_request)
 
         # The sweep failed if nothing could be trained; a stop counts only if it left something to do.
-        snapshot, failure = self._poll(view)
+        snapshot, failure = self._poll(view, signals)
         trials = best_first(run.result for run in self._runs)
         failed = failure is not None or all(trial.status == "failed" for trial in trials)
         stopped = signals.stop_request is not None and not all(is_over(trial) for trial in trials)
@@ -228,11 +230,12 @@ class _Session:
         finally:
             self._gpus.put(gpu)
 
-    def _poll(self, view: SweepView | None) -> tuple[Snapshot, str | None]:
+    def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
         """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
         results = [run.result for run in self._runs]
         if view is not None:
-            view(results)
+            with signals.outlive_terminal():
+                view(results)
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)

@@ -86,7 +86,20 @@ class EvaluationResult(EvaluatedRun):
     classes: tuple[str, ...]
     per_class: tuple[ClassScore, ...]
     confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
-    confusion_matrix: Int64s  # see :func:`confusion_matrix`
+    confusion: Int64s
+    """Counts (num_cells, 3) of images: true class, predicted class, images; the right ones too, no cell without any."""
+
+    @property
+    def confusion_matrix(self) -> Int64s:
+        """Counts (num_classes, num_classes): row t, column a counts images of class t predicted as class a.
+
+        It takes the memory of num_classes² numbers, most of which are 0 if there are many classes; ``confusion`` has
+        the others.
+        """
+        matrix = np.zeros((len(self.classes), len(self.classes)), np.int64)
+        truth, answers, counts = self.confusion.T
+        matrix[truth, answers] = counts
+        return matrix
 
 
 def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str], **about: Any) -> EvaluationResult:
@@ -95,18 +108,22 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
     ``truth`` and ``answers`` (n,) are indices into ``classes``, ``losses`` (n,) are cross entropies, and ``about`` are
     the fields of :class:`EvaluatedRun`.
     """
-    matrix = confusion_matrix(truth, answers, len(classes))
-    right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)  # (num_classes,) each
+    # Only pairs of classes that occur are counted: a matrix of 20,000 classes would have 400,000,000 cells.
+    num_classes = len(classes)
+    pairs, counts = np.unique(truth * num_classes + answers, return_counts=True)
+    cells = np.stack([pairs // num_classes, pairs % num_classes, counts], axis=1).astype(np.int64)  # (num_cells, 3)
+    right, true, predicted = (
+        np.bincount(labels, minlength=num_classes) for labels in (truth[truth == answers], truth, answers)
+    )  # (num_classes,) each
 
-    # The most frequent wrong predictions: the largest counts off the diagonal, equal ones in the order of classes.
-    wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
-    most_frequent = np.argsort(-wrong, axis=None, kind="stable")[: min(_NUM_CONFUSIONS, np.count_nonzero(wrong))]
-    pairs = zip(*np.unravel_index(most_frequent, wrong.shape), strict=True)
+    # The most frequent wrong predictions: the largest counts, equal ones in the order of classes.
+    wrong = cells[cells[:, 0] != cells[:, 1]]
+    most_frequent: list[list[int]] = wrong[np.argsort(-wrong[:, 2], kind="stable")][:_NUM_CONFUSIONS].tolist()
 
     return EvaluationResult(
         **about,
         images=len(truth),
-        accuracy=_ratio(matrix.trace(), matrix.sum()),
+        accuracy=_ratio(right.sum(), true.sum()),
         balanced_accuracy=balanced_accuracy(right, true) if len(truth) else None,
         macro_f1=macro_f1(right, true, predicted) if len(truth) else None,
         loss=float(losses.mean()) if len(losses) else None,
@@ -115,16 +132,9 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
             ClassScore(name, int(true[label]), int(right[label]), _ratio(right[label], true[label]))
             for label, name in enumerate(classes)
         ),
-        confusions=tuple(Confusion(classes[int(t)], classes[int(a)], int(wrong[t, a])) for t, a in pairs),
-        confusion_matrix=matrix,
+        confusions=tuple(Confusion(classes[t], classes[a], count) for t, a, count in most_frequent),
+        confusion=cells,
     )
-
-
-def confusion_matrix(truth: Int64s, answers: Int64s, num_classes: int) -> Int64s:
-    """Return counts (num_classes, num_classes): row t, column a counts images of class t predicted as class a."""
-    matrix = np.zeros((num_classes, num_classes), np.int64)
-    np.add.at(matrix, (truth, answers), 1)
-    return matrix
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
@@ -22,7 +22,7 @@ from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import load_optional, stored_function_error
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of
+from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of, turn_upright
 from raytrain.errors import UsageError
 from raytrain.inference.loop_network import loop_network
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
@@ -162,7 +162,7 @@ class Classifier(nn.Module):
         """Return one image of any kind as the network takes it, uint8 (H, W, C)."""
         crop = self.cropping.crop
         if isinstance(image, Image.Image):
-            return pixels_of(ImageOps.exif_transpose(image), self.shape, crop)
+            return pixels_of(turn_upright(image), self.shape, crop)
 
         # The content of a file, which is decoded like the training images.
         if hasattr(image, "read"):

@@ -61,8 +61,8 @@ def evaluate(
             (``shift``). Those that the run was trained with are always used.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
-        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
-            does the work without Ray. ``local`` starts a cluster for it.
+        address: the Ray cluster; by default RAY_ADDRESS, else for more than a few images one that you started on this
+            machine, else none: this process does the work without Ray. ``local`` starts a cluster for it.
         trust: whether a network that is a function of the run's author may run.
 
     Raises:

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytrain.config.extras import extra
 from raytrain.config.values import Location
 from raytrain.data.images.decode import Pixels
 from raytrain.data.images.image_reader import readable_images
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
-from raytrain.inference.model_card import example, model_card, preprocessing
+from raytrain.inference.model_card import example, model_card, network_lines, preprocessing
 from raytrain.runs.documents import open_run, plain, read_resolved_config
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.training.checkpoint import read_checkpoint
@@ -108,13 +109,19 @@ def export(
     write_output(output, content)
 
     # Weights say nothing of preprocessing and classes: a card beside them does.
-    lines = example(classifier, file, suffix)
     card = None
-    if suffix == SUFFIX:
+    if suffix != SUFFIX:
+        lines = example(classifier, file, suffix)
+    else:
         card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
         store = open_run(storage, run)
-        checkpoint = read_checkpoint(store, classifier.checkpoint)
-        write_output(card, model_card(run, file, read_resolved_config(store), checkpoint, lines).encode())
+        config, checkpoint = read_resolved_config(store), read_checkpoint(store, classifier.checkpoint)
+        if checkpoint.progress.is_own_network:  # only the run's loop can build it
+            network = f"import raytrain\n\nmodel = raytrain.load({run!r}, storage={storage!r}, trust=True).network"
+        else:
+            network = network_lines(config, classifier.network, len(classifier.classes))
+        lines = example(classifier, file, suffix, network)
+        write_output(card, model_card(run, file, config, checkpoint, lines).encode())
 
     shape = classifier.shape
     return ExportResult(
@@ -186,8 +193,9 @@ def _as_pt2(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
 def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
     if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise UsageError(
-            f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} is not installed; install "
-            "raytrain[onnx] (`uv sync --extra onnx`), or use an --output that ends in .pt2."
+            f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed; install {extra('onnx')}, or use an --output that "
+            "ends in .pt2."
         )
     import onnxruntime
 

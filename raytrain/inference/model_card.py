@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import nn
+
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import timm_name
+from raytrain.config.user_code import load_function
 from raytrain.inference.classifier import Classifier
 from raytrain.runs.outcome import train_command
 from raytrain.runs.redact import one_line
 from raytrain.training.checkpoint import Checkpoint
+from raytrain.training.model import OPTIONS, network_arguments
 from raytrain.training.weights_source import SUFFIX
 
 _CARD = """---
@@ -158,9 +162,14 @@ logits = model(pixels).detach().numpy()[0]
 classes = json.loads(files["classes.json"])
 """,
     SUFFIX: """\
-pixels = (np.asarray(image, np.float32)[{axes}] / 255 - {mean}) / {std}
-model.load_state_dict(safetensors.torch.load_file({file!r}))  # a network as the card names it
-logits = model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))).detach().numpy()[0]
+pixels = np.asarray(image, np.float32)[{axes}] / 255
+pixels = (pixels - {mean}) / {std}
+images = torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))
+{network}
+model.load_state_dict(safetensors.torch.load_file({file!r}))
+logits = model.eval()(images).detach().numpy()[0]
+with safetensors.safe_open({file!r}, "pt") as opened:
+    classes = json.loads(opened.metadata()["classes"])
 """,
 }
 _SOFTMAX = """\
@@ -198,15 +207,44 @@ def preprocessing(classifier: Classifier) -> dict[str, Any]:
     }
 
 
-def example(classifier: Classifier, file: str, suffix: str) -> str:
+def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) -> str:
+    """Return lines of Python that build the network that the options name, as ``model``, with random weights."""
+    name, channels = config.model, config.channels
+    in_timm = timm_name(name)
+    if in_timm is not None:
+        # Only networks for one size take the size of the images; see build_model.
+        about: Any = getattr(network, "pretrained_cfg", {})
+        size = config.full_image_size
+        sized = f", img_size={size}" if about.get("fixed_input_size") and size != about["input_size"][1:] else ""
+        build = f"timm.create_model({in_timm!r}, num_classes={num_classes}, in_chans={channels}{sized})"
+        return f"import timm\n\nmodel = {build}"
+    if ":" in name:
+        # A function of a file or a package. What of the two numbers it takes is known by its parameters.
+        place, _, function = name.rpartition(":")
+        numbers = network_arguments(load_function("--model", name), num_classes, channels)
+        arguments = ", ".join(f"{key}={number}" for key, number in numbers.items())
+        if place.endswith(".py"):
+            return f"import runpy\n\nmodel = runpy.run_path({place!r})[{function!r}]({arguments})"
+        return f"from {place} import {function}\n\nmodel = {function}({arguments})"
+
+    options = "".join(f", {key}={value}" for key, value in OPTIONS.get(name, {}).items())
+    lines = [f"import torchvision\n\nmodel = torchvision.models.{name}(num_classes={num_classes}{options})"]
+    if channels != 3:  # the first convolution, of RGB, is replaced
+        path, conv = next((path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Conv2d))
+        lines.append(f"model.set_submodule({path!r}, torch.nn.{conv!r})")
+    return "\n".join(lines)
+
+
+def example(classifier: Classifier, file: str, suffix: str, network: str = "") -> str:
     """Return lines of Python that classify ``photo.jpg`` with the network in ``file``, without raytrain.
 
-    The scores are those of ``predict``. Weights (.safetensors) need a network beside the file, ``model``.
+    The scores are those of ``predict``. Weights (.safetensors) need the lines that build their ``network``.
     """
     cropping, shape = classifier.cropping, classifier.shape
     values = {
         **preprocessing(classifier),
         "file": file,
+        "network": network,
         "w": shape.width,
         "h": shape.height,
         "fraction": cropping.crop_fraction,
@@ -219,8 +257,6 @@ def example(classifier: Classifier, file: str, suffix: str) -> str:
     values["scale"] = _SCALES[cropping.resize].format(**values)
     lines = _DRAFT + _RESIZE_LINES[cropping.resize] + _RUN[suffix]
 
-    # Programs hold the names of their classes; of weights, the lines list them.
     end = _SOFTMAX if classifier.thresholds is None else _SIGMOID
-    names = json.dumps(list(classifier.classes)) if suffix == SUFFIX else "classes"
-    shown = f"print(dict(zip({names}, scores.tolist())))"
+    shown = "print(dict(zip(classes, scores.tolist())))"
     return f"{_IMPORTS.format(runtime=_RUNTIMES[suffix])}{lines.format(**values)}{end}{shown}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
+from raytrain.config.extras import extra
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.plan.permutation import Floats
@@ -38,7 +39,7 @@ def serve(
     trust: bool = False,
     ready: Callable[[str], object] = print,
 ) -> None:
-    """Serve the best checkpoint of ``run`` with Ray Serve, until Ctrl-C or SIGTERM.
+    """Serve the best checkpoint of ``run`` with Ray Serve, until Ctrl-C, SIGTERM or SIGHUP.
 
     POST an image file to ``http://host:port/run``, and get JSON with its likeliest class (``label``, ``score``) and the
     ``top_k`` likeliest ones (``classes``). If an image may have several classes, it says in ``labels`` which it has.
@@ -52,7 +53,7 @@ def serve(
         workers: copies of the network, each on a GPU of its own if the cluster has any.
         top_k: number of classes in an answer, or all if there are fewer.
         threshold: as for :func:`raytrain.evaluate`.
-        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else a new one.
+        address: the Ray cluster; by default RAY_ADDRESS, else one that you started on this machine, else a new one.
         trust: whether a network that is a function of the run's author may run.
         ready: called with the URL when it answers.
 
@@ -65,7 +66,7 @@ def serve(
         raytrain.serve("first", port=8000)  # curl --data-binary @photo.jpg http://127.0.0.1:8000/first
     """
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
-        raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
+        raise UsageError(f"raytrain serve needs Ray Serve, which is not installed; install {extra('serve')}.")
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
 

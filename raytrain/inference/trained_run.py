@@ -28,7 +28,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
-from raytrain.launch.ray.connection import Connection, uses_cluster
+from raytrain.launch.ray.connection import Connection, names_cluster, uses_cluster
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, open_run, read_trusted_config
@@ -156,8 +156,10 @@ class TrainedRun:
         load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
 
-        # Without a cluster: a network on each GPU of this machine, or one on its CPUs.
-        if not uses_cluster(address):
+        # Without a cluster: a network on each GPU of this machine, or one on its CPUs. A cluster that nobody has named
+        # is used if it could share the work: a single block of images is here, too.
+        is_shared = len(manifest) > manifest.rows_per_block(request.format.shape)
+        if not uses_cluster(address) or not (is_shared or names_cluster(address)):
             hardware = machine_hardware()
             placement = self.placement(workers or max(1, int(hardware.gpus)), hardware)
             return pa.concat_tables(predict_here(request, placement))

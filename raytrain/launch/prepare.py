@@ -101,7 +101,7 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
     Reads nothing from storage, and does not import torch.
     """
     from raytrain.config.user_code import check_loop, check_module
-    from raytrain.training import evaluation_metrics
+    from raytrain.training.evaluation_metrics import built_in_metrics
     from raytrain.training.model_names import check_model_name, check_optimizer_name
     from raytrain.training.weights_source import check_weights_source
 
@@ -111,11 +111,7 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
         config.check_learning_rate()
         check_model_name(config.model)
         check_optimizer_name(config.optimizer)
-        metrics = evaluation_metrics.LABEL_METRICS if config.multi_label else evaluation_metrics.CLASS_METRICS
-        if config.best_metric not in metrics:
-            raise UsageError(
-                f"--best is {config.best_metric}, and evaluations measure {', '.join(metrics)}; name one of these."
-            )
+        config.check_metrics(built_in_metrics(config))
     elif loop is not None:
         check_loop(loop)
     elif config.loop is not None and ":" in config.loop:
@@ -126,12 +122,12 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
 
 def check_named(config: TrainConfig) -> None:
     """Raise UsageError if the data or the name is missing, or the name is not allowed."""
+    if config.resume and not config.name:  # whose --data is that of the run
+        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if not config.data:
         raise UsageError(
             "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
         )
-    if config.resume and not config.name:
-        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if config.name:
         check_name(config.name)
 

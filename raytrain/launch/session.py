@@ -158,7 +158,8 @@ class RunSession:
         self._cursor = snapshot.cursor
         self._tracking.update(snapshot)
         if self._prepared.view is not None:
-            self._prepared.view(snapshot)
+            with self._prepared.signals.outlive_terminal():
+                self._prepared.view(snapshot)
         return snapshot
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:

@@ -60,7 +60,7 @@ def train(
         loop: a training loop to use instead of the built-in one (``raytrain/training/loop.py``) or the one that
             ``config`` names.
         view: called about twice a second with the run's :class:`Snapshot`.
-        signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
         trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
             with the methods of :class:`raytrain.trackers.tracker.Tracker`, such as Lightning's loggers.
         started_at: when the run's time begins, by ``time.monotonic()``; now by default.

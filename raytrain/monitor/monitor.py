@@ -209,6 +209,7 @@ class RunMonitor:
         """End the run: nothing is recorded after this, and the history is in storage (or an event says why not)."""
         with self._lock:
             self._status, self._result = status, result
+            self._step = result.steps if result is not None else self._step  # not each step has a row
             self._ended_s = self._elapsed_s()
         try:
             self._history.close()

@@ -62,8 +62,8 @@ class Snapshot:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the latest step, counted from 1."""
-        return epoch_of(self.step, self.steps_per_epoch)
+        """The epoch of the latest step, counted from 1; 0 before the first one."""
+        return epoch_of(self.step, self.steps_per_epoch) if self.step else 0
 
     @property
     def num_epochs(self) -> int:

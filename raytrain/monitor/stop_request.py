@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.runs.documents import STOP_REQUEST, open_run, read_json, write_json
+from raytrain.runs.documents import STATUS, STOP_REQUEST, open_run, read_json, write_json
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.status import read_status
+from raytrain.runs.status import WATCH_S, is_heard_of, parse_status, stored_status
 from raytrain.storage.store import Store
 
+_log = logging.getLogger(__name__)
 _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
 
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
-    """Leave a stop request in the storage of a run. Raise UsageError if there is no such run, or it does not train."""
-    # Only a run that trains reads the request.
+    """Leave a stop request in the storage of a run. Raise UsageError if there is no such run, or it does not train.
+
+    A run that seems to have been silent for long is watched for some seconds: the clock of its machine may be another.
+    """
     store = open_run(storage, name)
-    status = read_status(store)
-    if not status.active:
-        resume = "" if status.status == "finished" else "; resume it with --resume"
-        raise UsageError(f"Run {name!r} is not training: it is {status.status} at step {status.step:,}{resume}.")
-    write_json(store, STOP_REQUEST, reason.to_json())
+    document = read_json(store, STATUS)
+    stored, status = stored_status(document), parse_status(document)
+    may_train = stored.active and not stored.is_gone
+    if may_train:
+        write_json(store, STOP_REQUEST, reason.to_json())
+    if status.active:
+        return
+
+    # The request stays where it is: a machine that sleeps may go on later.
+    unheard = ""
+    if may_train:
+        _log.warning("waiting %.0f s to see whether run %r still trains: its last status is old", WATCH_S, name)
+        if is_heard_of(store):
+            return
+        unheard = f", and has written nothing for {WATCH_S:.0f} s; if it still trains, it will find the request to stop"
+    resume = "" if status.status == "finished" else "; resume it with --resume"
+    raise UsageError(f"Run {name!r} is not training: it is {status.status} at step {status.step:,}{unheard}{resume}.")
 
 
 def read_stop_request(store: Store) -> StopReason | None:
@@ -37,9 +55,10 @@ def read_stop_request(store: Store) -> StopReason | None:
 
 
 class StopSignals:
-    """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`.
+    """While open, the first SIGINT, SIGTERM or SIGHUP becomes :attr:`stop_request`.
 
-    Signals within a second of the first belong to it. A later one raises KeyboardInterrupt. Opened in a thread other
+    Signals within a second of the first belong to it. A later SIGINT or SIGTERM raises KeyboardInterrupt. SIGHUP, which
+    a terminal sends when it is closed, stays ignored if it was: ``nohup`` asks for that. Opened in a thread other
     than the main one, where Python allows no signal handlers, it receives no signals; others may still call
     :meth:`request_stop`.
     """
@@ -55,17 +74,35 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         # Handlers that were there before are put back at the end.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def outlive_terminal(self) -> Generator[None]:
+        """Ignore that a view cannot write any more: to a closed terminal, or after a request to stop to a closed pipe.
+
+        Both come with SIGHUP, and neither must cost the checkpoint that the run is about to write.
+        """
+        try:
+            yield
+        except (OSError, SystemExit) as error:
+            is_terminal = isinstance(error, OSError) and error.errno == errno.EIO
+            is_pipe = isinstance(error, (BrokenPipeError, SystemExit))  # rich exits where others raise BrokenPipeError
+            if not is_terminal and not (is_pipe and self.stop_request is not None):
+                raise
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Only a signal that comes well after the first one is a second Ctrl-C.
+        # Only a signal that comes well after the first one is a second Ctrl-C. Who closes the terminal of a run that
+        # stops does not ask to lose its checkpoint.
         if self._signalled_at_s is None:
             self._signalled_at_s = monotonic()
-        elif monotonic() - self._signalled_at_s >= _ONE_STOP_S:
+        elif monotonic() - self._signalled_at_s >= _ONE_STOP_S and number != signal.SIGHUP:
             raise KeyboardInterrupt
         self.request_stop(StopReason("signal", signal.Signals(number).name))

@@ -3,10 +3,14 @@
 Each process writes to a file of its machine: Ray's, that of torch's elastic agent, or that of a :class:`DriverLog`. A
 thread copies the files that have grown, every few seconds, without secrets. An attempt has logs of its own, whose names
 begin with the process and sort by time: ``worker-0-20250131T120000.err``.
+
+The thread must not hold up training, which shares Python's lock with it. So only what is new is read, in pieces of
+which each takes milliseconds, and of a very long line only the beginning is copied.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import re
@@ -16,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
@@ -31,6 +35,10 @@ STARTUP = logging.getLogger("raytrain.startup")
 
 COPY_EVERY_S = 10.0
 MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
+MAX_LINE = 16 << 10  # characters of a line that are copied
+_LONGEST_SECRET = 16 << 10  # characters, also of a private key over several lines
+_PIECE_BYTES = 128 << 10  # that are read and redacted at once
+_LINE_END = re.compile(r"[\r\n]")  # a progress bar ends its lines by \r alone
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
@@ -46,6 +54,82 @@ class LogFile(NamedTuple):
     start: int = 0
 
 
+class LogText:
+    """The text of a log that grows: without secrets, with the beginnings of long lines, and of all that the end.
+
+    A secret may arrive in two parts, or go over several lines. So the latest text is redacted anew each time; what is
+    before it is settled.
+
+    Example:
+        >>> log = LogText()
+        >>> log.add("step 1\\nstep")
+        >>> log.content()
+        b'step 1\\nstep'
+    """
+
+    def __init__(self) -> None:
+        self._settled = bytearray()  # redacted, encoded
+        self._latest = ""  # whole lines as they were written, none of them too long
+        self._line = ""  # the beginning of the line that has not ended yet
+        self._line_length = 0
+
+    def add(self, text: str) -> None:
+        """Add what was written since the last time."""
+        start, lines = 0, [self._latest]
+        for end in _LINE_END.finditer(text):
+            self._extend_line(text[start : end.start()])
+            lines += self._shown_line(), end[0]
+            self._line, self._line_length, start = "", 0, end.end()
+        self._extend_line(text[start:])
+        self._latest = "".join(lines)
+        self._settle()
+
+    def content(self) -> bytes:
+        """Return the end of the whole text."""
+        return (bytes(self._settled) + _encoded(redact(self._latest + self._shown_line())))[-MAX_LOG_BYTES:]
+
+    def _extend_line(self, text: str) -> None:
+        self._line += text[: MAX_LINE + _LONGEST_SECRET - len(self._line)]
+        self._line_length += len(text)
+
+    def _shown_line(self) -> str:
+        """Return the line that is being written; of a long one the beginning, and how much there is of it."""
+        if self._line_length <= MAX_LINE + _LONGEST_SECRET:
+            return self._line
+        # Redacted first: what is left out at the end may hold the first part of a secret that was cut.
+        beginning = redact(self._line)[:-_LONGEST_SECRET]
+        return f"{beginning}… (of a line of {self._line_length:,} characters, at most {MAX_LINE:,} are copied)"
+
+    def _settle(self) -> None:
+        """Redact all but the latest text for good, unless a secret goes over the border."""
+        border = max(self._latest.rfind(end, 0, -_LONGEST_SECRET) for end in "\r\n") + 1
+        if not border:
+            return
+        before, after = self._latest[:border], self._latest[border:]
+        near = before[-_LONGEST_SECRET:]
+        if redact(near + after) == redact(near) + redact(after):
+            self._settled += _encoded(redact(before))
+            self._latest = after
+        elif len(self._latest) > 2 * _PIECE_BYTES:
+            self._settled += _encoded(redact(self._latest))
+            self._latest = ""
+        del self._settled[:-MAX_LOG_BYTES]
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+@dataclass
+class _Copy:
+    """How far a file was copied: ``end`` bytes of it are in ``text``, which storage has unless it ``is_new``."""
+
+    end: int
+    text: LogText = field(default_factory=LogText)
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    is_new: bool = False
+
+
 class LogCopies:
     """Copy growing files into the storage of a run, without secrets, every few seconds.
 
@@ -55,7 +139,7 @@ class LogCopies:
     def __init__(self, store: Store, *, waits_for_run: bool = False) -> None:
         self._store = store
         self._waits_for_run = waits_for_run
-        self._sizes: dict[str, int] = {}
+        self._copies: dict[str, _Copy] = {}  # by name
         self._copying = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="log-copies")
@@ -74,22 +158,25 @@ class LogCopies:
         self._thread.join()
 
     def copy(self) -> None:
-        """Copy each file that has grown since the last time; an object is written again as a whole."""
+        """Copy what is new in each file; an object in storage is written again as a whole."""
         with self._copying, suppress(RaytrainError, OSError):
             # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
             self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
             if self._waits_for_run:
                 return
             for path, name, start in self.files():
-                end = path.stat().st_size
-                if end == self._sizes.get(name, start):
-                    continue
+                copy, end = self._copies.setdefault(name, _Copy(start)), path.stat().st_size
                 # Of a long log, the end.
+                if not copy.end <= end <= copy.end + MAX_LOG_BYTES:
+                    copy = self._copies[name] = _Copy(max(start, end - MAX_LOG_BYTES))
                 with path.open("rb") as file:
-                    file.seek(max(start, end - MAX_LOG_BYTES))
-                    text = file.read(end - file.tell()).decode(errors="replace")
-                self._store.fail_fast().put(LOGS + name, redact(text).encode())
-                self._sizes[name] = end
+                    file.seek(copy.end)
+                    while piece := file.read(min(_PIECE_BYTES, end - copy.end)):
+                        copy.text.add(copy.decoder.decode(piece))
+                        copy.end, copy.is_new = copy.end + len(piece), True
+                if copy.is_new:
+                    self._store.fail_fast().put(LOGS + name, copy.text.content())
+                    copy.is_new = False
 
     def _copy_until_closed(self) -> None:
         closed = False

@@ -20,7 +20,7 @@ from raytrain.runs.documents import known_fields
 
 EndStatus = Literal["finished", "stopped", "failed"]
 StopKind = Literal[
-    "signal",  # detail: SIGINT or SIGTERM
+    "signal",  # detail: SIGINT, SIGTERM or SIGHUP
     "command",  # `raytrain stop`; detail: the host
     "page",  # its Stop button; detail: the host
     "caller",  # a program or a notebook; detail: its words

@@ -1,7 +1,8 @@
 """``status.json``: a run's progress, rewritten every few seconds as a heartbeat.
 
 A process that is killed cannot write that it has ended. Readers therefore take a run that claims to be active for
-interrupted if its process is known to be gone, or if it has been silent for a minute.
+interrupted if its process is known to be gone, or if it has been silent for a minute. A clock that is wrong by a minute
+misleads them. Who must not be misled watches the run for some seconds, by :func:`is_heard_of`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -17,10 +19,13 @@ from typing import Any
 import psutil
 
 from raytrain.errors import StorageError
-from raytrain.runs.documents import STATUS, Report, ignore, known_fields, read_json, run_store, write_json
+from raytrain.runs.documents import CLAIM, STATUS, Report, ignore, known_fields, read_json, run_store, write_json
+from raytrain.runs.ownership import machine_id
 from raytrain.storage.store import Store
 
 HEARTBEAT_EVERY_S = 10.0  # seconds between two writes of a running run's status
+WATCH_S = 15.0  # seconds within which a run that trains writes its status, and renews its claim several times
+_WATCH_EVERY_S = 0.5
 _SILENT_AFTER = timedelta(seconds=60)
 _INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
 
@@ -30,7 +35,8 @@ class RunStatus:
     """The progress of a run at ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` stamps.
 
     ``status`` is starting, running, finished, stopped or failed. A reader also sees interrupted: the run claims to be
-    active, but its process (``pid`` on ``host``) is gone or has been silent for a minute.
+    active, but its process (``pid`` on ``host``) is gone or has been silent for a minute. ``machine`` is the
+    :func:`machine_id` of the process: containers of one host may share its name, but not its process numbers.
     """
 
     status: str
@@ -41,12 +47,23 @@ class RunStatus:
     num_workers: int = 0
     heartbeat_at: str = ""
     host: str = ""
+    machine: str = ""
     pid: int = 0
 
     @property
     def active(self) -> bool:
         """Whether the run trains, or is about to."""
         return self.status in ("starting", "running")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process of the run is known to have ended. Nothing is known of other machines and containers."""
+        # Where no number of the machine is known, the name of the host must do.
+        is_here = self.machine == machine_id() if machine_id() else self.host == socket.gethostname()
+        try:
+            return is_here and (self.pid < 1 or not psutil.pid_exists(self.pid))
+        except OverflowError:  # a damaged number that no process has
+            return True
 
     @property
     def heartbeat(self) -> datetime | None:
@@ -65,8 +82,8 @@ def read_status(store: Store, report: Report = ignore) -> RunStatus:
 def write_status(store: Store, status: RunStatus) -> None:
     """Write how far the run is, stamped with the time and with this process."""
     heartbeat_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    stamped = dataclasses.replace(status, heartbeat_at=heartbeat_at, host=socket.gethostname(), pid=os.getpid())
-    write_json(store, STATUS, dataclasses.asdict(stamped))
+    here: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid()}
+    write_json(store, STATUS, dataclasses.asdict(dataclasses.replace(status, heartbeat_at=heartbeat_at, **here)))
 
 
 def mark_failed(storage: str, name: str) -> None:
@@ -76,24 +93,35 @@ def mark_failed(storage: str, name: str) -> None:
         write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
-def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """Return the status in a ``status.json``, interrupted if the run claims to be active and cannot be.
+def is_heard_of(store: Store) -> bool:
+    """Return whether the run writes its status or renews its claim within ``WATCH_S`` seconds of this process.
+
+    Only contents are compared, and no times of two machines, whose clocks may differ.
+    """
+    before = [read_json(store, path) for path in (STATUS, CLAIM)]
+    deadline = time.monotonic() + WATCH_S
+    while time.monotonic() < deadline:
+        time.sleep(_WATCH_EVERY_S)
+        if [read_json(store, path) for path in (STATUS, CLAIM)] != before:
+            return True
+    return False
+
+
+def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
+    """Return the status in a ``status.json`` as the run wrote it, whether its process is there or not.
 
     ``report`` gets a line if values have another type than a status has.
     """
     known = known_fields(RunStatus, document)
     if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
         report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")
-    status = RunStatus(**{**_INTERRUPTED, **known})
+    return RunStatus(**{**_INTERRUPTED, **known})
+
+
+def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
+    """Return the status in a ``status.json``, interrupted if the run claims to be active and cannot be."""
+    status = stored_status(document, report)
     if not status.active:
         return status
-
-    # Its process is gone if it was on this machine and has ended. A damaged number may be one that no process has.
-    is_gone = False
-    if status.host == socket.gethostname():
-        try:
-            is_gone = status.pid < 1 or not psutil.pid_exists(status.pid)
-        except OverflowError:
-            is_gone = True
     is_silent = status.heartbeat is None or datetime.now(timezone.utc) - status.heartbeat > _SILENT_AFTER
-    return dataclasses.replace(status, status="interrupted") if is_gone or is_silent else status
+    return dataclasses.replace(status, status="interrupted") if status.is_gone or is_silent else status

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,6 +48,8 @@ _OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the
 _MAX_CHANGES = 20  # of an object by others, while its owner tries to write it
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
+
+_LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
 
 
 class UnusableNames(StorageError):
@@ -115,7 +117,11 @@ class BucketStore(Store):
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
             credentials = client.credentials
-            sentence = explain(credentials.failure or error, url, self.cloud, credentials.identity)
+            # A file that the source of the credentials cannot read is none of the bucket's.
+            if isinstance(failure := credentials.failure, OSError):
+                detail = ": ".join(filter(None, (failure.filename, failure.strerror or str(failure))))
+                raise StorageError(self.cloud.sentences.not_obtained.format(url=url, detail=detail)) from error
+            sentence = explain(failure or error, url, self.cloud, credentials.identity)
             raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
 
     def _client(self) -> BucketClient:
@@ -142,6 +148,7 @@ class BucketStore(Store):
     def check_readable(self) -> None:
         with suppress(UnusableNames):
             self.fail_fast()._send("", lambda client: next(iter(client.list()), None))
+        self._check_pages()
 
     # Writing and deleting, by anybody or by the owner alone.
 
@@ -218,6 +225,7 @@ class BucketStore(Store):
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         prefix = prefix.strip("/")
         unusable_names: list[str] = []
+        self._check_pages()
         # Go down to where the tree branches: several folders can be listed at a time.
         folders = [prefix]
         objects: list[ObjectMeta] = []
@@ -227,9 +235,14 @@ class BucketStore(Store):
                 listed = self._send(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
                 folders = list(listed["common_prefixes"])
                 objects += listed["objects"]
+                # obstore drops a slash that a name begins with: these names are in a folder without a name, which
+                # would be the bucket itself again.
+                if "" in folders:
+                    folders.remove("")
+                    objects += self._list_any_names("/", unusable_names, UnusableNames(_LEADING_SLASH.format(self.url)))
             except UnusableNames as error:
                 folders = []
-                objects += self._list_any_names(folder, unusable_names, error)
+                objects += self._list_any_names(folder and f"{folder}/", unusable_names, error)
         for listed_objects in (objects, *request_threads().map(self._list_folder, folders, repeat(unusable_names))):
             for meta in listed_objects:
                 if meta["path"] != prefix:  # consoles create an empty object as a marker for the folder itself
@@ -242,6 +255,27 @@ class BucketStore(Store):
                 unusable_names[0],
             )
 
+    def _check_pages(self) -> None:
+        """Raise StorageError if a server of S3's protocol does not say how a listing goes on after its first page.
+
+        obstore does not notice that, and other listings are right only if it does not happen. So the first two pages
+        below ``url`` are asked for by boto3, once in each process, as obstore asks for them: with and without folders.
+        """
+        client = self._client()
+        if not isinstance(self.cloud, S3) or client.pages_are_checked:
+            return
+        try:
+            keys = self._s3_keys()
+            for delimiter in ("", "/"):
+                pages = self.cloud.list_pages(*bucket_and_root(self.url), keys, delimiter, max_attempts=1)
+                for _ in islice(pages, 2):
+                    pass
+        except StorageError:
+            raise
+        except Exception:  # the caller's own request is retried, and says what is wrong
+            return
+        client.pages_are_checked = True
+
     def _list_folder(self, folder: str, unusable_names: list[str]) -> Sequence[ObjectMeta]:
         objects: list[ObjectMeta] = []
 
@@ -252,11 +286,11 @@ class BucketStore(Store):
         try:
             self._send(folder, resume)
         except UnusableNames as error:
-            return self._list_any_names(folder, unusable_names, error)
+            return self._list_any_names(f"{folder}/", unusable_names, error)
         return objects
 
-    def _list_any_names(self, folder: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
-        """List objects whatever their names are, and add those that cannot be used to ``unusable_names``.
+    def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
+        """List objects whose names begin with ``start``, and add those that cannot be used to ``unusable_names``.
 
         Raises ``error`` outside S3.
         """
@@ -264,16 +298,22 @@ class BucketStore(Store):
             raise error
         bucket, root = bucket_and_root(self.url)
         usable: list[ObjectMeta] = []
-        with self._explained(folder, self._client()):
-            keys = None if self.cloud.unsigned else require_credentials(self.credentials())
-            assert keys is None or isinstance(keys, Credentials)
-            for meta in self.cloud.list_any_names(bucket, f"{root}{folder}/" if folder else root, keys):
+        with self._explained(start.rstrip("/"), self._client()):
+            for meta in self.cloud.list_any_names(bucket, root + start, self._s3_keys()):
                 name = meta["path"].removeprefix(root).removesuffix("/")
+                if not name and not meta["size"]:  # the marker of the store's own folder, or one called "/"
+                    continue
                 if _UNUSABLE_NAME.search(name):
-                    unusable_names.append(name)
-                elif name:  # as opposed to the marker of the store's own folder
+                    unusable_names.append(name or "/")
+                else:
                     usable.append({**meta, "path": name})
         return usable
+
+    def _s3_keys(self) -> Credentials | None:
+        assert isinstance(self.cloud, S3)
+        keys = None if self.cloud.unsigned else require_credentials(self.credentials())
+        assert keys is None or isinstance(keys, Credentials)
+        return keys
 
     # The same store with another owner, cache, credentials or patience.
 

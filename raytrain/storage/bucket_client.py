@@ -71,6 +71,7 @@ class BucketClient:
         self._lock = threading.Lock()
         self.credentials = CredentialCache(connection.credentials)
         self.obstore = self._connect()
+        self.pages_are_checked = False  # whether the server is known to say how a listing goes on after its first page
 
     def renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return an obstore with new credentials after ``refused``, made once however many threads were refused."""

@@ -11,23 +11,32 @@ import socket
 import stat
 import threading
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.locks import FileLock, acquire
+from raytrain.storage.retries_and_hedges import RetryPolicy, with_retries
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
+
+T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 _REPORT_AFTER_S = 5.0
+_UNTIL_CLOSED = RetryPolicy(20, 30.0)  # of opening a file, while this process has too many open
+_MAX_REMOVALS = 20  # of a folder by others, while a file is opened in it
 _NO_FOLDER = "lost+found"  # of a disk, which only root may read
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
+TOO_MANY_FILES = (
+    "{url} cannot be used, because this process has as many files open as it may; raise the limit (ulimit -n)."
+)
 _BY_ERRNO: dict[int, str] = {
     errno.ENOENT: "There is no folder {url}; check the path, on every machine that uses it.",
     errno.ENOTDIR: "{url} is below a file, not below a folder; check the path.",
@@ -36,6 +45,7 @@ _BY_ERRNO: dict[int, str] = {
     errno.EPERM: "This user has no permission for {url}; change the permissions or choose another place.",
     errno.EROFS: "{url} is on a read-only disk; choose another place.",
     errno.ENOSPC: "The disk of {url} is full; free space or choose another place.",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), TOO_MANY_FILES),
     errno.EDQUOT: "The disk quota for {url} is used up; free space or choose another place.",
 }
 
@@ -60,7 +70,8 @@ class FolderStore(Store):
             return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
 
         try:
-            with open(self._file(path), "rb", buffering=0, opener=open_at_once) as file:
+            open_file = partial(open, self._file(path), "rb", buffering=0, opener=open_at_once)
+            with with_retries(open_file, _UNTIL_CLOSED, has_too_many_files) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise StorageError(f"{self.url}/{path} is not a file but a pipe or a device; remove it.")
                 file.seek(start)
@@ -75,10 +86,10 @@ class FolderStore(Store):
         unfinished = f"{name}.{uuid.uuid4().hex}.part"
         self._check_owner()
         with self._explained(path):
-            os.makedirs(os.path.dirname(name), exist_ok=True)
+            opened = _opened_below(os.path.dirname(name), partial(open, unfinished, "xb"))
             try:
                 # The content is on the disk before the name, so that after a crash no name stands for half a file.
-                with open(unfinished, "xb") as file:
+                with opened as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -108,7 +119,12 @@ class FolderStore(Store):
 
     def append(self, path: str, data: bytes) -> None:
         """Add to the end of a file, or create it; an object of a bucket cannot grow."""
-        with self._explained(path), self._as_owner(), open(self._file(path), "ab") as file:
+        open_file = partial(open, self._file(path), "ab")
+        with (
+            self._explained(path),
+            self._as_owner(),
+            with_retries(open_file, _UNTIL_CLOSED, has_too_many_files) as file,
+        ):
             file.write(data)
 
     def truncate(self, path: str, num_bytes: int) -> None:
@@ -168,23 +184,11 @@ class FolderStore(Store):
     def _locked(self, path: str) -> Generator[FileLock]:
         """Have the file ``path`` for this caller alone, on all machines, unless the disk knows no locks."""
         name = f"{self._file(path)}.lock"
-        with self._explained(path):
-            os.makedirs(os.path.dirname(name), exist_ok=True)
-            # Somebody who waits long for a process that is halted is told which one it is.
-            try:
-                lock = acquire(name, wait=False)
-            except BlockingIOError:
-                report = threading.Timer(_REPORT_AFTER_S, _report_holder, (name,))
-                report.start()
-                try:
-                    lock = acquire(name)
-                finally:
-                    report.cancel()
-            with lock:
-                with suppress(OSError):  # the disk may be full
-                    os.ftruncate(lock.descriptor, 0)
-                    os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                yield lock
+        with self._explained(path), _opened_below(os.path.dirname(name), lambda: _acquire_or_report(name)) as lock:
+            with suppress(OSError):  # the disk may be full
+                os.ftruncate(lock.descriptor, 0)
+                os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield lock
 
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))
@@ -215,6 +219,37 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise explain_os_error(error, f"{self.url}/{path}".rstrip("/")) from error
+
+
+def _opened_below(folder: str, open_file: Callable[[], T]) -> T:
+    """Make ``folder``, and return what ``open_file`` opens there.
+
+    Make it again if another process, which held the lock or had it first, has removed the folder because it was empty.
+    While this process has as many files open as it may, wait: those of other threads are closed soon.
+    """
+    for _ in range(_MAX_REMOVALS):
+        os.makedirs(folder, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return with_retries(open_file, _UNTIL_CLOSED, has_too_many_files)
+    return open_file()
+
+
+def has_too_many_files(error: BaseException) -> bool:
+    """Return whether this process or machine has as many files open as it may (EMFILE, ENFILE)."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def _acquire_or_report(file: str) -> FileLock:
+    """Lock ``file``; whoever waits long for a process that is halted is told which one it is."""
+    try:
+        return acquire(file, wait=False)
+    except BlockingIOError:
+        report = threading.Timer(_REPORT_AFTER_S, _report_holder, (file,))
+        report.start()
+        try:
+            return acquire(file)
+        finally:
+            report.cancel()
 
 
 def _report_holder(file: str) -> None:
@@ -264,15 +299,19 @@ def dead_ends(store: Store) -> list[str]:
     if not isinstance(store, FolderStore):
         return []
 
-    def walk(folder: str) -> Iterator[str]:
+    def walk(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+        folder_status = os.stat(folder)
+        identity = (folder_status.st_dev, folder_status.st_ino)
+        if identity in parents:  # a link to a folder that contains it
+            return
         with os.scandir(folder) as scan:
             entries = list(scan)
         if not entries:
             yield f"{folder}/"
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False) and entry.name != _NO_FOLDER:
-                yield from walk(entry.path)
+            if entry.is_dir() and entry.name != _NO_FOLDER:
+                yield from walk(entry.path, parents | {identity})
             elif entry.is_symlink() and not os.path.exists(entry.path):
                 yield entry.path
 
-    return [path for name in walk(store.url) if (path := name[len(store.url.rstrip("/")) + 1 :])]
+    return [path for name in walk(store.url, frozenset()) if (path := name[len(store.url.rstrip("/")) + 1 :])]

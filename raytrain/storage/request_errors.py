@@ -13,7 +13,7 @@ from obstore.exceptions import InvalidPathError, PermissionDeniedError, Unauthen
 from raytrain.errors import ObjectArchived, StorageError
 from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud
 from raytrain.storage.credentials import NoCredentials
-from raytrain.storage.folder import explain_os_error
+from raytrain.storage.folder import TOO_MANY_FILES, explain_os_error, has_too_many_files
 
 _TRANSIENT_STATUSES = {408, 429}  # and all of 5xx
 _TRANSIENT_CODES = {
@@ -55,6 +55,7 @@ _BY_CODE: dict[str, str] = {
 _BY_STATUS = {404: _OTHER_PROTOCOL, 429: _BUSY, 503: _BUSY}
 _ARCHIVED_CODES = ("InvalidObjectState", "BlobArchived")
 _BY_TEXT: dict[str, str] = {
+    "Too many open files": TOO_MANY_FILES,
     "dns error": "{endpoint} cannot be reached: there is no such host; check {host_variables} and the network.",
     "ConnectionRefused": (
         "{endpoint} cannot be reached: nothing answers there; check {endpoint_variable}, and that the server runs."
@@ -145,7 +146,12 @@ def names_no_bucket(error: BaseException) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the cloud was busy or a connection broke, so that the same request may succeed later."""
+    """Return whether the cloud was busy or a connection broke, so that the same request may succeed later.
+
+    Likewise if this process had as many files and connections open as it may: others are closed soon.
+    """
+    if has_too_many_files(error) or "Too many open files" in str(error):
+        return True
     status = http_status(error)
     if status is None:
         return _BROKEN_CONNECTION.search(str(error)) is not None or error_code(error) in _TRANSIENT_CODES

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, TypeAlias
 
+from raytrain.config.extras import extra
 from raytrain.config.user_code import load_function
 from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
@@ -65,7 +66,7 @@ def _named(tracker: object) -> NamedTracker:
     if tracker in _BUILT_IN:
         module, kind, needs = _BUILT_IN[tracker]
         if find_spec(needs) is None:
-            raise UsageError(f"--track {tracker} needs the package {needs}: `pip install 'raytrain[{tracker}]'`.")
+            raise UsageError(f"--track {tracker} needs {needs}, which is not installed; install {extra(tracker)}.")
         return NamedTracker(tracker, lambda run: getattr(import_module(module), kind)(run))
 
     # The name of a class of the user's own.

@@ -62,19 +62,18 @@ def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[st
     """Draw counts by label and prediction as an image, (H, W, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    matrix = np.zeros((len(classes), len(classes)), np.int64)
-    for (label, prediction), count in counts.items():
-        matrix[label, prediction] = count
-    canvas = FigureCanvasAgg(matrix_figure(matrix, classes))
+    cells = np.array([(label, prediction, count) for (label, prediction), count in counts.items()], np.int64)
+    canvas = FigureCanvasAgg(matrix_figure(cells, classes))
     canvas.draw()
     return np.array(canvas.buffer_rgba())[:, :, :3]
 
 
-def matrix_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Figure:
-    """Draw a confusion matrix, (C, C): true classes as rows, predicted ones as columns.
+def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
+    """Draw a confusion matrix: true classes as rows, predicted ones as columns.
 
-    Correct predictions are blue and wrong ones orange; the darker a cell, the larger its fraction of the true class. Up
-    to 30 classes, the cells have counts.
+    ``cells`` (n, 3) are those that are not empty: true class, predicted class, images. Correct predictions are blue and
+    wrong ones orange; the darker a cell, the larger its fraction of the true class. Up to 30 classes, the cells have
+    counts. Above 1,000 classes, neighbouring cells share a square, which has the colour of the darkest one.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -83,12 +82,23 @@ def matrix_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     figure = Figure(figsize=(side + 0.5, side), layout="constrained")
     axes = figure.add_subplot()
 
+    # The darkest correct and the darkest wrong prediction of each square, as fractions of their true class.
+    truth, answers, counts = cells.reshape(-1, 3).T
+    images = np.zeros(len(classes), np.int64)
+    np.add.at(images, truth, counts)  # raises IndexError for a class that there is not
+    fractions = counts / np.maximum(images[truth], 1)  # (n,)
+    square = max(1, math.ceil(len(classes) / _MAX_CLASSES))  # classes along a side
+    num_squares = math.ceil(len(classes) / square)
+    right, wrong = np.zeros((2, num_squares, num_squares))
+    for shades, chosen in ((right, truth == answers), (wrong, truth != answers)):
+        np.maximum.at(shades, (truth[chosen] // square, answers[chosen] // square), fractions[chosen])
+
     # Shades. They are not linear: rare confusions must be visible beside frequent ones.
-    fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)  # of the true class, (C, C)
-    diagonal = np.eye(len(fractions), dtype=bool)
-    for colours, hidden in (("Blues", ~diagonal), ("Oranges", diagonal)):
-        shown = np.ma.masked_array(fractions, hidden | (fractions == 0))
-        axes.imshow(shown, cmap=colours, norm=PowerNorm(0.7, 0, 1), interpolation="nearest")
+    end = num_squares * square - 0.5
+    for colours, shades, others in (("Blues", right, wrong), ("Oranges", wrong, right)):
+        shown = np.ma.masked_array(shades, (shades == 0) | (shades < others))
+        norm = PowerNorm(0.7, 0, 1)
+        axes.imshow(shown, cmap=colours, norm=norm, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
     # The classes along both sides, as many of them as can be read.
     cell_points = (side - 2) * 72 / len(classes)
@@ -105,12 +115,12 @@ def matrix_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Figure:
 
     # Counts, with lines between them, where there is room.
     if len(classes) <= _MAX_CLASSES_COUNTED:
-        for row, column in np.argwhere(matrix):
-            colour = "white" if fractions[row, column] > 0.4 else "#333333"
-            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8.5, color=colour)
-        edges = np.arange(len(matrix) - 1) + 0.5
-        axes.hlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
-        axes.vlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
+        for row, column, count, fraction in zip(truth, answers, counts, fractions, strict=True):
+            colour = "white" if fraction > 0.4 else "#333333"
+            axes.text(column, row, f"{count:,}", ha="center", va="center", fontsize=8.5, color=colour)
+        edges = np.arange(len(classes) - 1) + 0.5
+        axes.hlines(edges, -0.5, end, color="#e4e4e4", linewidth=0.5)
+        axes.vlines(edges, -0.5, end, color="#e4e4e4", linewidth=0.5)
     return figure
 
 

@@ -71,6 +71,8 @@ def make_run(
         torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
     if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
         reporter.event(Note(warning))  # before the first step, which may take minutes then
+    if worker.rank == 0 and (note := transfer.kept_head_note(config, spec.classes, weights)):
+        reporter.event(Note(note))
 
     # All that a loop prepares finds its state in the newest checkpoint.
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)

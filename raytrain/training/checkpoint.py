@@ -34,7 +34,7 @@ from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
-from raytrain.training.weights_source import check_unpacked_size
+from raytrain.training.weights_source import ZIP, check_archive
 
 _LATE = "storage has not taken the one before yet"
 
@@ -240,13 +240,16 @@ def _encode(checkpoint: Checkpoint) -> bytes:
     """Return the bytes of a checkpoint file, which hold nothing but tensors and plain values."""
     identity = {**asdict(checkpoint.identity), "classes": list(checkpoint.identity.classes)}
     buffer = io.BytesIO()
+    torch.serialization.set_crc32_options(True)  # a loop may have turned them off, and they are checked when it is read
     torch.save({"state": checkpoint.state, "progress": asdict(checkpoint.progress), "identity": identity}, buffer)
     return buffer.getvalue()
 
 
 def _parse(data: bytes) -> Checkpoint:
     """Return the checkpoint that :func:`_encode` made ``data`` of. Raises ValueError with a reason if it made none."""
-    check_unpacked_size(data)
+    if not data.startswith(ZIP):  # torch would try its older formats, which have no CRCs
+        raise ValueError("it is no archive as torch.save writes them")
+    check_archive(data)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress, StopReason
 
@@ -36,17 +35,10 @@ class EarlyStop:
         Raises UsageError if the evaluation lacks a metric that an option is about.
         """
         config = self._config
-        metric_of_option = {
-            "--best": config.best,
-            "--until": config.target and config.target[0],
-            "--patience": config.patience and config.best_metric,
-        }
-        for option, name in metric_of_option.items():
-            if name and name not in measured:
-                raise UsageError(
-                    f"{option} needs {name}, and evaluations measure {', '.join(measured) or 'nothing'}; return it "
-                    "from the loop's evaluation, or name another metric (--best decides what --patience counts by)."
-                )
+        config.check_metrics(
+            measured,
+            "return it from the loop's evaluation, or name another metric (--best decides what --patience counts by)",
+        )
 
         # --until: a value that a metric is to reach, a loss from above.
         if config.target is not None:

@@ -20,6 +20,7 @@ from raytrain.training.evaluation_metrics import (
     average_precisions,
     balanced_accuracy,
     best_thresholds,
+    built_in_metrics,
     macro_f1,
     mean_of_known,
 )
@@ -136,6 +137,7 @@ def check_evaluation(run: Run) -> None:
     """
     if run.own_evaluation is not None or run.config.is_range_test or run.part is None:
         return
+    run.config.check_metrics(built_in_metrics(run.config))
     model, images = run.models.evaluated, run.part.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()

@@ -5,11 +5,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from raytrain.config import TrainConfig
+
 CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 """Metrics of the built-in evaluation if an image has one class."""
 
 LABEL_METRICS = ("accuracy", "loss", "mean_average_precision", "macro_f1")
 """Metrics of the built-in evaluation if an image may have several classes."""
+
+
+def built_in_metrics(config: TrainConfig) -> tuple[str, ...]:
+    """Return the metrics that the built-in evaluation of a run with these options measures."""
+    return LABEL_METRICS if config.multi_label else CLASS_METRICS
+
 
 DEFAULT_THRESHOLD = 0.5
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from timm.models import PretrainedCfg
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
-_OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}  # of torchvision's classifiers
+OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}  # of torchvision's classifiers
 _CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")  # what people call the argument
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")  # the last one may mean other ones
 _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
@@ -53,7 +53,7 @@ def build_model(
     elif ":" in name:
         make = _users_function(name, num_classes, channels)
     else:
-        make = partial(_torchvision_classifier(name), num_classes=num_classes, **_OPTIONS.get(name, {}))
+        make = partial(_torchvision_classifier(name), num_classes=num_classes, **OPTIONS.get(name, {}))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = make()
@@ -79,22 +79,29 @@ def _users_function(name: str, num_classes: int, channels: int) -> Callable[[], 
         raise UsageError(
             f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
         )
-    # Name the numbers as the function does. One that takes any keywords gets both.
-    signature = inspect.signature(function)
-    arguments: dict[str, int] = {}
-    if [each.kind for each in signature.parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
-        arguments = {"num_classes": num_classes, "channels": channels}
-    else:
-        for names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):
-            known = [key for key in names if key in signature.parameters]
-            arguments.update(dict.fromkeys(known[:1], number))
+    arguments = network_arguments(function, num_classes, channels)
     # Refuse now what would be a TypeError in the user's code, with a traceback.
     try:
-        signature.bind(**arguments)
+        inspect.signature(function).bind(**arguments)
     except TypeError as error:
         shown = " and ".join(arguments) or "no arguments"
-        raise UsageError(f"--model {name} is called with {shown}, which is not enough: {error}.") from None
+        raise UsageError(
+            f"--model {name} is called with {shown}, which is not enough: {error}; call its parameters num_classes and "
+            "channels, which are filled in, and give others a default."
+        ) from None
     return in_one_sentence(f"--model {name} cannot be built")(partial(function, **arguments))
+
+
+def network_arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
+    """Return the two numbers by the names that the ``function`` of a network has for them; one it lacks is left out."""
+    parameters = inspect.signature(function).parameters
+    if [each.kind for each in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+        return {"num_classes": num_classes, "channels": channels}
+    arguments: dict[str, int] = {}
+    for names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):
+        known = [key for key in names if key in parameters]
+        arguments.update(dict.fromkeys(known[:1], number))
+    return arguments
 
 
 def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:

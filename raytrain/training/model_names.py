@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from raytrain.config.extras import extra
 from raytrain.config.network import timm_name
 from raytrain.config.user_code import check_module
 from raytrain.errors import UsageError, did_you_mean
@@ -66,6 +67,4 @@ def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
 
 def missing(option: str, package: str) -> UsageError:
     """Return the error for an ``option`` that needs a ``package`` which comes with the extra for timm."""
-    return UsageError(
-        f"{option} needs {package}, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
-    )
+    return UsageError(f"{option} needs {package}, which is not installed; install {extra('timm')}.")

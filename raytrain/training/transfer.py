@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
+from raytrain.data.labels.listing import first_names
 from raytrain.errors import UsageError, did_you_mean, some_of
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
@@ -22,7 +23,7 @@ from raytrain.training.model import build_model, build_pretrained
 from raytrain.training.weights_source import (
     DEFAULT,
     SUFFIX,
-    check_unpacked_size,
+    check_archive,
     from_safetensors,
     read_weights_file,
 )
@@ -30,8 +31,14 @@ from raytrain.training.weights_source import (
 ALL = "all"  # in place of a layer's name for ``--freeze``: every layer but the head
 _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")
 """Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
+_CLASSES_IN = ("classes", "class_names", "class_to_idx")
+"""Where training scripts keep the names of the classes beside the weights."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 """Prefixes that DataParallel, torch.compile and modules of Lightning put before all names."""
+
+
+class UnnamedWeights(dict[str, Tensor]):
+    """Weights that do not say which class each output of their head stands for."""
 
 
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
@@ -39,7 +46,8 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
 
     ``DEFAULT`` means the weights that torchvision or timm has for it. A file, an s3:// object or hf://owner/name[/file]
     holds a state_dict, written by torch.save or as safetensors, or is a checkpoint of a run; code in it is never run.
-    If a file says that it is for other classes than ``classes``, its head is left out.
+    If a file says that it is for other classes than ``classes``, or has them in another order, its head is left out.
+    If it does not say, the weights are :class:`UnnamedWeights`.
 
     Returns None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps
     needs no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
@@ -54,9 +62,11 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
     if config.weights == DEFAULT:
         weights = build_pretrained(config.model, config.channels, config.full_image_size).state_dict()
         # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
-        return {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
+        return UnnamedWeights({name: value for name, value in weights.items() if not name.startswith("AuxLogits.")})
     weights, old_classes = _read_weights(config.weights)
-    if old_classes is None or old_classes == tuple(classes):
+    if old_classes is None:
+        return UnnamedWeights(weights)
+    if old_classes == tuple(classes):
         return weights
     # The head's names are those of a network with as many outputs as the file has classes.
     num_old = len(old_classes)
@@ -76,10 +86,10 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
         weights, classes = from_safetensors(data)
     else:
         try:
-            check_unpacked_size(data)
+            check_archive(data)
         except ValueError as error:
             raise UsageError(
-                f"--weights {location} is not read, because {error}; give a file that was not compressed."
+                f"--weights {location} is not read, because {error}; give a whole file that was not compressed."
             ) from None
         try:
             content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -87,7 +97,7 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
             content = None
         checkpoint = checkpoint_in(content)
         weights = checkpoint.weights if checkpoint else _find_state_dict(content)
-        classes = checkpoint.identity.classes if checkpoint else None
+        classes = checkpoint.identity.classes if checkpoint else _find_classes(content)
     if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(
             f"--weights {location} holds no state_dict (it is damaged, or was saved with code in it, which is never "
@@ -116,6 +126,34 @@ def _find_state_dict(content: Any) -> Any:
     ):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
+
+
+def _find_classes(content: Any) -> tuple[str, ...] | None:
+    """Return the classes that another trainer has written beside the weights, in the order of the outputs."""
+    for name in _CLASSES_IN:
+        classes: Any = content.get(name) if isinstance(content, Mapping) else None
+        if isinstance(classes, Mapping) and sorted(map(str, classes.values())) == sorted(map(str, range(len(classes)))):
+            by_index = sorted(classes.items(), key=lambda item: int(item[1]))  # torchvision's class_to_idx
+            classes = [class_name for class_name, _ in by_index]
+        if isinstance(classes, (list, tuple)) and classes and all(isinstance(name, str) for name in classes):
+            return tuple(classes)
+    return None
+
+
+def kept_head_note(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> str | None:
+    """Return a note on the order of the classes if the head of unnamed weights is kept; None if there is none."""
+    if not isinstance(weights, UnnamedWeights):
+        return None
+    model = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
+    expected = model.state_dict()
+    head = _head_weights(model, len(classes))
+    if not head or any(name not in weights or weights[name].shape != expected[name].shape for name in head):
+        return None
+    return (
+        f"--weights {config.weights}: the head is kept, since it has {len(classes):,} outputs, one per class, and the "
+        f"weights do not name their classes: the outputs are taken in this order: {first_names(tuple(classes))}. If "
+        "they were trained in another one, rename the classes so that they sort like that."
+    )
 
 
 def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, Tensor] | None) -> nn.Module:

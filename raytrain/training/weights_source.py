@@ -6,7 +6,9 @@ import importlib.util
 import io
 import json
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -29,6 +31,12 @@ _IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository, the better kind first
 _MAX_RATIO = 10
 """torch.save does not compress, and compressed weights lose some ten percent. A zip bomb grows a thousand times."""
+# The records of a zip archive, by their first four bytes, and the length of those at its end.
+ZIP, _END, _END64, _LOCATOR = b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7"
+_END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_SIZES64 = 1  # kind of an extra field
+_DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOFError, OSError, struct.error)
+"""What zipfile raises for damaged archives; those that are encrypted or packed in unknown ways are RuntimeErrors."""
 
 
 def check_weights_source(location: str) -> None:
@@ -122,15 +130,70 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, 
     return weights, tuple(cast(list[str], classes)) if matches(classes, list[str]) else None
 
 
+def check_archive(data: bytes) -> None:
+    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged or unpacks to too much.
+
+    torch itself checks no CRCs: it would return weights with a flipped bit as they are.
+    """
+    check_unpacked_size(data)
+    if data.startswith(ZIP):
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                damaged = archive.testzip()
+        except _DAMAGE as error:
+            raise ValueError(f"it is a damaged archive ({error})") from None
+        if damaged is not None:
+            raise ValueError(f"it is a damaged archive (its part {damaged} is not what was written)")
+
+
 def check_unpacked_size(data: bytes) -> None:
-    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that unpacks to over 10 times its size."""
-    file = io.BytesIO(data)
-    if not zipfile.is_zipfile(file):
+    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that unpacks to over 10 times its size.
+
+    torch allocates what the directory of an archive asks for before it reads the rest.
+    """
+    if not data.startswith(ZIP):  # by this torch, too, decides how to read the file
         return
+    _check_directory(data)
     try:
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError) as error:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+    except _DAMAGE as error:
         raise ValueError(f"it is a damaged archive ({error})") from None
+    unpacked = sum(entry.file_size for entry in entries)
     if unpacked > _MAX_RATIO * len(data):
         raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
+    # Of two fields with sizes of 64 bits, Python may take the last and torch the first.
+    if any(_count_zip64(entry.extra) > 1 for entry in entries):
+        raise ValueError("it is a damaged archive (it says the size of a part twice)")
+
+
+def _check_directory(data: bytes) -> None:
+    """Raise ValueError unless an archive ends with one directory, where its last record says.
+
+    Python looks for the directory directly before the last record, torch where that record says. An archive with a
+    harmless directory in the one place and a huge one in the other would be checked by the one, and read by the other.
+    """
+    end = len(data) - _END_BYTES
+    if end < 0 or data[end : end + 4] != _END or data[-2:] != b"\0\0":
+        raise ValueError("it is a damaged archive (its end is missing)")
+    size, offset = struct.unpack_from("<II", data, end + 12)
+    # Archives of more than 4 GB, and all of some versions of torch, have a larger last record before the small one.
+    locator = end - _LOCATOR_BYTES
+    if locator >= _END64_BYTES and data[locator : locator + 4] == _LOCATOR:
+        end = locator - _END64_BYTES
+        (found,) = struct.unpack_from("<Q", data, locator + 8)
+        if found != end or data[end : end + 4] != _END64:
+            raise ValueError("it is a damaged archive (its last record is not where it says)")
+        size, offset = struct.unpack_from("<QQ", data, end + 40)
+    if offset + size != end:
+        raise ValueError("it is a damaged archive (its directory is not where its last record says)")
+
+
+def _count_zip64(extra: bytes) -> int:
+    """Return how many of an entry's extra fields hold sizes of 64 bits."""
+    count = at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        count += kind == _SIZES64
+        at += 4 + size
+    return count

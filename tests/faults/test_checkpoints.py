@@ -97,6 +97,31 @@ def test_a_truncated_newest_checkpoint_is_skipped(store: Store, kept: float) -> 
     assert step == 10 and isinstance(event, CheckpointDamaged) and event.path == path_of(20)
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_a_newest_checkpoint_with_a_flipped_bit_is_skipped_and_reported(store: Store, bit: int) -> None:
+    save(store, 10, 20)
+    damaged = bytearray(store.get(path_of(20)))
+    weights = torch.full((100,), 20.0).numpy().tobytes()
+    damaged[damaged.index(weights) + 7] ^= 1 << bit
+    store.put(path_of(20), bytes(damaged))
+    step, (event,) = restored(store)
+    assert step == 10 and isinstance(event, CheckpointDamaged) and event.path == path_of(20)
+    assert "data/0 is not what was written" in event.reason
+    with pytest.raises(UsageError, match=r"is not a whole checkpoint \(it is a damaged archive"):
+        read_checkpoint(store, path_of(20))
+
+
+def test_checkpoints_are_whole_though_a_loop_has_torch_leave_out_crcs(store: Store) -> None:
+    checkpoints, state = open_checkpoints(store), {"model": {"weight": torch.full((100,), 10.0)}}
+    try:
+        # In the thread that writes: some versions of torch keep the option for each thread.
+        checkpoints.save(state, Progress(step=10), lambda: torch.serialization.set_crc32_options(False))
+        checkpoints.close()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert restored(store) == (10, [])
+
+
 @pytest.mark.parametrize(
     "damage", [lambda: b"words\n", foreign, archive, lambda: pickle.dumps({"state": 1}), lambda: bytes(1000)]
 )

@@ -8,12 +8,14 @@ import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import open_run
 from raytrain.runs.outcome import StopReason, stop_reason_of
@@ -111,6 +113,31 @@ def test_a_run_whose_coordinator_was_killed_continues(
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))
+
+
+def test_a_coordinator_that_dies_while_the_workers_start_leaves_nothing_reserved(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    import ray
+
+    killed: list[str] = []
+    reserved_before = ray.util.placement_group_table().keys()
+
+    def reserved() -> list[str]:
+        groups = ray.util.placement_group_table()
+        return [group["state"] for name, group in groups.items() if name not in reserved_before]
+
+    def kill(snapshot: Snapshot) -> None:
+        if not killed and snapshot.status == "starting" and "CREATED" in reserved():
+            named: Any = ray.util.list_named_actors(all_namespaces=True)
+            [actor] = [each for each in named if each["name"].startswith("run:")]
+            killed.append(actor["name"])
+            ray.kill(ray.get_actor(**actor))
+
+    result = raytrain.train(config(images, tmp_path, trace=True), view=kill)
+    assert killed
+    assert_same_weights(result, undisturbed)
+    assert reserved() and set(reserved()) == {"REMOVED"}
 
 
 @pytest.mark.parametrize(

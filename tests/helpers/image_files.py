@@ -28,14 +28,20 @@ def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> bytes:
+def png(width: int, height: int, bits: int, colour_type: int, idat: bytes, transparent: bytes = b"") -> bytes:
     """Make a PNG file from its compressed rows, for kinds that Pillow cannot write."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", idat) + chunk(b"IEND", b"")
+    chunks = [(b"IHDR", header), *([(b"tRNS", transparent)] if transparent else []), (b"IDAT", idat), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
+
+
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def with_segment(jpeg: bytes, content: bytes) -> bytes:
+    """Return a JPEG with one more APP1 segment, as EXIF and XMP are kept in, before all others."""
+    return jpeg[:2] + b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content + jpeg[2:]
 
 
 def jpeg_bomb(side: int, **options: Any) -> bytes:

@@ -23,18 +23,21 @@ def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = 
 
 
 def listing(keys: list[str], request: Request) -> bytes:
-    """Return S3's response to a listing of ``keys``, 60 per page."""
+    """Return S3's response to a listing of ``keys``, 60 per page; markers of folders are empty."""
     query = dict(parse_qsl(urlsplit(request.path).query))
     prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
     rests = [key.removeprefix(prefix) for key in sorted(keys) if key.startswith(prefix) and key > after]
     folders = sorted({rest.partition("/")[0] for rest in rests if "/" in rest} if "delimiter" in query else [])
     objects = [prefix + rest for rest in rests if not folders or "/" not in rest]
-    times = "<LastModified>2024-01-01T00:00:00.000Z</LastModified><Size>1</Size>"
+    time = "<LastModified>2024-01-01T00:00:00.000Z</LastModified>"
     more = len(objects) > 60
     return (
         f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
         + (f"<NextContinuationToken>{objects[59]}</NextContinuationToken>" if more else "")
-        + "".join(f"<Contents><Key>{key}</Key>{times}</Contents>" for key in objects[:60])
+        + "".join(
+            f"<Contents><Key>{key}</Key>{time}<Size>{int(not key.endswith('/'))}</Size></Contents>"
+            for key in objects[:60]
+        )
         + "".join(f"<CommonPrefixes><Prefix>{prefix}{folder}/</Prefix></CommonPrefixes>" for folder in folders)
         + "</ListBucketResult>"
     ).encode()

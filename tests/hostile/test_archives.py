@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,50 @@ def test_a_checkpoint_that_is_a_bomb_is_refused(tmp_path: Path, never_read: None
     store.put(checkpoint_path(5), bomb({}))
     with pytest.raises(UsageError, match=r"step-000000005\.pt .*unpacks to 0\.1 GB"):
         read_checkpoint(store, checkpoint_path(5))
+
+
+def with_harmless_directory(archive: bytes) -> bytes:
+    """The same archive with a second directory before its last record, in which every part unpacks to one byte."""
+    end = archive.rfind(b"PK\5\6")
+    size, offset = struct.unpack_from("<II", archive, end + 12)
+    harmless, at = bytearray(archive[offset : offset + size]), 0
+    while at < len(harmless):
+        struct.pack_into("<I", harmless, at + 24, 1)
+        at += 46 + sum(struct.unpack_from("<HHH", harmless, at + 28))
+    return archive[:end] + bytes(harmless) + archive[end:]
+
+
+def test_an_archive_that_torch_and_python_would_read_differently_is_refused(tmp_path: Path, never_read: None) -> None:
+    store = make_run(tmp_path, options())
+    for number, archive in enumerate((with_harmless_directory(bomb({})), bomb({}) + b"PK", bomb({})[:-30])):
+        store.put(checkpoint_path(number), archive)
+        with pytest.raises(UsageError, match=r"is not a whole checkpoint \(it is a damaged archive \(its "):
+            read_checkpoint(store, checkpoint_path(number))
+        (tmp_path / "bomb.pt").write_bytes(archive)
+        with pytest.raises(UsageError, match=r"--weights .*bomb\.pt is not read, because it is a damaged archive"):
+            initial_weights(options(weights=str(tmp_path / "bomb.pt")), ANIMALS, 0)
+
+
+def test_an_archive_that_says_a_size_twice_is_refused(tmp_path: Path, never_read: None) -> None:
+    file, sizes = io.BytesIO(), struct.pack("<HHQ", 1, 8, 1)
+    with zipfile.ZipFile(file, "w") as archive:
+        (entry := zipfile.ZipInfo("archive/data.pkl")).extra = sizes + sizes
+        archive.writestr(entry, b"words")
+    (tmp_path / "bomb.pt").write_bytes(file.getvalue())
+    with pytest.raises(UsageError, match="it says the size of a part twice"):
+        initial_weights(options(weights=str(tmp_path / "bomb.pt")), ANIMALS, 0)
+
+
+def test_weights_with_a_flipped_bit_are_refused(tmp_path: Path, never_read: None) -> None:
+    file = io.BytesIO()
+    torch.save({"weight": torch.full((100,), 3.0)}, file)
+    damaged = bytearray(file.getvalue())
+    damaged[damaged.index(struct.pack("<f", 3.0) * 100) + 7] ^= 0x40
+    (tmp_path / "weights.pt").write_bytes(damaged)
+    with pytest.raises(
+        UsageError, match=r"damaged archive \(its part .*data/0 is not what was written\); give a whole"
+    ):
+        initial_weights(options(weights=str(tmp_path / "weights.pt")), ANIMALS, 0)
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_bomb(tmp_path: Path) -> None:

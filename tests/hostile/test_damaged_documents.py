@@ -20,6 +20,7 @@ from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
 from raytrain.runs.history import History, read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.ownership import machine_id
 from raytrain.runs.status import read_status
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store
@@ -138,8 +139,8 @@ def test_a_resumed_run_continues_its_history_and_says_what_is_lost(store: Store)
         {"heartbeat_at": "2026-01-01T00:00:00", "status": "running"},
         {"heartbeat_at": "0001-01-01T00:00:00+10:00"},
         {"heartbeat_at": "9999-12-31T23:59:59-10:00"},
-        {"pid": 10**30, "status": "running"},
-        {"pid": -1, "status": "running"},
+        {"machine": machine_id(), "pid": 10**30, "status": "running"},
+        {"machine": machine_id(), "pid": -1, "status": "running"},
         {"step": None, "num_steps": "many", "epoch": 1.5},
         {"status": 7},
     ],

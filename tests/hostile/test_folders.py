@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.ownership import claim_run
 from raytrain.storage import folder as folders
+from raytrain.storage.locks import acquire
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 from tests.helpers.small_runs import make_images
 from tests.helpers.waiting import wait_for
@@ -273,3 +277,25 @@ def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_o
         halted.send_signal(signal.SIGCONT)
         halted.wait()
     next_one.join()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda store: store.put_if("a", b"new", None), lambda store: store.has_conditional_puts()]
+)
+def test_a_folder_that_its_owner_removes_is_made_again_by_who_waits(
+    ask: Callable[[Store], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folders, "_REPORT_AFTER_S", 0.1)
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
+    run = tmp_path / "run"
+    run.mkdir()
+    names = [run / "a.lock", run / f".condition-check-{uuid.UUID(int=0).hex}.lock"]
+    locks = [acquire(name) for name in names]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ask, open_store(str(run)))
+        wait_for(lambda: "waiting for" in caplog.text, "nobody waits for the lock")
+        shutil.rmtree(run)
+        for lock in locks:
+            os.close(lock.descriptor)
+        waiting.result(10)
+    assert [file.name for file in run.iterdir()] in (["a"], [])

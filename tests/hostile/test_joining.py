@@ -92,6 +92,27 @@ def test_only_a_note_of_this_user_or_of_root_is_believed(
     assert joins_a_cluster() is joined
 
 
+def test_the_ray_of_root_is_joined_only_if_that_is_asked_for(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, address = os.getuid(), note.read_text().strip()
+    assert connection.ray_start_address() == address
+    monkeypatch.setattr(os, "getuid", lambda: root + 1)
+    assert connection.ray_start_address() is None
+    assert connection.ray_start_address({root, root + 1}) == address, "as --address auto does"
+
+
+def test_a_note_of_this_user_whose_port_somebody_else_has_taken_is_not_believed(note: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can listen as another user")
+    os.seteuid(65534)
+    try:
+        other = socket.create_server(("127.0.0.1", 0))
+    finally:
+        os.seteuid(0)
+    with other:
+        note.write_text(f"127.0.0.1:{other.getsockname()[1]}\n")
+        assert not joins_a_cluster()
+
+
 def test_a_link_to_another_file_is_not_believed(note: Path) -> None:
     note.rename(note.parent / "elsewhere")
     note.symlink_to(note.parent / "elsewhere")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.plan.permutation import Packing
-from raytrain.data.shards import encode_shard
+from raytrain.data.shards import encode_shard, shard_path
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError
 from raytrain.storage.open import open_store
@@ -96,6 +97,19 @@ def test_metadata_of_another_kind_are_refused(packed: Path) -> None:
             build_manifest(open_store(str(packed)))
 
 
+def replace_shard(packed: Path, data: bytes) -> None:
+    """Write another content of the only shard, with the name that belongs to it, and an index of that name."""
+    path = shard_path(0, data)
+    (packed / path).write_bytes(data)
+    rewrite(packed, with_packing(shards=(path,)))
+
+
+def encoded_table(table: pa.Table, **options: Any) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, **options)
+    return file.getvalue()
+
+
 def reasons(packed: Path) -> set[str]:
     store = open_store(str(packed))
     manifest = build_manifest(store)
@@ -115,8 +129,8 @@ def test_a_row_that_the_shard_lacks_costs_its_image(packed: Path) -> None:
     ids=["empty", "numbers", "text", "nulls"],
 )
 def test_a_shard_of_other_content_costs_its_images(column: pa.Array, packed: Path) -> None:
-    (shard,) = (packed / "shards").iterdir()
-    pq.write_table(pa.table({"key": pa.nulls(len(column)), "label": pa.nulls(len(column)), "image": column}), shard)
+    table = pa.table({"key": pa.nulls(len(column)), "label": pa.nulls(len(column)), "image": column})
+    replace_shard(packed, encoded_table(table))
     assert reasons(packed) == {"its shard is damaged; pack the images again"}
 
 
@@ -130,11 +144,11 @@ def test_a_pipe_as_shard_is_an_error(packed: Path) -> None:
 
 
 def test_a_shard_that_unpacks_to_far_more_than_its_size_costs_its_images(packed: Path) -> None:
-    (shard,) = (packed / "shards").iterdir()
     manifest = build_manifest(open_store(str(packed)))
     bomb = pa.table({"key": manifest.keys, "label": manifest.labels, "image": pa.array([bytes(50 << 20)] * 9)})
-    pq.write_table(bomb, shard, compression="zstd", use_dictionary=True)
-    assert shard.stat().st_size < 1 << 20
+    data = encoded_table(bomb, compression="zstd", use_dictionary=True)
+    assert len(data) < 1 << 20
+    replace_shard(packed, data)
     assert reasons(packed) == {"its shard is damaged; pack the images again"}
-    shard.write_bytes(encode_shard(manifest, [b"x"] * 9))
+    replace_shard(packed, encode_shard(manifest, [b"x"] * 9))
     assert reasons(packed) == {"the file is not an image that can be read"}

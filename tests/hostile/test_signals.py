@@ -37,6 +37,27 @@ def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_closed_terminal_is_a_request_to_stop_and_never_aborts(clock: list[float]) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with StopSignals() as signals:
+        for clock[0] in (1000.0, 1000.5, 1010.0):
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.stop_request is not None and signals.stop_request.detail == "SIGHUP"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_a_closed_terminal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.stop_request is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 WAITING = """
 import threading
 from raytrain.monitor.stop_request import StopSignals

@@ -207,13 +207,21 @@ def test_usual_text_stays_as_it_is() -> None:
 FORMULAS = ["=cmd|' /C calc'!A0", "+1", "-2+3", "@SUM(A1)", "\tx", "\rx"]
 
 
-def test_predictions_are_no_formulas_in_a_spreadsheet() -> None:
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_predictions_are_no_formulas_in_a_spreadsheet(kind: pa.DataType) -> None:
     keys = [*FORMULAS, "a-b=c.jpg", "dog/1.jpg"]
     table = pa.table(
-        {"key": keys, "label": keys[::-1], "score": [-0.5] * 8, "error": pa.array([None] * 8, pa.string())}
+        {
+            "key": pa.array(keys),
+            "label": pa.array(keys[::-1], kind),
+            "score": [-0.5] * 8,
+            "error": pa.array(["-1 bytes", *[None] * 7], kind),
+        }
     )
     rows = list(csv.DictReader(io.StringIO(encode_table(table, "p.csv").decode(), newline="")))
-    assert [row["key"] for row in rows] == [*(f"'{each}" for each in FORMULAS), "a-b=c.jpg", "dog/1.jpg"]
-    assert rows[-1]["label"] == f"'{FORMULAS[0]}" and {row["score"] for row in rows} == {"-0.5"}
+    neutral = [*(f"'{each}" for each in FORMULAS), "a-b=c.jpg", "dog/1.jpg"]
+    assert [row["key"] for row in rows] == neutral
+    assert [row["label"] for row in rows] == neutral[::-1] and {row["score"] for row in rows} == {"-0.5"}
+    assert [row["error"] for row in rows] == ["'-1 bytes", *[""] * 7]
     exact = pyarrow.parquet.read_table(io.BytesIO(encode_table(table, "p.parquet")))
-    assert exact["key"].to_pylist() == keys
+    assert exact["key"].to_pylist() == keys and exact["label"].to_pylist() == keys[::-1]

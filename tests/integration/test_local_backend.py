@@ -125,6 +125,33 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
     assert [each for each in processes() if each not in before] == []
 
 
+def kill_the_agent(snapshot: Snapshot) -> None:
+    for child in psutil.Process().children():
+        if "raytrain.launch.local.agent" in child.cmdline():
+            child.kill()
+
+
+def test_a_killed_agent_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    before = processes()
+    config = options(data, tmp_path, epochs=4, batch_size=16, checkpoint_every=("1ep", "10st"))
+    whole = raytrain.train(replace(config, storage=str(tmp_path / "whole")))
+    result = raytrain.train(config, view=once(kill_the_agent, lambda snapshot: snapshot.step > 12))
+    assert (result.status, result.samples_seen) == ("finished", 4 * 180)
+    torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
+    assert "the process that starts the workers was killed by SIGKILL" in Path(tmp_path, "run/events.jsonl").read_text()
+    assert [each for each in processes() if each not in before] == []
+
+
+def test_an_agent_that_is_killed_too_often_fails_the_run(data: Path, tmp_path: Path) -> None:
+    expected = r"the process that starts the workers was killed by SIGKILL\. .* with .*--resume"
+    with pytest.raises(raytrain.TrainingFailed, match=expected):
+        raytrain.train(
+            options(data, tmp_path, epochs=1000, max_failures=0),
+            view=once(kill_the_agent, lambda snapshot: snapshot.step > 3),
+        )
+    assert read_run(str(tmp_path), "run").status.status == "failed"
+
+
 def failing(run: Run, after: int = 1) -> None:
     print(f"worker {run.rank} of {run.world_size}")
     for number, batch in enumerate(train_on(run)):

@@ -29,7 +29,9 @@ REFUSED = {
     "no such loop": (["--data", "good", "--loop", "nowhere.py:train"], "--loop"),
     "no such weights": (["--data", "good", "--weights", "nowhere.pt"], "--weights nowhere.pt"),
     "a bad number": (["--data", "good", "--epochs", "0"], "epochs"),
+    "a metric that is not measured": (["--data", "good", "--until", "acc=0.5"], "measure accuracy, loss, balanced_"),
     "too many workers": (["--data", "good", "--workers", "5000"], "--workers is 5000"),
+    "a run without a name": (["--resume"], "--resume needs --name"),
     "no such run": (["--resume", "--name", "never-was"], "never-was"),
 }
 

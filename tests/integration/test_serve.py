@@ -45,14 +45,24 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def ask(url: str, content: bytes | None = None) -> tuple[int, dict[str, Any]]:
-    """POST an image file, or GET; returns the status and the JSON of the answer."""
+def ask(url: str, content: bytes | None = None, host: str | None = None) -> tuple[int, dict[str, Any]]:
+    """POST an image file, or GET; returns the status and the JSON of the answer. ``host`` is the Host header."""
+    headers = {} if host is None else {"Host": host}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=content), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data=content, headers=headers), timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         text = error.read().decode()
         return error.code, json.loads(text) if text.startswith("{") else {}
+
+
+def listening(name: str) -> set[str]:
+    """The addresses of this machine at which Ray's processes of that name listen."""
+    replicas = [each for each in psutil.process_iter(["cmdline"]) if name in "".join(each.info["cmdline"] or ())]
+    assert replicas
+    connections = [connection for each in replicas for connection in each.net_connections("tcp")]
+    listeners = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return {listener.laddr.ip.removeprefix("::ffff:") for listener in listeners}
 
 
 @contextmanager
@@ -81,6 +91,8 @@ def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path
     images = [encoded(Image.fromarray(random.integers(0, 256, (20, 12), np.uint8)), "PNG") for _ in range(100)]
     expected = raytrain.load("first", storage=str(runs)).classify(images)
     with serving(runs, free_port()) as (url, process):
+        assert ask(url, host="evil.example")[0] == 403
+        assert "127.0.0.1" in listening("ServeReplica"), "for other replicas; Ray's own port is beside it"
         assert ask(url) == (200, {"run": "first", "checkpoint": ask(url)[1]["checkpoint"], "classes": list(ANIMALS)})
         assert ask(url, b"no image")[0] == 400
         assert ask(url, b"")[1] == {"error": "the file is empty"}
@@ -240,6 +252,114 @@ def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
     assert model_server.posted_file("image/png", file) == file
     with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
         model_server.posted_file(kind, field + b"--xyz--")
+
+
+def test_a_form_with_its_file_after_many_parts_is_refused_and_headers_have_a_limit() -> None:
+    from raytrain.launch.ray import model_server
+
+    kind = "multipart/form-data; boundary=a"
+    file = b'--a\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\npixels\r\n--a--\r\n'
+    assert model_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 63 + file) == b"pixels"
+    with pytest.raises(model_server.RefusedRequest, match="no file in its first 64 parts; send the file first"):
+        model_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 64 + file)
+    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
+        model_server.posted_file(kind, b"--a\r\n" + b"x" * (9 << 10) + file[5:])
+    # A boundary counts at the beginning of a line only.
+    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
+        model_server.posted_file(kind, b"--axy" * 1000)
+
+
+def test_the_file_of_a_form_is_looked_for_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raytrain.launch.ray import model_server
+
+    threads: list[threading.Thread] = []
+
+    def look(content_type: str, body: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        raise model_server.RefusedRequest(400, "the form has no file")
+
+    monkeypatch.setattr(model_server, "posted_file", look)
+    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: None)
+    replica = model_server.Replica(served(lambda *_: None), 1)
+
+    async def scenario() -> None:
+        await asyncio.wrap_future(replica._predictor)
+        assert (await replica(posted(b"x"))).status_code == 400
+
+    asyncio.run(scenario())
+    assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("serves_at", "host", "status"),
+    [
+        ("127.0.0.1", "evil.example", 403),
+        ("127.0.0.1", "evil.example:8000", 403),
+        ("localhost", "localhost.evil.example", 403),
+        ("127.1", "evil.example", 403),
+        ("127.0.0.1", "127.0.0.1.evil.example:8000", 403),
+        ("127.0.0.1", "192.0.2.1", 403),
+        ("127.0.0.1", "0.0.0.0:8000", 403),
+        ("127.0.0.1", "LOCALHOST:8000", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("127.0.0.1", "[::1]:8000", 200),
+        ("127.1", "127.1:8000", 200),
+        ("0.0.0.0", "photos.example", 200),
+    ],
+)
+def test_on_loopback_only_this_machine_by_its_own_names_is_answered(
+    serves_at: str, host: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raytrain.launch.ray import model_server
+
+    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: None)
+    monkeypatch.setattr(model_server.ray.util, "get_node_ip_address", lambda: "192.0.2.2")
+    monkeypatch.setattr(model_server, "bind_replica", lambda address: None)
+    local_host = serves_at if model_server.listens_on_loopback(serves_at) else None
+    replica = model_server.Replica(served(lambda *_: None), 1, local_host)
+    for method in ("GET", "POST") if status == 403 else ("GET",):
+        answer = asyncio.run(replica(posted(b"", method=method, headers={"host": host, "accept": "text/html"})))
+        assert answer.status_code == status
+
+
+def test_a_ray_whose_replicas_unpickle_before_they_ask_for_the_token_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray.serve._private import replica
+
+    from raytrain.launch.ray import model_server
+
+    model_server.check_guarded("127.0.0.1")
+    monkeypatch.delattr(replica, "create_grpc_server_with_interceptors")
+    with pytest.raises(UsageError, match=r"^Ray [\d.]+ cannot be used by raytrain serve: .* install Ray 2\.60 or"):
+        model_server.check_guarded("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "has_token", "refused"),
+    [
+        ("0.0.0.0", "192.0.2.2", False, True),
+        ("192.0.2.2", "192.0.2.2", False, True),
+        ("0.0.0.0", "192.0.2.2", True, False),
+        ("0.0.0.0", "127.0.0.1", False, False),
+        ("127.0.0.1", "192.0.2.2", False, False),
+    ],
+)
+def test_a_cluster_without_a_token_serves_on_loopback_only(
+    host: str, address: str, has_token: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raytrain.launch.ray import model_server
+
+    node = SimpleNamespace(address=address)
+    on_each = lambda function, timeout_s: (SimpleNamespace(node=node, result=function(node), error=None),)  # noqa: E731
+    monkeypatch.setattr(model_server, "run_on_each_node", on_each)
+    monkeypatch.setattr(model_server, "asks_for_token", lambda: has_token)
+    monkeypatch.setattr(model_server.ray.util, "get_node_ip_address", lambda: address)
+    if not refused:
+        model_server.check_guarded(host)
+        return
+    with pytest.raises(UsageError, match=rf"^--host is {host}, and the Ray of the node {address} asks for no token"):
+        model_server.check_guarded(host)
 
 
 def posted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,8 +29,9 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import parameter_groups
-from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights
+from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, kept_head_note
 from raytrain.training.weights_source import check_weights_source, to_safetensors
+from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, plain_batches, trained, weights_of
 from tests.hostile import stored_runs
@@ -105,6 +107,51 @@ def test_safetensors_hold_weights_and_classes(tmp_path: Path, classes: tuple[str
     fresh = build_model("squeezenet1_1", 3, 3, seed=0).state_dict()
     assert_equal(of_head(state, inside=False), of_head(before, inside=False))
     assert_equal(of_head(state), of_head(fresh if "other" in classes else before))
+
+
+SORTED = ("0", "1", "10", "2")  # as the names of folders are
+
+
+@pytest.mark.parametrize(
+    ("beside", "is_kept"),
+    [
+        ({"classes": list(SORTED)}, True),
+        ({"classes": ["0", "1", "2", "10"]}, False),
+        ({"class_to_idx": {"2": 3, "10": 2, "1": 1, "0": 0}}, True),
+        ({"class_to_idx": {"0": 0, "1": 1, "2": 2, "10": 3}}, False),
+        ({"class_names": ("0", "1", "2", "10")}, False),
+    ],
+)
+def test_a_head_is_kept_only_if_its_classes_are_in_the_same_order(
+    beside: dict[str, Any], is_kept: bool, tmp_path: Path
+) -> None:
+    before = build_model("squeezenet1_1", 4, 3, seed=1).state_dict()
+    settings = options(weights=save({"state_dict": before, **beside}, tmp_path / "weights.pt"))
+    weights = initial_weights(settings, SORTED, first_step=0)
+    fresh = build_model("squeezenet1_1", 4, 3, seed=0).state_dict()
+    state = initial_model(settings, 4, weights).state_dict()
+    assert_equal(of_head(state), of_head(before if is_kept else fresh))
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert kept_head_note(settings, SORTED, weights) is None
+
+
+def test_a_note_says_in_which_order_the_outputs_of_a_head_without_names_are_taken(tmp_path: Path) -> None:
+    before = build_model("squeezenet1_1", 4, 3, seed=1).state_dict()
+    settings = options(weights=save(before, tmp_path / "weights.pt"))
+    weights = initial_weights(settings, SORTED, first_step=0)
+    note = kept_head_note(settings, SORTED, pickle.loads(pickle.dumps(weights)))  # as Ray sends them to workers
+    assert note is not None and "the outputs are taken in this order: 0, 1, 10, 2. If" in note
+    assert kept_head_note(settings, SORTED, None) is None
+    # A new head needs no note.
+    assert kept_head_note(settings, SORTED[:3], initial_weights(settings, SORTED[:3], first_step=0)) is None
+
+
+def test_a_run_says_that_it_keeps_a_head_without_names(images: Path, tmp_path: Path) -> None:
+    network = "tests.helpers.memory_runs:network"
+    weights = save(build_model(network, 3, 3, seed=1).state_dict(), tmp_path / "weights.pt")
+    run = folder_run(images, tmp_path, "run", weights=weights, epochs=1)
+    notes = [event for event in train_here(run)[1].events if "the head is kept" in str(event)]
+    assert len(notes) == 1 and "in this order: blue, green, red." in str(notes[0])
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"classes": "[" * 100_000}, {"classes": "[1]"}])
@@ -225,7 +272,7 @@ def test_a_file_without_weights_is_refused(tmp_path: Path, num_bytes: int) -> No
     whole = tmp_path / "whole.pt"
     save({"weight": torch.zeros(100)}, whole)
     (tmp_path / "broken.pt").write_bytes(whole.read_bytes()[:num_bytes])
-    with pytest.raises(UsageError, match=r"broken\.pt holds no state_dict"):
+    with pytest.raises(UsageError, match=r"broken\.pt (holds no state_dict|is not read, .* damaged archive)"):
         initial_weights(options(weights=str(tmp_path / "broken.pt")), (), first_step=0)
 
 

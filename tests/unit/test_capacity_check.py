@@ -73,6 +73,25 @@ def test_a_restarted_worker_group_may_wait_as_long_as_a_new_one(table: dict[str,
     looked.check()
 
 
+def test_a_run_that_has_trained_waits_for_room_with_a_line_and_can_be_stopped(
+    table: dict[str, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = wanted()
+    for name in ("1f", "2f"):  # a second time, after it had room meanwhile
+        table[name + OURS] = {"state": "PENDING"}
+        for _ in range(3):
+            looked.check(is_starting=False)
+        if name == "1f":
+            table[name + OURS] = {"state": "CREATED"}
+            looked.check(is_starting=False, is_stopping=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "There is no room for 2 workers of 1 CPUs each: the cluster has 0.5 CPUs free, and other jobs use the rest; "
+        "the run goes on when there is room."
+    ] * 2
+    with pytest.raises(KeyboardInterrupt):
+        looked.check(is_starting=False, is_stopping=True)
+
+
 def test_waiting_placement_groups_of_other_jobs_are_ignored(table: dict[str, dict[str, str]]) -> None:
     looked = wanted()
     table["1f" + NEIGHBOUR] = {"state": "PENDING"}

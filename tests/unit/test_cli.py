@@ -336,7 +336,7 @@ def test_a_command_to_copy_is_one_line_in_a_narrow_terminal(
 def test_predict_takes_files_and_prints_rows(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     row = {"key": "photo.jpg", "label": "cat", "score": 0.9, "error": None}
     asked: list[Any] = []
-    result = SimpleNamespace(summary=lambda: {"run": "first", "rows": [row]})
+    result = SimpleNamespace(images=2, errors=0, summary=lambda: {"run": "first", "rows": [row]})
     stand_in(predict=lambda run, data, output, **_: (asked.append((run, data, output)), result)[1])
     assert main(["predict", "first", "photo.jpg", "b.png"]) == 0
     assert asked == [("first", ("photo.jpg", "b.png"), None)]
@@ -358,6 +358,16 @@ def test_the_exit_code_depends_on_the_runs_final_status(
     assert (resume_command in out) == (status != "finished")
 
 
+def test_lines_to_copy_are_not_wrapped(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = ["names = ['" + "a name with blanks " * 10 + "']", "print(names)"]
+    stand_in(export=lambda *_, **__: SimpleNamespace(summary=lambda: {"output": "m.pt2", "example": "\n".join(lines)}))
+    assert main(["export", "first", "--output", "m.pt2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == lines
+
+
 def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,7 +378,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
 
     report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
     stand_in("raytrain.display.diagnostics_tables", doctor_page=lambda _: "", devices_page=lambda _: "")
-    stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
+    stand_in(predict=note(SimpleNamespace(images=7, errors=0, summary=lambda: {"images": 7})))
     stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9, "example": ""})))
     stand_in("raytrain.diagnostics.doctor", diagnose=note(report))
     stand_in("raytrain.diagnostics.node_probe", list_devices=note(()))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from raytrain.datasets.sources import Labelling, labelled_source
+from raytrain.errors import StorageError
 from raytrain.storage.clouds.s3 import own_role, own_role_or, resolve_credentials
 from raytrain.storage.credentials import Credentials, CredentialSource
+from raytrain.storage.open import open_store
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
@@ -107,6 +111,126 @@ def test_refreshable_credentials_are_cached_until_the_profile_changes(
         monkeypatch.setenv("AWS_PROFILE", name)
         assert {resolve_credentials() for _ in range(5)} == {Credentials(name, "s", "t", LATER)}
     assert log.read_text().count("x") == 2
+
+
+# Programs and files that a configuration names, and that do not work.
+
+PROGRAMS = {
+    "text": "echo Logged in as alice",
+    "list": "echo '[1]'",
+    "empty": "true",
+    "binary": r"printf '\377\376'",
+    "no-date": """echo '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": "soon"}'""",
+    "fails": "echo >&2; echo token expired >&2; exit 3",
+}
+SIGN_IN = """[default]
+sso_start_url = https://x.awsapps.com/start
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = r
+"""
+SESSION = """[default]
+sso_session = work
+sso_account_id = 123456789012
+sso_role_name = r
+[sso-session work]
+sso_region = us-east-1
+sso_start_url = https://x.awsapps.com/start
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder with the configuration ``config``, no other credentials, and executable programs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # of the bucket and of STS; nobody answers there
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, script in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "no-program").write_text("not executable")
+    return tmp_path
+
+
+def refused(home: Path, config: str) -> str:
+    """Return what a bucket's user is told with this configuration."""
+    (home / "config").write_text(config)
+    with pytest.raises(StorageError) as raised:
+        open_store("s3://bucket/data").check_readable()
+    with pytest.raises(StorageError) as again:
+        list(open_store("s3://bucket/data").list())
+    with pytest.raises(StorageError) as packing, labelled_source("s3://bucket/a.tar", Labelling()):
+        pass
+    assert str(raised.value) == str(again.value) == str(packing.value)
+    return str(raised.value)
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("missing", "No such file or directory"),
+        ("no-program", "Permission denied"),
+        *((name, "it does not print keys as JSON") for name in ("text", "list", "empty", "binary", "no-date")),
+        ("fails", "token expired"),
+    ],
+)
+@pytest.mark.parametrize("config", ["[default]\n", "[default]\nrole_arn = r\nsource_profile = keys\n[profile keys]\n"])
+def test_a_program_that_gives_no_keys_is_named_without_its_arguments(
+    program: str, problem: str, config: str, home: Path
+) -> None:
+    assert refused(home, f"{config}credential_process = {home}/{program} --token canary-secret\n") == (
+        "The credentials of this machine's AWS configuration could not be obtained "
+        f"(credential_process {home}/{program}: {problem}); check its role or profile."
+    )
+
+
+@pytest.mark.parametrize("in_profile", [False, True])
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [("none", "No such file or directory"), ("", "Is a directory"), ("empty-token", "it contains no token")],
+)
+def test_a_web_identity_whose_file_cannot_be_read_is_named(
+    file: str, problem: str, in_profile: bool, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "empty-token").write_text("")
+    config, setting = f"web_identity_token_file = {home}/{file}\nrole_arn = arn:aws:iam::1:role/x\n", None
+    if not in_profile:
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", f"{home}/{file}")
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
+        config, setting = "", "AWS_WEB_IDENTITY_TOKEN_FILE"
+    assert refused(home, f"[default]\nregion = us-east-1\n{config}") == (
+        "The credentials of this machine's AWS configuration could not be obtained "
+        f"({setting or 'web_identity_token_file'} {home}/{file}: {problem}); check its role or profile."
+    )
+
+
+@pytest.mark.parametrize("content", ["{broken", "", "[]", "{}", '{"accessToken": "a", "expiresAt": "soon"}'])
+@pytest.mark.parametrize(("config", "key"), [(SIGN_IN, "https://x.awsapps.com/start"), (SESSION, "work")])
+def test_a_stored_sign_in_that_is_damaged_says_to_sign_in(
+    content: str, config: str, key: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = home / ".aws/sso/cache"
+    cache.mkdir(parents=True)
+    (cache / f"{hashlib.sha1(key.encode()).hexdigest()}.json").write_text(content)
+    # botocore looked for the folder when it was imported.
+    monkeypatch.setattr("botocore.credentials.SSOProvider._SSO_TOKEN_CACHE_DIR", str(cache))
+    monkeypatch.setattr("botocore.tokens.SSOTokenProvider._SSO_TOKEN_CACHE_DIR", str(cache))
+    assert refused(home, config).endswith("sign in again (for example: aws sso login) and repeat the command.")
+
+
+def test_a_role_that_sts_refuses_is_not_taken_for_the_bucket(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "token").write_text("a token")
+    config = (
+        f"[default]\nregion = us-east-1\nrole_arn = arn:aws:iam::1:role/x\nweb_identity_token_file = {home}/token\n"
+    )
+    body = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>Not that role.</Message></Error></ErrorResponse>"
+    with scripted_s3(lambda request: Answer(403, body)) as (url, _):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        said = refused(home, config)
+    assert "AssumeRoleWithWebIdentity" in said and "could not be obtained" in said and "s3:ListBucket" not in said
 
 
 # The node's own role.

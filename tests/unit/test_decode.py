@@ -14,13 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import simplejpeg
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.decode import BadImage, ImageShape, decode, read_header, shrink, turn_upright
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
-from tests.helpers.image_files import HEIGHT, WIDTH, Array, encoded, jpeg_bomb, photo, png
+from tests.helpers.image_files import (
+    HEIGHT,
+    WIDTH,
+    Array,
+    encoded,
+    jpeg_bomb,
+    photo,
+    png,
+    png_chunk,
+    with_segment,
+)
 
 SHAPE, GREY_SHAPE = ImageShape(HEIGHT, WIDTH, 3), ImageShape(HEIGHT, WIDTH, 1)
 
@@ -170,6 +180,142 @@ def test_images_are_rotated_by_their_exif_orientation(format: str, orientation: 
 )
 def test_a_damaged_exif_block_is_ignored(exif: bytes) -> None:
     assert_close(decode(encoded(photo(), "JPEG", quality=100, subsampling=0, exif=exif), SHAPE), photo(), 6)
+
+
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+)
+XMP_SEGMENT = b"http://ns.adobe.com/xap/1.0/\0" + XMP
+
+
+def with_xmp_text(data: bytes) -> bytes:
+    """Return a PNG with an XMP block that says that the image lies on its side."""
+    start = data.index(b"IDAT") - 4
+    return data[:start] + png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP) + data[start:]
+
+
+@pytest.mark.parametrize(
+    ("data", "tolerance"),
+    [
+        (with_segment(encoded(photo(), "JPEG", quality=100, subsampling=0), XMP_SEGMENT), 6),
+        (with_segment(encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=100), XMP_SEGMENT), 12),
+        (with_xmp_text(encoded(photo(), "PNG")), 0),
+        (encoded(photo(), "WEBP", lossless=True, xmp=XMP), 0),
+    ],
+    ids=["jpeg", "cmyk", "png", "webp"],
+)
+def test_the_orientation_in_xmp_is_ignored_as_by_browsers(data: bytes, tolerance: float) -> None:
+    assert_close(decode(data, SHAPE), photo(), tolerance)
+    # The paths of `pack --shorter-side` and of an image that Pillow has opened turn it as little.
+    shrunk = shrink(data, HEIGHT // 2)
+    assert shrunk is not None and shrunk.shape == (HEIGHT // 2, WIDTH // 2, 3)
+    with Image.open(io.BytesIO(data)) as image:
+        assert turn_upright(image).size == (WIDTH, HEIGHT)
+
+
+def exif_block(*fields: tuple[int, int, int, bytes]) -> bytes:
+    """Make an EXIF block of big-endian fields: tag, type, count and four bytes."""
+    rows = b"".join(struct.pack(">HHI", tag, kind, count) + value for tag, kind, count, value in fields)
+    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(fields)) + rows + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "is_turned"),
+    [
+        ((0x0112, 3, 1, b"\0\x06\0\0"), True),
+        ((0x0112, 3, 1, b"\0\x09\0\0"), False),  # no orientation
+        ((0x0112, 3, 1, bytes(4)), False),
+        ((0x0112, 4, 1, b"\0\0\0\x06"), False),  # of another type, which browsers do not take
+        ((0x0112, 3, 2, b"\0\x06\0\0"), False),
+    ],
+)
+@pytest.mark.parametrize("format", ["JPEG", "CMYK", "PNG", "WEBP"])
+def test_the_exif_orientation_is_read_as_by_browsers(
+    format: str, orientation: tuple[int, int, int, bytes], is_turned: bool
+) -> None:
+    exif = exif_block((0x0100, 4, 1, struct.pack(">I", WIDTH)), orientation)
+    image = Image.fromarray(photo()).convert("CMYK" if format == "CMYK" else "RGB")
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(image, "JPEG" if format == "CMYK" else format, exif=exif, **options)
+    upright = UPRIGHT[6 if is_turned else 1](photo())
+    assert_close(decode(data, ImageShape(*upright.shape)), upright, 25 if format in ("JPEG", "CMYK") else 0)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_the_limit_of_jpegs_is_the_same_on_their_side(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow's own limit, which is smaller than that of JPEGs
+    exif = exif_block((0x0112, 3, 1, b"\0\x06\0\0"))
+    data = encoded(Image.fromarray(photo()).convert(mode), "JPEG", exif=exif, quality=95)
+    upright = UPRIGHT[6](photo())
+    assert_close(decode(data, ImageShape(*upright.shape)), upright, 25)
+    assert read_header(data) == ("JPEG", WIDTH, HEIGHT)
+    shrunk = shrink(data, HEIGHT // 2)
+    assert shrunk is not None and shrunk.shape == (WIDTH // 2, HEIGHT // 2, 3)
+
+
+@pytest.mark.parametrize(("side", "limit"), [(16_300, ""), (16_400, "268,435,456")])
+@pytest.mark.parametrize("exif", [b"", exif_block((0x0112, 3, 1, b"\0\x06\0\0"))], ids=["upright", "on its side"])
+def test_jpegs_of_268_million_pixels_are_decoded_and_no_larger_ones(
+    side: int, limit: str, exif: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = jpeg_bomb(side)
+    data = with_segment(bomb, exif) if exif else bomb
+    if limit:
+        with pytest.raises(BadImage, match=f"the image is too large: .* at most {limit} are decoded"):
+            decode(data, SHAPE)
+    else:
+        monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **options: photo())
+        shape = UPRIGHT[6 if exif else 1](photo()).shape
+        assert (decode(data, ImageShape(*shape)) == UPRIGHT[6 if exif else 1](photo())).all()
+
+
+def halves(depth: int, left: int, right: int) -> bytes:
+    """Return the rows of a grey PNG of 16 x 4 pixels, whose left half has one value and whose right half another."""
+    per_byte = 8 // depth
+    row = b"".join(
+        bytes([sum(value << depth * at for at in range(per_byte))]) * (8 // per_byte) for value in (left, right)
+    )
+    return zlib.compress((b"\0" + row) * 4)
+
+
+@pytest.mark.parametrize(("depth", "left", "right"), [(1, 0, 1), (1, 1, 0), (2, 1, 2), (4, 5, 10), (8, 80, 160)])
+def test_the_transparent_value_of_a_grey_png_becomes_white(depth: int, left: int, right: int) -> None:
+    data = png(16, 4, depth, 0, halves(depth, left, right), struct.pack(">H", left))
+    for pixels in (decode(data, ImageShape(4, 16, 1)), shrink(data, 2)):
+        assert pixels is not None
+        assert set(pixels[:, : pixels.shape[1] // 4].flat) == {255}
+        assert set(pixels[:, -pixels.shape[1] // 4 :].flat) == {right * 255 // (2**depth - 1)}
+
+
+def test_a_transparent_colour_of_16_bits_becomes_white_where_all_bits_are_its_own() -> None:
+    colours = [(0x1234, 0x5678, 0x9ABC), (0x1200, 0x5678, 0x9ABC), (0x3400, 0x7800, 0xBC00), (0x1234, 0x5678, 0x9ABC)]
+    rows = b"\0" + b"".join(struct.pack(">3H", *colour) for colour in colours)
+    data = png(4, 1, 16, 2, zlib.compress(rows), struct.pack(">3H", *colours[0]))
+    expected = [[255] * 3, [0x12, 0x56, 0x9A], [0x34, 0x78, 0xBC], [255] * 3]
+    assert decode(data, ImageShape(1, 4, 3)).tolist() == [expected]
+
+
+@pytest.mark.parametrize("transparent", [None, 3])
+def test_nothing_is_beside_a_frame_that_is_smaller_than_its_gif(transparent: int | None) -> None:
+    options = {} if transparent is None else {"transparency": transparent}
+    image = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(4, 8) % 7, "P")
+    image.putpalette([value for colour in range(7) for value in (30 * colour, 10, 200)])
+    data = bytearray(encoded(image, "GIF", **options))
+    data[6:10] = struct.pack("<HH", 12, 10)
+    start = data.index(struct.pack("<B4H", 0x2C, 0, 0, 8, 4))
+    data[start + 1 : start + 5] = struct.pack("<HH", 3, 5)
+    expected = np.full((10, 12, 3), 255, np.uint8)
+    colours = np.asarray(image.convert("RGB"))
+    expected[5:9, 3:11] = np.where((np.asarray(image) == transparent)[..., None], 255, colours)
+    assert_close(decode(bytes(data), ImageShape(10, 12, 3)), expected, 0)
+
+
+def test_colour_profiles_are_not_used() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    for format, options in (("PNG", {}), ("JPEG", {"quality": 100, "subsampling": 0}), ("WEBP", {"lossless": True})):
+        data = encoded(photo(), format, icc_profile=profile, **options)
+        assert_close(decode(data, SHAPE), photo(), 6 if format == "JPEG" else 0)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])

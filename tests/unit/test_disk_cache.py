@@ -24,7 +24,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.shards import assign_shards
+from raytrain.data.shards import assign_shards, packed_manifest, shard_path
 from raytrain.demo.s3_server import S3Server
 from raytrain.launch import cache_choice
 from raytrain.launch.cache_choice import ImageCache, choose_cache
@@ -226,7 +226,10 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
 def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> ImageCache:
     """What is kept of a run of three epochs with the images of ``url``."""
     store = open_store(url)
-    manifest = assign_shards(build_manifest(store), url)[0] if packed else build_manifest(store)
+    manifest = build_manifest(store)
+    if packed:
+        shards = assign_shards(manifest)
+        manifest = packed_manifest(manifest, shards, [shard_path(number, b"") for number in range(len(shards))], url)
     data = Dataset(store, store, manifest, manifest, FORMAT, FORMAT, (0.0,) * 3, (1.0,) * 3)
     given = TrainConfig(data=url, batch_size=2, **{"epochs": 3, **options})
     config = given.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import raytrain
+from raytrain.display import notebook
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.prepare import settle_options
@@ -82,6 +84,17 @@ def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"timm:resnet10t needs timm, .* install raytrain\[timm\]"):
         check_model_name("timm:resnet10t")
+
+
+def test_a_run_that_cannot_start_is_refused_before_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(**_: object) -> None:
+        raise AssertionError("a widget is shown")
+
+    monkeypatch.setattr(notebook, "is_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "NotebookView", shown)
+    for options, sentence in (({}, "--data is missing"), ({"data": "images", "model": "resnet19"}, "--model resnet19")):
+        with pytest.raises(UsageError, match=sentence):
+            raytrain.start(custom(**options))
 
 
 def test_workers_may_share_the_cores_of_one_machine_but_not_of_a_cluster_or_gpus() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import raytrain
 from raytrain import Run, TrainConfig, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
@@ -72,6 +73,42 @@ def test_a_metric_that_evaluations_lack_is_told(
     with pytest.raises(UsageError, match=expected):
         EarlyStop(TrainConfig(batch_size=1, **options)).evaluated(Progress(), measured)
     EarlyStop(TrainConfig(batch_size=1)).evaluated(Progress(), measured)  # without an option that needs it
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"until": "acc=0.5"}, "--until needs acc, .* accuracy, loss, balanced_accuracy, macro_f1; name one of these"),
+        ({"best": "acuracy"}, r"--best needs acuracy \(did you mean accuracy\?\), "),
+        ({"until": "top5=1", "labels": "x.csv", "label_separator": "|"}, "loss, mean_average_precision, macro_f1;"),
+    ],
+)
+def test_a_metric_that_the_built_in_evaluation_lacks_is_refused_before_it_trains(
+    options: dict[str, Any], expected: str
+) -> None:
+    config = TrainConfig(data="nowhere", name="no", batch_size=1, learning_rate=0.1, **options)
+    with pytest.raises(UsageError, match=expected):
+        raytrain.train(config)
+    with pytest.raises(UsageError, match=expected):
+        raytrain.sweep(config, vary="learning-rate=0.1,0.2")
+
+
+@pytest.mark.not_quick
+def test_a_loop_that_leaves_the_evaluation_to_the_run_is_refused_in_its_first_step(
+    images: Path, tmp_path: Path
+) -> None:
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for epoch in run.epochs():
+            for batch in epoch:
+                assert batch.step == 0
+                optimizer.zero_grad()
+                run.loss(model(batch.images), batch.targets).backward()
+                optimizer.step()
+
+    with pytest.raises(UsageError, match="--until needs acc, and evaluations measure accuracy, loss, balanced_"):
+        train_here(folder_run(images, tmp_path, "run", loop=loop, until="acc=0.5"))
 
 
 def measured_as(losses: list[float]) -> Callable[[Run], None]:

@@ -21,7 +21,8 @@ import raytrain
 from raytrain.config import TrainConfig
 from raytrain.data.images.decode import decode
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.recipes import cifar10, digits
+from raytrain.inference.model_card import network_lines
+from raytrain.recipes import cifar10, custom, digits
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CLASSES, run_store, write_config
 from raytrain.runs.outcome import Progress
@@ -169,13 +170,20 @@ def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch:
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path), trust=True)
 
 
-def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        (("onnxscript",), "onnxscript is not installed"),
+        (("onnxscript", "onnxruntime"), "onnxscript and onnxruntime are not installed"),
+    ],
+)
+def test_onnx_without_its_packages_says_what_to_install(
+    missing: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_run(str(tmp_path), small())
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more)
-    )
-    with pytest.raises(UsageError, match=r"and onnxscript is not installed; install raytrain\[onnx\]"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in missing else find(name, *more))
+    with pytest.raises(UsageError, match=rf"and {says}; install raytrain\[onnx\] \(`"):
         raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
     raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
 
@@ -189,7 +197,37 @@ def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("raytrain.models:digits", {}),
+        ("resnet18", {}),
+        ("mobilenet_v3_small", {"channels": 3, "image_size": (32, 32)}),
+        ("googlenet", {"channels": 3, "image_size": (64, 64)}),
+        ("timm:resnet10t.c3_in1k", {}),
+        ("timm:vit_tiny_patch16_224", {"channels": 3, "image_size": (32, 32)}),
+        ("{folder}/my net.py:tiny", {}),
+    ],
+)
+def test_the_lines_for_weights_build_the_network_that_they_are_of(
+    model: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "my net.py").write_text(
+        "from torch import nn\ndef tiny(n_classes, in_chans):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(n_classes + in_chans))\n"
+    )
+    config = custom(model=model.format(folder=tmp_path), **{"channels": 1, "image_size": (20, 12), **options})
+    some = (0.5,) * config.channels
+    resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=some, std=some)
+    network = build_model(config.model, 3, config.channels, 0, resolved.full_image_size)
+    names: dict[str, Any] = {"torch": torch}
+    exec(network_lines(resolved, network, 3), names)
+    names["model"].load_state_dict(network.state_dict())
+    images = torch.randn(2, config.channels, *resolved.full_image_size)
+    torch.testing.assert_close(names["model"].eval()(images), network.eval()(images))
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2", "safetensors"])
 @pytest.mark.parametrize("resizing", ["stretch", "crop", "pad"])
 def test_the_printed_lines_give_the_numbers_of_predict(
     suffix: str, resizing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,13 @@ def test_the_curves_of_a_run_show_its_history() -> None:
     assert figure.get_suptitle() == "first    Epoch: 4, Elapsed: 00:00:40"
 
 
+def test_steps_are_labelled_by_whole_numbers() -> None:
+    for figure in (curve_figure(record("a", 4, 5)), comparison_figure([record("a", 1, 5), record("b", 5, 5)])):
+        figure.canvas.draw()
+        ticks = [float(tick) for tick in figure.axes[0].get_xticks()]
+        assert len(ticks) > 2 and all(tick.is_integer() for tick in ticks)
+
+
 @pytest.mark.parametrize(("num_epochs", "marks"), [(1, [1]), (4, [1, 2, 3, 4]), (90, list(range(5, 91, 5)))])
 def test_only_as_many_epochs_are_marked_as_can_be_distinguished(num_epochs: int, marks: list[int]) -> None:
     losses = curve_figure(record("first", num_epochs)).axes[0]
@@ -117,6 +125,15 @@ def test_the_confusion_matrix_of_many_classes_labels_only_as_many_as_are_legible
     assert (len(hundred.texts), len(hundred.get_yticklabels())) == (0, 100)
     thousand = confusion_figure(evaluation(1000)).axes[0]
     assert 50 < len(thousand.get_yticklabels()) < 200
+
+
+def test_the_confusion_matrix_of_very_many_classes_shows_the_darkest_of_neighbouring_cells() -> None:
+    classes = [f"class {number}" for number in range(6000)]
+    found = result(np.array([0, 1, 3000, 5999]), np.array([0, 1, 1, 5999]), classes)
+    figure = confusion_figure(found)
+    shades: list[np.ma.MaskedArray[Any, Any]] = [image.get_array() for image in figure.axes[0].images]  # pyright: ignore
+    assert [shade.shape for shade in shades] == [(1000, 1000)] * 2
+    assert [np.argwhere(shade.filled(0)).tolist() for shade in shades] == [[[0, 0], [999, 999]], [[500, 0]]]
 
 
 def test_an_evaluation_without_images_has_a_confusion_matrix(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,57 @@ def test_another_users_process_is_refused_by_client_and_server(monkeypatch: pyte
         monkeypatch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit):
             fork_server.serve(listener)
+
+
+def test_a_full_queue_of_whoever_has_taken_its_name_delays_a_start_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as waiting:
+        listener.bind(b"")
+        listener.listen(0)
+        address = listener.getsockname()
+        monkeypatch.setattr(fork_client, "server_address", lambda program: address)
+        monkeypatch.setattr(fork_client, "_CONNECTS_WITHIN_S", 1)
+        with connect(ray_program()) as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16) == bytes(16), "not of what is sent"
+            with suppress(BlockingIOError):
+                while True:
+                    other = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                    other.setblocking(False)
+                    other.connect(address)
+            with pytest.raises(BlockingIOError):
+                connect(ray_program())
+            with fork_client.keep_server():
+                pass
+
+
+def test_what_libraries_read_when_they_are_loaded_makes_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {fork_client.server_address(ray_program())}
+    names = ("OMP_NUM_THREADS", "KMP_AFFINITY", "TORCH_DISTRIBUTED_DEBUG", "TORCHDYNAMO_DISABLE", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        with monkeypatch.context() as variable:
+            variable.setenv(name, "7")
+            assert fork_client.start_variables()[name] == "7"
+            addresses.add(fork_client.server_address(ray_program()))
+    assert len(addresses) == 1 + len(names)
+    monkeypatch.setenv("MY_VARIABLE", "7")
+    assert fork_client.server_address(ray_program()) in addresses
+
+
+def test_a_process_takes_over_its_time_zone_and_its_folder_for_temporary_files(tmp_path: Path) -> None:
+    wanted = traits(["program"]) | {"variables": {**os.environ, "TZ": "Asia/Tokyo", "TMPDIR": str(tmp_path)}}
+    others = {**os.environ, "TZ": "UTC", "TMPDIR": "/tmp"}
+    code = TAKE_OVER.replace("import numpy, torch", "import numpy, tempfile, time, torch\ntempfile.gettempdir()")
+    code += "print(time.strftime('%z'), tempfile.gettempdir())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(wanted),
+        env=others,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"+0900 {tmp_path}"
 
 
 def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from raytrain.cli.main import main
 from raytrain.display.run_tables import LogLines
+from raytrain.errors import StorageError
 from raytrain.runs.documents import CONFIG, run_store
-from raytrain.runs.logs import LogCopies, LogFile, LogReader, StoredLog, log_name, worker_log
+from raytrain.runs.logs import MAX_LINE, LogCopies, LogFile, LogReader, LogText, StoredLog, log_name, worker_log
+from raytrain.runs.redact import redact
 
 PRINTS = """
 import os, sys
@@ -55,6 +58,89 @@ def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monke
         file.write_text(text)
         copies.copy()
         assert LogReader(store, worker_log(0)).read() == [StoredLog("1", "out", text[-8:])]
+
+
+def test_of_a_long_line_the_beginning_is_copied_and_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret-" * 500)
+    whole, long = "a" * (MAX_LINE + 1000), "b" * 1_000_000
+    log = LogText()
+    for line in (whole, long, ("secret-" * 500).join(["c" * (MAX_LINE + 15_000)] * 3), " 5%"):
+        for start in range(0, len(line), 77_777):
+            log.add(line[start : start + 77_777])
+        log.add("\r" if line == long else "\n")
+    first, second, third, last = re.split("[\r\n]", log.content().decode())[:-1]
+    assert (first, last) == (whole, " 5%")
+    assert second == "b" * MAX_LINE + "… (of a line of 1,000,000 characters, at most 16,384 are copied)"
+    assert third == "c" * MAX_LINE + "… (of a line of 101,152 characters, at most 16,384 are copied)"
+
+
+def test_a_line_that_has_not_ended_is_copied_as_far_as_it_goes() -> None:
+    log = LogText()
+    log.add("one\ntw")
+    assert log.content() == b"one\ntw"
+    log.add("o" * 100_000)
+    assert log.content().endswith("o… (of a line of 100,002 characters, at most 16,384 are copied)".encode())
+    log.add("\nthree\n")
+    assert log.content().endswith(b" are copied)\nthree\n")
+
+
+@pytest.mark.parametrize("length", [1, 7, 1000, 50_000, 10**7])
+def test_secrets_are_found_wherever_a_log_was_cut_when_it_was_read(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "first line of it\nsecond line of it\nthird line of it")
+    key = "-----BEGIN PRIVATE KEY-----\n" + "0123456789abcdef\n" * 100 + "-----END PRIVATE KEY-----\n"
+    filler = "step 1 loss 0.5 postgres://me:hunter22@host/db\n" * (20 if length < 1000 else 2000)
+    text = "".join([filler, os.environ["MY_TOKEN"], "\n", filler, key, filler])
+    log = LogText()
+    for start in range(0, len(text), length):
+        log.add(text[start : start + length])
+    assert log.content().decode() == redact(text)
+
+
+def test_only_what_is_new_is_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, file, redacted = run_store(str(tmp_path), "first"), tmp_path / "printed", list[int]()
+
+    class Copies(LogCopies):
+        def files(self) -> list[LogFile]:
+            return [LogFile(file, "worker-0-1.out")]
+
+    def counted(text: str) -> str:
+        redacted.append(len(text))
+        return text
+
+    monkeypatch.setattr("raytrain.runs.logs.redact", counted)
+    copies, text = Copies(store), "step 1 loss 0.5\n" * 200_000
+    file.write_text(text)
+    copies.copy()
+    assert max(redacted) < 300_000  # at once: Python's lock is held meanwhile
+    redacted.clear()
+    with file.open("a") as appended:
+        appended.write("step 2\n")
+    copies.copy()
+    assert sum(redacted) < 200_000
+    copies.copy()
+    assert LogReader(store, worker_log(0)).read()[0].text == text + "step 2\n"
+
+
+def test_a_copy_that_storage_has_not_taken_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, file = run_store(str(tmp_path), "first"), tmp_path / "printed"
+    file.write_text("one\n")
+
+    class Copies(LogCopies):
+        def files(self) -> list[LogFile]:
+            return [LogFile(file, "worker-0-1.out")]
+
+    def fail(*_: object) -> None:
+        raise StorageError("out of reach")
+
+    copies = Copies(store)
+    with monkeypatch.context() as patched:
+        patched.setattr("raytrain.storage.folder.FolderStore.put", fail)
+        copies.copy()
+    assert not LogReader(store, worker_log(0)).read()
+    copies.copy()
+    assert LogReader(store, worker_log(0)).read()[0].text == "one\n"
 
 
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_an_edited_manifest_is_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        (["a/readme.txt", "b.pdf"], r"no images below .*, but 1 tables and descriptions, 1 .pdf files; check"),
+        (["a/readme.txt", "b.pdf"], r"no images below .*, but 1 table or description, 1 .pdf file; check"),
         (["1.jpg", "2.jpg", "3.jpg"], r"3 images below .* are not in class folders.*/images/cat/"),
         (["cat/1.jpg", "cat/2.jpg", "9.jpg"], r"All 3 images below .* are of one class, 'cat'"),
     ],
@@ -224,3 +225,39 @@ def test_a_split_has_each_image_once(labels: list[int], fraction: float, seed: i
 def test_a_manifest_is_written_without_pandas_whose_import_would_delay_a_start(store: Store) -> None:
     fill(store, *FILES)
     subprocess.run([sys.executable, "-c", WRITE, store.url], check=True)
+
+
+def written(metadata: dict[str, object], **columns: object) -> bytes:
+    about = {"url": "x", "classes": ["a"], "left_out": {}, "digest": "0", "labels_digest": "", **metadata}
+    table = pa.table(columns).replace_schema_metadata({b"raytrain.manifest": json.dumps(about)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("bomb", ["equal keys", "equal etags", "rows", "one key", "sets"])
+def test_a_manifest_of_some_kilobytes_that_would_take_gigabytes_is_refused(bomb: str) -> None:
+    num_rows = {"rows": 4_000_000, "one key": 1, "sets": 1}.get(bomb, 10_000)
+    texts = pa.array(["k" * 10_000] * num_rows if "equal" in bomb else ["k" * 10**8] if num_rows == 1 else [])
+    nothing, zeros = pa.repeat("", num_rows), np.zeros(num_rows, np.int32)
+    sets = {"classes": [f"{number}" for number in range(20_000)], "label_sets": [[]] * 20_000} if bomb == "sets" else {}
+    data = written(
+        sets,
+        key=texts if bomb in ("equal keys", "one key") else nothing,
+        label=zeros,
+        size_bytes=zeros.astype(np.int64),
+        etag=texts if bomb == "equal etags" else nothing,
+    )
+    assert len(data) < 1_000_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(StorageError, match=r"The manifest is damaged \(its .* bytes would take over .* MB of memory"):
+        Manifest.from_parquet(data)
+    assert pa.total_allocated_bytes() - before < 50_000_000
+
+
+def test_columns_of_others_in_a_manifest_are_not_read(store: Store) -> None:
+    manifest = numbered(store, cat=2, dog=1)
+    table = pq.read_table(pa.BufferReader(manifest.to_parquet()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.append_column("more", pa.array([["k" * 10**6]] * 3)), sink)
+    assert Manifest.from_parquet(sink.getvalue().to_pybytes()).digest == manifest.digest

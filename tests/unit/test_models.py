@@ -139,7 +139,9 @@ def test_a_users_network_is_found_by_its_import_path(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("tiny", "narrow", "fixed", "called_otherwise", "Net", "any_keywords"):
         assert build_model(f"my_networks:{name}", 5, 3, seed=0)(torch.zeros(1, 3)).shape == (1, 5)
-    with pytest.raises(UsageError, match=r"deep is called with num_classes, which is not enough: .*'depth'"):
+    with pytest.raises(
+        UsageError, match=r"deep is called with num_classes, .*'depth'; call .* num_classes and channels"
+    ):
         build_model("my_networks:deep", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"my_networks:made is a network; name a function or class that makes it, so"):
         build_model("my_networks:made", 5, 3, seed=0)

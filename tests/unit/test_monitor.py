@@ -26,6 +26,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
+from tests.helpers.snapshots import train_result
 from tests.helpers.waiting import wait_for
 
 
@@ -222,6 +223,22 @@ def test_a_run_that_has_ended_ignores_stop_requests(monitor: RunMonitor, clock: 
     snapshot = monitor.snapshot()
     assert (snapshot.status, snapshot.stop_request, snapshot.elapsed_s) == ("finished", None, 0)
     assert snapshot.over
+
+
+def test_a_run_that_has_ended_is_at_the_step_of_its_result(monitor: RunMonitor) -> None:
+    monitor.started(2, 0)
+    monitor.record(step_row(30))
+    assert monitor.snapshot().step == 30
+    monitor.finish("stopped", train_result(steps=32))  # the checkpoint's: no row was due after step 30
+    assert monitor.snapshot().step == 32
+
+
+def test_a_run_without_a_step_is_in_no_epoch(monitor: RunMonitor) -> None:
+    assert monitor.snapshot().epoch == 0
+    monitor.started(2, 0)
+    assert monitor.snapshot().epoch == 0
+    monitor.record(step_row(1))
+    assert monitor.snapshot().epoch == 1
 
 
 def test_a_skipped_image_counts_once_and_only_the_first_is_an_event(monitor: RunMonitor, store: Store) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from raytrain import recipes
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
 from raytrain.config.evaluation import Intervals
 from raytrain.config.marks import Mark
@@ -25,6 +31,21 @@ def config(**given: Any) -> TrainConfig:
 def resolved(num_workers: int, found: str = "cpu", **given: Any) -> ResolvedConfig:
     three = (0.5, 0.5, 0.5)
     return config(**given).resolve(name="run", num_workers=num_workers, device=found, mean=three, std=three)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("lr", "did you mean learning_rate?"), ("bs", "did you mean batch_size?"), ("epoch", "did you mean epochs?")],
+)
+def test_an_option_that_does_not_exist_is_refused_with_the_one_that_was_meant(name: str, hint: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    for make in (TrainConfig, recipes.custom, partial(replace, config())):
+        with pytest.raises(UsageError, match=re.escape(f"TrainConfig has no option {name} ({hint}); ")):
+            make(**unknown)
+    with pytest.raises(UsageError, match=r"a value without a name, 0\.1; write learning_rate=0\.1"):
+        TrainConfig(0.1)  # pyright: ignore[reportCallIssue]
+    same = config(epochs=3)
+    assert pickle.loads(pickle.dumps(same)) == copy.deepcopy(same) == same
 
 
 @pytest.mark.parametrize(("batch_size", "total"), [(128, 128), ("128/worker", 384)])

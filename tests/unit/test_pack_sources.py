@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import tarfile
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +26,7 @@ from raytrain.data.labels.labelled_images import labelled
 from raytrain.data.labels.manifest import list_images
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.datasets.sources import Labelling
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images
 
@@ -280,7 +285,7 @@ def test_hard_links_of_a_tar_are_images_and_whatever_is_none_is_told(
     packed(tmp_path / "a.tar", tmp_path / "packed")
     found = {key: label for key, (label, _) in contents(tmp_path / "packed").items()}
     assert found == {"a/cat/1.png": "cat", "a/dog/1.png": "dog", "a/dog/3.png": "dog"}
-    assert "1 .tif files" in caplog.text and "1 links" in caplog.text and "tables" not in caplog.text
+    assert "1 .tif file" in caplog.text and "1 link." in caplog.text and "tables" not in caplog.text
 
 
 def test_a_tar_that_was_made_in_a_hidden_folder_is_read(images: Path, tmp_path: Path) -> None:
@@ -450,3 +455,178 @@ def test_numbers_of_classes_whose_names_are_numbers_are_numbers(images: Path, tm
     parquet(tmp_path / "a.parquet", ["1", "0"], image=files, label=[0, 1])
     packed(tmp_path / "a.parquet", tmp_path / "packed")
     assert labels_by_content(tmp_path / "packed") == dict(zip(files, ("1", "0"), strict=True))
+
+
+# Archives that are not whole.
+
+
+def labelled_members(images: Path, start: int, stop: int) -> dict[str, bytes]:
+    """Return members of a WebDataset: the images from ``start`` to ``stop``, each with its label."""
+    files = unique(images, 12)
+    members: dict[str, bytes] = {}
+    for number in range(start, stop):
+        members |= {f"{number:04d}.png": files[number], f"{number:04d}.cls": b"ab"[number % 2 :][:1]}
+    return members
+
+
+def in_class_folders(images: Path, start: int, stop: int) -> dict[str, bytes]:
+    members = labelled_members(images, start, stop)
+    return {f"{'ab'[int(name[:4]) % 2]}/{name}": data for name, data in members.items() if name.endswith("png")}
+
+
+@pytest.mark.parametrize("layout", [labelled_members, in_class_folders])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress])
+def test_tars_that_follow_each_other_in_one_file_are_refused(
+    layout: Callable[[Path, int, int], dict[str, bytes]],
+    compress: Callable[[bytes], bytes],
+    images: Path,
+    tmp_path: Path,
+) -> None:
+    parts = [write_tar(tmp_path / "part.tar", layout(images, *bounds)).read_bytes() for bounds in ((0, 6), (6, 12))]
+    (tmp_path / "a.tar").write_bytes(b"".join(map(compress, parts)))
+    with pytest.raises(
+        UsageError, match=r"a.tar cannot be read \(zeros from byte [\d,]+ on.* several tars in one file"
+    ):
+        packed(tmp_path / "a.tar", tmp_path / "packed")
+    (tmp_path / "a.tar").write_bytes(compress(parts[0]))
+    assert packed(tmp_path / "a.tar", tmp_path / "packed").num_images == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [("0003.png", "0005.png"), ("0003.cls", "0004.png"), ("0011.png", "0011.cls")],
+    ids=["two samples", "within a sample", "the last image"],
+)
+def test_a_hole_of_zeros_in_a_tar_is_not_taken_for_its_end(first: str, last: str, images: Path, tmp_path: Path) -> None:
+    file = write_tar(tmp_path / "a.tar", labelled_members(images, 0, 12))
+    content = file.read_bytes()
+    start, stop = content.index(first.encode()), content.index(last.encode())
+    file.write_bytes(content[:start] + bytes(stop - start) + content[stop:])
+    with pytest.raises(UsageError, match=r"followed by data at byte [\d,]+: it has a hole"):
+        packed(file, tmp_path / "packed")
+
+
+def test_a_tar_that_ends_between_two_members_is_refused(images: Path, tmp_path: Path) -> None:
+    file = write_tar(tmp_path / "a.tar", labelled_members(images, 0, 12))
+    content = file.read_bytes()
+    stop = content.index(b"0006.png")
+    for compress in (bytes, gzip.compress):
+        file.write_bytes(compress(content[:stop]))
+        with pytest.raises(UsageError, match=rf"it is cut off: the mark of its end is missing at byte {stop:,}"):
+            packed(file, tmp_path / "packed")
+    file.write_bytes(content[: content.index(b"0011.cls") + 1024 + tarfile.BLOCKSIZE])  # half of the mark is enough
+    assert packed(file, tmp_path / "packed").num_images == 12
+
+
+def test_the_checksum_of_a_compressed_tar_is_checked(images: Path, tmp_path: Path) -> None:
+    content = write_tar(tmp_path / "a.tar", labelled_members(images, 0, 12)).read_bytes()
+    for compress, at in ((gzip.compress, -6), (bz2.compress, -3), (lzma.compress, -20)):
+        damaged = bytearray(compress(content))
+        damaged[at] ^= 1
+        (tmp_path / "a.tgz").write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"a.tgz cannot be read \(.+\); check the file"):
+            packed(tmp_path / "a.tgz", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip"])
+def test_a_parquet_file_with_a_hole_is_refused(compression: str, images: Path, tmp_path: Path) -> None:
+    noise = [np.random.default_rng(number).bytes(4000) for number in range(60)]
+    table = pa.table({"image": noise, "label": ["ab"[number % 2] for number in range(60)]})
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file, compression=compression, row_group_size=20)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 70_000] = bytes(70_000)
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"a.parquet cannot be read \(.+\); check the file"):
+        packed(file, tmp_path / "packed")
+
+
+def test_checksums_in_a_parquet_file_are_checked(images: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    table = pa.table({"image": unique(images), "label": list("ababab")})
+    pq.write_table(table, file, compression="none", write_page_checksum=True)
+    file.write_bytes(file.read_bytes().replace(b"IDAT", b"TADI", 1))
+    with pytest.raises(UsageError, match=r"a.parquet cannot be read \(.*CRC.*\); check the file"):
+        packed(file, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz", "a.parquet"])
+def test_an_archive_that_is_not_there_is_refused(name: str, tmp_path: Path, s3_url: str) -> None:
+    for source in (f"{tmp_path}/{name}", f"{s3_url}/{name}"):
+        with pytest.raises(UsageError, match=f"There is no file {source}; check the path"):
+            packed(source, tmp_path / "packed")
+
+
+def test_a_prefix_that_is_not_there_is_refused(tmp_path: Path, s3_url: str) -> None:
+    with pytest.raises(UsageError, match=f"There are no images below {s3_url}/none, nor other files; check the path"):
+        packed(f"{s3_url}/none", tmp_path / "packed")
+    with pytest.raises(UsageError, match=r"No file that ends in .* matches .*/none/\*; check the path"):
+        packed(f"{s3_url}/none/*", tmp_path / "packed")
+    with pytest.raises(StorageError, match=r"There is no folder .*/none; check the path"):
+        packed(tmp_path / "none", tmp_path / "packed")
+
+
+# Samples of several images.
+
+
+def sample(images: Path, *suffixes: str) -> dict[str, bytes]:
+    """Return members of two samples, whose first images are the first two of ``images``, and whose labels are a, b."""
+    files = unique(images, 12)
+    members: dict[str, bytes] = {}
+    for number in range(2):
+        pictures = [suffix for suffix in suffixes if suffix != "cls"]
+        for suffix in suffixes:
+            content = b"ab"[number:][:1] if suffix == "cls" else files[2 * pictures.index(suffix) + number]
+            members[f"{number}.{suffix}"] = content
+    return members
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "photograph", "image_suffix"),
+    [
+        (("jpg", "png", "cls"), "jpg", None),
+        (("cls", "png", "JPEG"), "JPEG", None),
+        (("input.jpg", "seg.png", "cls"), "input.jpg", None),
+        (("jpg", "png", "cls"), "png", "png"),
+        (("png", "seg.png", "cls"), "png", ".png"),
+        (("png", "seg.png", "cls"), "seg.png", "seg.png"),
+        (("left.jpg", "right.jpg", "cls"), "right.jpg", "right.jpg"),
+    ],
+)
+def test_the_photograph_of_a_sample_is_packed_and_not_its_mask(
+    suffixes: tuple[str, ...],
+    photograph: str,
+    image_suffix: str | None,
+    images: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    members = sample(images, *suffixes)
+    file = write_tar(tmp_path / "a.tar", members)
+    packed(file, tmp_path / "packed", labels=Labelling(image_suffix=image_suffix))
+    expected = {members[f"0.{photograph}"]: "a", members[f"1.{photograph}"]: "b"}
+    assert labels_by_content(tmp_path / "packed") == expected
+    assert "2 second images of a sample, such as masks" in caplog.text
+
+
+def test_images_of_a_sample_that_cannot_be_told_apart_are_asked_for(images: Path, tmp_path: Path) -> None:
+    file = write_tar(tmp_path / "a.tar", sample(images, "png", "webp", "cls"))
+    match = r"a.tar has one label beside 0.png and 0.webp; name the image to take with --image-suffix, such as .* png\."
+    for image_suffix in (None, "bmp"):
+        with pytest.raises(UsageError, match=match):
+            packed(file, tmp_path / "packed", labels=Labelling(image_suffix=image_suffix))
+    write_tar(file, sample(images, "left.jpg", "right.jpg", "cls"))
+    with pytest.raises(UsageError, match="if a sample has several images, name the one to take with --image-suffix"):
+        packed(file, tmp_path / "packed")
+    with pytest.raises(UsageError, match=r"--image-suffix is png, which names .* and .*images is none; leave it out"):
+        packed(images, tmp_path / "packed", labels=Labelling(image_suffix="png"))
+
+
+def test_changed_images_of_an_archive_are_packed_again(images: Path, tmp_path: Path) -> None:
+    file = write_tar(tmp_path / "a.tar", labelled_members(images, 0, 12))
+    packed(file, tmp_path / "packed")
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"IDAT", b"TADI", 1))  # of the same length
+    assert packed(file, tmp_path / "packed").num_written == 1
+    assert any(b"TADI" in data for data in labels_by_content(tmp_path / "packed"))

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 import raytrain
+from raytrain.cli.main import main
 from raytrain.data.dataset import write_manifests
 from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.decode import ImageFormat, ImageShape, Pixels
@@ -107,6 +108,26 @@ def test_an_image_that_kills_its_decoder_is_an_error_of_that_image(
     assert line == '"dog/bad.jpg",,,"decoding it ends the process (SIGSEGV)"'
 
 
+@pytest.mark.parametrize(
+    "words", ["evaluate first --data", "predict first --output out.csv --data", "predict first --data"]
+)
+def test_a_command_that_can_read_no_image_is_refused(
+    trained: Path, images: Path, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(images.parent)
+    for file in sorted(images.glob("*/*.png")):
+        if file.name != "0.png":
+            file.write_bytes(b"this is no image")
+    assert main([*words.split(), str(images), "--storage", str(trained)]) == 0, "some can be read"
+    capsys.readouterr()
+    for file in images.glob("*/0.png"):
+        file.write_bytes(b"this is no image")
+    assert main([*words.split(), str(images), "--storage", str(trained)]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"None of 24 images of {images} can be decoded" in sentence and sentence.endswith("; check the files.")
+    assert ("out.csv" in words) == Path("out.csv").exists(), "where the reasons are"
+
+
 def test_files_that_are_named_are_predicted_without_writing_any(
     trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +152,32 @@ def test_files_that_are_named_are_predicted_without_writing_any(
     assert raytrain.predict("first", str(images / "cat.png"), storage=str(trained)).images > 2, "a folder of that name"
 
 
+def test_what_needs_no_cluster_joins_none_that_nobody_has_named(
+    trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Joined(Exception): ...
+
+    def join(address: str | None) -> None:
+        raise Joined
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raytrain.launch.ray.connection.is_connected", lambda: False)
+    monkeypatch.setattr("raytrain.launch.ray.connection.ray_start_address", lambda: "127.0.0.1:6379")
+    monkeypatch.setattr("raytrain.inference.trained_run.Connection", join)
+    assert raytrain.predict("first", str(images / "cat" / "0.png"), storage=str(trained)).images == 1
+    assert raytrain.evaluate("first", str(images), storage=str(trained)).images == 24
+    with pytest.raises(Joined):
+        raytrain.predict("first", str(images / "cat" / "0.png"), storage=str(trained), address="127.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with pytest.raises(Joined):
+        raytrain.evaluate("first", str(images), storage=str(trained))
+
+
 def test_other_files_of_the_folder_are_counted(trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     (images / "cat" / "scan.tif").write_bytes(b"II*")
     result = raytrain.predict("first", str(images), storage=str(trained))
-    assert (result.images, result.left_out) == (24, "1 .tif files (not read; convert them to PNG or JPEG)")
+    assert (result.images, result.left_out) == (24, "1 .tif file (not read; convert it to PNG or JPEG)")
 
 
 def test_more_workers_than_four_a_core_are_refused(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from raytrain.errors import UsageError
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import (
+    CLAIM,
     STATUS,
     SUMMARY,
     check_name,
@@ -27,6 +29,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.ownership import machine_id
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
 from raytrain.storage.store import Store
@@ -89,8 +92,9 @@ def test_a_run_whose_process_has_ended_is_interrupted(storage: str) -> None:
     store = make_run(storage, "first", step=5)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for host, status in ((socket.gethostname(), "interrupted"), ("another-machine", "running")):
-        write_json(store, STATUS, {**read_json(store, STATUS), "host": host, "pid": gone.pid})
+    # A container may have the name of its host, but its processes have other numbers.
+    for machine, status in ((machine_id(), "interrupted"), ("another container", "running")):
+        write_json(store, STATUS, {**read_json(store, STATUS), "machine": machine, "pid": gone.pid})
         assert read_status(store).status == status
 
 
@@ -149,10 +153,40 @@ def test_a_run_that_has_ended_cannot_be_stopped(storage: str, status: str, hint:
     assert read_stop_request(store) is None
 
 
-def test_an_interrupted_run_cannot_be_stopped(storage: str) -> None:
+def test_an_interrupted_run_cannot_be_stopped(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.runs.status.WATCH_S", 1.0)
     fall_silent(make_run(storage, "first"), for_s=90)
-    with pytest.raises(UsageError, match="interrupted"):
+    with pytest.raises(UsageError, match=r"it is interrupted at step 0, and has written nothing for .* --resume\.$"):
         request_stop(storage, "first", StopReason("caller", ""))
+
+
+def test_a_run_whose_process_has_ended_is_not_watched_before_a_stop_is_refused(storage: str) -> None:
+    store = make_run(storage, "first", step=5)
+    write_json(store, STATUS, {**read_json(store, STATUS), "pid": 0})
+    fall_silent(store, for_s=90)
+    started_s = time.monotonic()
+    with pytest.raises(UsageError, match="it is interrupted at step 5; resume it with --resume"):
+        request_stop(storage, "first", StopReason("caller", ""))
+    assert time.monotonic() - started_s < 5 and read_stop_request(store) is None
+
+
+@pytest.mark.parametrize("document", [STATUS, CLAIM])
+@pytest.mark.parametrize("ahead_s", [90, 1e6])
+def test_a_run_whose_clock_is_behind_is_stopped(storage: str, document: str, ahead_s: float) -> None:
+    store = make_run(storage, "first", step=5)
+    fall_silent(store, for_s=ahead_s)
+    heartbeat = threading.Timer(1.0, lambda: write_json(store, document, {**read_json(store, document), "renewed": 2}))
+    heartbeat.start()
+    request_stop(storage, "first", StopReason("caller", "enough seen"))
+    heartbeat.join()
+    assert read_stop_request(store) == StopReason("caller", "enough seen")
+
+
+def test_a_run_in_a_container_with_the_name_of_this_host_is_stopped(storage: str) -> None:
+    store = make_run(storage, "first", step=5)
+    write_json(store, STATUS, {**read_json(store, STATUS), "machine": "another container", "pid": 2**22 + 1})
+    request_stop(storage, "first", StopReason("caller", "enough seen"))
+    assert read_stop_request(store) == StopReason("caller", "enough seen")
 
 
 def test_checkpoints_are_listed_oldest_first(storage: str) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from obstore.exceptions import GenericError, PermissionDeniedError
 
+from raytrain.errors import StorageError
 from raytrain.storage import retries_and_hedges
+from raytrain.storage.open import open_store
 from raytrain.storage.request_errors import is_transient
 from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, take_num_retries, with_retries
+from raytrain.storage.store import Store
 
 BUSY = GenericError(
     "Error performing GET - Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>"
@@ -35,7 +44,7 @@ class Fails:
     def __init__(self, times: int, error: Exception = BUSY) -> None:
         self.times, self.error = times, error
 
-    def __call__(self) -> str:
+    def __call__(self, *arguments: object, **options: object) -> str:
         self.times -= 1
         if self.times >= 0:
             raise self.error
@@ -99,6 +108,54 @@ def busy():
 request_threads().submit(with_retries, busy, DEFAULT, is_transient)
 begun.wait()
 """
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENFILE, "Too many open files in system"),
+        GenericError(
+            "Generic S3 error: Error performing PUT: client error (Connect): Too many open files (os error 24)"
+        ),
+    ],
+)
+def test_a_process_that_has_too_many_files_open_tries_again(error: Exception, waits: list[float]) -> None:
+    assert with_retries(Fails(5, error), DEFAULT, is_transient) == "done" and len(waits) == 5
+
+
+@pytest.mark.parametrize("write", [lambda store: store.put("a/b", b"1"), lambda store: store.put_if("a/b", b"1", None)])
+def test_a_write_to_a_folder_waits_until_other_files_are_closed(
+    write: Callable[[Store], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        assert held
+
+        def close_all(seconds: float) -> bool:
+            while held:
+                os.close(held.pop())
+            return True
+
+        monkeypatch.setattr(retries_and_hedges, "sleep_unless_exiting", close_all)
+        write(open_store(str(tmp_path)))
+    finally:
+        while held:
+            os.close(held.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (tmp_path / "a/b").read_bytes() == b"1"
+
+
+def test_files_that_stay_open_are_reported_with_the_limit(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.open", Fails(1000, OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(StorageError, match=r"as many files open as it may; raise the limit \(ulimit -n\)\.$"):
+        open_store("/tmp").get("a")
+    assert len(waits) == 20
 
 
 @pytest.mark.not_quick

@@ -57,6 +57,16 @@ def test_points_are_different_and_depend_on_the_seed(seed: int, count: int) -> N
     assert tried == points(space, count, seed)
 
 
+@given(seed=st.integers(0, 2**31))
+def test_no_value_of_a_list_is_drawn_again_before_all_others_were(seed: int) -> None:
+    space = parse(["optimizer=sgd,adamw,lion", "learning-rate=log:1e-4..1", "nesterov=true,false"])
+    tried = points(space, 6, seed)
+    for first in (0, 3):
+        assert {point["optimizer"] for point in tried[first : first + 3]} == {"sgd", "adamw", "lion"}
+    assert [point["nesterov"] for point in tried].count(True) == 3
+    assert len(points(parse(["optimizer=sgd,adamw,lion", "epochs=1,2,3", "seed=0,1,2"]), 27, seed)) == 27
+
+
 def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     tried = points(parse(["learning-rate=log:1e-4..1"]), 400, seed=0)
     decades = [math.floor(math.log10(float(point["learning_rate"]))) for point in tried]
@@ -67,6 +77,7 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     ("word", "sentence"),
     [
         ("lerning-rate=1", "no option 'lerning-rate' (did you mean learning-rate"),
+        ("lr=0.1,1", "no option 'lr' (did you mean learning-rate?)"),
         ("data=a,b", "data is the same for all trials"),
         ("labels=a.csv,b.csv", "labels is the same for all trials"),
         ("backend=ray,local", "backend is the same for all trials"),

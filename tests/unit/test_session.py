@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import threading
@@ -123,6 +124,31 @@ def test_a_stop_of_a_run_that_trains_goes_to_its_workers(images: Path, tmp_path:
         signals.request_stop(StopReason("page", "here"))
 
     assert run(images, tmp_path, train, signals).stop_reason == StopReason("page", "here")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(), SystemExit(1)])
+def test_a_view_whose_terminal_is_closed_costs_no_checkpoint(
+    images: Path, tmp_path: Path, error: BaseException
+) -> None:
+    signals = StopSignals()
+
+    def view(snapshot: Snapshot) -> None:
+        signals.request_stop(StopReason("signal", "SIGHUP"))
+        raise error
+
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        if coordinator.snapshot().status == "starting":
+            coordinator.started(2, 0)
+        elif coordinator.wait_for_stop_request(0.0) is not None:
+            coordinator.conclude(STOPPED)
+
+    wanted = settle_options(config(images, tmp_path, precision="float32"))
+    with (
+        prepare(wanted, TrainRequest(signals=signals, view=view)) as prepared,
+        RunSession(prepared, StandIn(prepared, train)) as opened,
+    ):
+        assert opened.watch().stop_reason == StopReason("signal", "SIGHUP")
 
 
 def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(

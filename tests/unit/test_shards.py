@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_a_packed_data_set_can_be_copied(images: Path, shards: Path, tmp_path: P
 def test_the_shards_can_be_read_by_other_programs(shards: Path) -> None:
     table = pq.read_table(next((shards / "shards").iterdir()))
     assert table.column_names == ["key", "label", "image"]
-    assert json.loads((table.schema.metadata or {})[b"raytrain.shard"]) == {"classes": ["cat", "dog", "owl"]}
+    assert json.loads((table.schema.metadata or {})[b"raytrain.shard"])["classes"] == ["cat", "dog", "owl"]
 
 
 # Resuming.
@@ -150,6 +151,47 @@ def test_packing_again_writes_only_what_is_missing_or_damaged(images: Path, shar
     assert quietly(images, shards).num_written == 3
     assert {path.name: path.read_bytes() for path in (first, second, third)} == before
     assert quietly(images, shards).num_written == 0
+
+
+def test_a_shard_of_another_pack_is_not_taken_for_its_own(images: Path, shards: Path, tmp_path: Path) -> None:
+    # The other images have the same keys, labels and sizes.
+    for file in images.rglob("*.png"):
+        other = tmp_path / "other" / file.relative_to(images)
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(file.read_bytes()[::-1])
+        os.utime(other, ns=(0, file.stat().st_mtime_ns))
+    quietly(tmp_path / "other", tmp_path / "packed-other")
+    own, foreign = (sorted((folder / "shards").iterdir()) for folder in (shards, tmp_path / "packed-other"))
+    before = own[2].read_bytes()
+    own[2].write_bytes(foreign[2].read_bytes())
+
+    # No image has the pixels of another one: those of this shard cannot be read.
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    contents = labelled_contents(manifest)
+    in_shard = {key for key, number in zip(contents, manifest.packing.shard.tolist(), strict=True) if number == 2}
+    assert in_shard
+    for key, (_, data) in contents.items():
+        assert (
+            str(data) == "its shard is damaged; pack the images again"
+            if key in in_shard
+            else data == (images / key).read_bytes()
+        )
+
+    # Nor does packing again keep it.
+    assert quietly(images, shards).num_written == 1
+    assert own[2].read_bytes() == before
+
+
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_a_shard_that_is_cut_off_is_damaged(length: int, shards: Path) -> None:
+    first, second, *_ = sorted((shards / "shards").iterdir())
+    for shard in (first, second):
+        shard.write_bytes(shard.read_bytes()[:length] if shard is first else first.read_bytes())
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    damaged = [isinstance(data, shard_files.DamagedShard) for _, data in labelled_contents(manifest).values()]
+    assert damaged == (manifest.packing.shard <= 1).tolist()
 
 
 def test_a_changed_image_replaces_one_shard(images: Path, shards: Path) -> None:

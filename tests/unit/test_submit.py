@@ -221,12 +221,22 @@ def test_who_is_asked_may_leave_the_run_running(
     assert client.stopped == ""
 
 
-def interrupt_during_the_log(client: Any, until: Callable[[], bool]) -> None:
-    """Have the job print its lines, and end once ``until`` holds, which a Ctrl-C in the main thread brings about."""
+@pytest.mark.not_quick
+def test_a_run_goes_on_without_the_terminal_that_follows_it(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt_during_the_log(client, until=lambda: False, number=signal.SIGHUP)
+    assert submit(tmp_path, "--name", "first") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "detached"
+    assert client.stopped == ""
+
+
+def interrupt_during_the_log(client: Any, until: Callable[[], bool], number: int = signal.SIGINT) -> None:
+    """Have the job print its lines, and end once ``until`` holds, which a signal in the main thread brings about."""
 
     async def tail(self: Any, job: str) -> AsyncIterator[str]:
         yield LINES[0]
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
         await asyncio.to_thread(wait_for, until)
         self.is_over = True
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.console import Console, RenderableType
+import pytest
+from rich.console import Console, Group, RenderableType
 
-from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
+from raytrain.display.sweep import SweepTerminalView, conclusion, live_table, results_table, sweep_figure
 from raytrain.experiments.trials import SweepResult, TrialResult
 from raytrain.recipes import custom
+from tests.hostile.stored_runs import make_run
 
 
 def statuses(*changed: TrialResult) -> list[TrialResult]:
@@ -108,6 +111,23 @@ def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_on
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
     assert "rates-04 failed: boom" in seen
     assert "The best is rates-00: learning-rate=1 optimizer=sgd epochs=3" in seen
+
+
+@pytest.mark.parametrize(
+    ("options", "trusted"), [({}, False), ({"loop": "mine.py:train"}, True), ({"model": "mine.py:net"}, True)]
+)
+def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_run(
+    options: dict[str, Any], trusted: bool, tmp_path: Path
+) -> None:
+    best = custom(storage=str(tmp_path), name="rates-00", mean=(0.5,) * 3, std=(0.5,) * 3, **options)
+    make_run(tmp_path, best, "rates-00")
+    swept = text(results_table(result(), best), width=200).splitlines()
+    studied = text(Group(*conclusion("rates", "rates-00", "", best.storage)), width=200).splitlines()
+    for lines in (swept, studied):
+        commands = [line for line in lines if "raytrain " in line and " rates-00 " in line]
+        needs_it = ["evaluate", "predict", "export", "serve"] if trusted else []
+        assert len(commands) == 5
+        assert [line.split("raytrain ")[1].split()[0] for line in commands if " --trust" in line] == needs_it
 
 
 def test_no_value_is_cut_on_a_narrow_screen() -> None:

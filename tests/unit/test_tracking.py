@@ -242,7 +242,7 @@ def test_trackers_are_named_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None
         "Recorder#2",
     ]
     monkeypatch.setattr(rooms, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'raytrain\[wandb\]'"):
+    with pytest.raises(UsageError, match=r"--track wandb needs wandb, .* install raytrain\[wandb\] \(`"):
         open_trackers(["wandb"])
 
 

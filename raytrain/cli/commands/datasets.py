@@ -64,6 +64,9 @@ def pack(
     ] = None,
     split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
     max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
+    image_suffix: Annotated[
+        str | None, arg(help="Image to take of each WebDataset sample with several, such as png; by default the JPEG.")
+    ] = None,
     shorter_side: Annotated[
         int | None, arg(help="Pack larger images as JPEGs whose shorter side has so many pixels, such as 320.")
     ] = None,
@@ -80,7 +83,7 @@ def pack(
 
     # How the images are labelled, and whether they are made smaller, are two records that the packing takes.
     columns = LabelColumns(key=key_column, label=label_column, separator=label_separator)
-    labelling = Labelling(labels, columns, split, max_bad_fraction)
+    labelling = Labelling(labels, columns, split, max_bad_fraction, image_suffix)
     shrinking = None if shorter_side is None else Shrinking(shorter_side, quality)
     return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling, shrinking=shrinking)))
 

@@ -67,6 +67,8 @@ def evaluate(
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
     result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
+    if result.skipped and not result.images:
+        raise UsageError(f"None of {result.skipped:,} images of {result.data} can be decoded; check the files.")
     if isinstance(result, LabelEvaluation):
         return CommandResult(label_evaluation_page(result), result.summary())
     save_png(confusion_figure(result), picture)
@@ -94,6 +96,11 @@ def predict(
     if bool(files) == (data is not None):
         raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, one of both.")
     result = raytrain.predict(run, data or files, output, top_k=top_k, **vars(prediction))
+    if result.errors and result.errors == result.images:
+        reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
+        raise UsageError(
+            f"None of {result.images:,} images of {result.data} can be decoded ({reason}); check the files."
+        )
     summary = result.summary()
     about = key_value_table(summary)
     if output:
@@ -150,5 +157,6 @@ def export(
     from raytrain.display.console import key_value_table
 
     document = raytrain.export(run, output, data=data, storage=storage, trust=trust).summary()
-    lines = Text(f"\nWithout raytrain:\n\n{document['example']}")
+    # The lines are copied: a line of code is one line, however narrow the terminal is.
+    lines = Text(f"\nWithout raytrain:\n\n{document['example']}", no_wrap=True, overflow="ignore")
     return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)

@@ -126,6 +126,7 @@ def rm(
 
     Example: raytrain rm first second
     """
+    from raytrain.display.console import format_count
     from raytrain.runs.documents import open_run
     from raytrain.runs.records import delete_run
 
@@ -138,9 +139,10 @@ def rm(
     deleted = [delete_run(storage, name) for name in runs]
     num_files = sum(count for count, _ in deleted)
     left = [f"{name}/{path}" for name, (_, paths) in zip(runs, deleted, strict=True) for path in paths]
-    text = f"Deleted {', '.join(runs)}: {num_files:,} files."
+    text = f"Deleted {', '.join(runs)}: {format_count(num_files, 'file')}."
     if left:
-        text += f" {len(left):,} files that no run wrote are left in {storage}, such as {left[0]}."
+        are_left = "file that no run wrote is" if len(left) == 1 else "files that no run wrote are"
+        text += f" {len(left):,} {are_left} left in {storage}, such as {left[0]}."
     return CommandResult(text, {"deleted": runs, "files": num_files, "left": left})
 
 
@@ -152,9 +154,12 @@ def export_history(
     Example: raytrain export-history first --output first.csv
     """
     from raytrain.data.table_file import export_history as export
+    from raytrain.display.console import format_count
 
     num_rows = export(storage, run, output)
-    return CommandResult(f"Wrote {num_rows:,} rows to {output}.", {"run": run, "output": output, "rows": num_rows})
+    return CommandResult(
+        f"Wrote {format_count(num_rows, 'row')} to {output}.", {"run": run, "output": output, "rows": num_rows}
+    )
 
 
 def logs(

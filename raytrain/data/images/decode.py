@@ -1,8 +1,10 @@
 """Decodes image files to uint8 pixels.
 
-Files come from anywhere, so a decoder must neither be slow nor be led to take all memory. Most files are JPEGs that are
-stored upright: libjpeg-turbo decodes them at 1/2, 1/4 or 1/8 of their size if that is enough. All others go to Pillow,
-which also says what is wrong with a file. The size in the header is checked before any pixel is decoded.
+Files come from anywhere, so a decoder must neither be slow nor be led to take all memory. Most files are JPEGs:
+libjpeg-turbo decodes them at 1/2, 1/4 or 1/8 of their size if that is enough. All others go to Pillow, which also says
+what is wrong with a file. The size in the header is checked before any pixel is decoded.
+
+Whatever decodes it, an image is turned as its EXIF block says, and not by XMP, and its colour profile is not used.
 """
 
 from __future__ import annotations
@@ -35,6 +37,19 @@ def read_header(data: bytes) -> ImageHeader:
         return ImageHeader(image.format or "", image.width, image.height)
 
 
+_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF
+_TRANSPOSED = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+_PNG_DEPTH = 24  # its position in a PNG, before the type of colour
+_PNG_GREY, _PNG_RGB = 0, 2  # types of colour
+_LOW_BYTES = "RGB;16L"  # Pillow's name of colours of 16 bits whose low bytes come first
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXT = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
@@ -93,17 +108,17 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
     """Return the pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if then nothing needs to be enlarged. The image is what a
-    browser shows on a white page: rotated as EXIF says, white where it is transparent, the first picture of an
-    animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
-    truncated file, and before decoding for an image that would take more than 512 MiB of memory: more than 268 million
-    pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or BMP (44 million
-    if it has transparency), 26 million of a WebP.
+    browser shows on a white page: turned as EXIF says, white where it is transparent, the first picture of an
+    animation; but its colour profile is not used. 16 bits a channel become 8. Raises :class:`BadImage` for anything
+    else, also for a truncated file, and before decoding for an image that would take more than 512 MiB of memory: more
+    than 268 million pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or
+    BMP (44 million if it has transparency), 26 million of a WebP.
 
     Example: ``decode(Path("cat.jpg").read_bytes(), ImageShape(224, 224, 3))``.
     """
     if not data:
         raise BadImage("the file is empty")
-    if not (data.startswith(_JPEG) and _is_stored_upright(data)):
+    if not data.startswith(_JPEG):
         return _decode_by_pillow(data, shape, crop)
     import simplejpeg
 
@@ -111,8 +126,10 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
         if colour_space in ("CMYK", "YCCK"):
             return _decode_by_pillow(data, shape, crop)
-        size = int(height), int(width)
-        _check_jpeg_size(data, *size)
+        height, width = int(height), int(width)
+        _check_jpeg_size(data, height, width)
+        orientation = _exif_orientation(_exif_of_jpeg(data))
+        size = (width, height) if orientation in _ON_ITS_SIDE else (height, width)
 
         # Each side is reduced by 1, 2, 4 or 8, so that the crop box need not be enlarged. This is what Pillow's
         # ``draft`` does; libjpeg's other scales take longer than all of the image.
@@ -123,8 +140,8 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         pixels = simplejpeg.decode_jpeg(
             data,
             "GRAY" if shape.channels == 1 else "RGB",
-            min_height=math.ceil(size[0] / factor),
-            min_width=math.ceil(size[1] / factor),
+            min_height=math.ceil(height / factor),
+            min_width=math.ceil(width / factor),
             fastdct=False,
             fastupsample=False,
         )
@@ -132,14 +149,15 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         raise
     except ValueError:  # Pillow may be able to decode it, or says what is wrong with it
         return _decode_by_pillow(data, shape, crop)
+    pixels = _turned(pixels, orientation)
     decoded_size = pixels.shape[:2]
     return cut(pixels, box if decoded_size == size else crop(decoded_size, shape.size), shape.size)
 
 
 def _decode_by_pillow(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
     with _opened(data) as image:
-        _load_upright(image, data, lambda size: crop(size, shape.size))
-        return pixels_of(image, shape, crop)
+        upright = _load_upright(image, data, lambda size: crop(size, shape.size))
+        return pixels_of(upright, shape, crop)
 
 
 def shrink(data: bytes, shorter_side: int) -> Pixels | None:
@@ -156,37 +174,88 @@ def shrink(data: bytes, shorter_side: int) -> Pixels | None:
     with _opened(data) as image:
         if min(image.size) <= shorter_side:
             return None
-        _load_upright(image, data, lambda size: crop(size, shrunk(size)))
-        num_channels = 1 if image.mode in ("1", "L", "I;16") else 3
-        return pixels_of(image, ImageShape(*shrunk((image.height, image.width)), num_channels), crop)
+        upright = _load_upright(image, data, lambda size: crop(size, shrunk(size)))
+        num_channels = 1 if upright.mode in ("1", "L", "I;16") else 3
+        return pixels_of(upright, ImageShape(*shrunk((upright.height, upright.width)), num_channels), crop)
 
 
-def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> None:
-    """Decode an image of which only the header was read; raise BadImage if that would need too much memory.
+def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> Any:
+    """Decode an image of which only the header was read, and return it upright.
 
-    A JPEG is decoded at a fraction of its size if that is enough for the ``box`` of an image of its size.
+    A JPEG is decoded at a fraction of its size if that is enough for the ``box`` of an image of its size. Raises
+    BadImage if the image would need too much memory.
     """
-    from PIL import ImageOps
-
-    if image.format in ("JPEG", "MPO"):
+    orientation = 1
+    if image.format == "JPEG":
         _check_jpeg_size(data, image.height, image.width)
+        orientation = _exif_orientation(_exif_of_jpeg(data))
         upright = image.height, image.width
-        with suppress(Exception):  # a damaged EXIF block
-            if image.getexif().get(_ORIENTATION, 1) >= 5:  # it lies on its side
-                upright = image.width, image.height
+        if orientation in _ON_ITS_SIDE:
+            upright = image.width, image.height
         scale = min(box(upright).scale, 1.0)
         image.draft(None, (math.ceil(image.width * scale - ROUNDING), math.ceil(image.height * scale - ROUNDING)))
 
     # What Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background.
+    frame = image.tile[0][1] if image.format == "GIF" and image.tile else None
+    is_frame_smaller = frame is not None and tuple(frame) != (0, 0, *image.size)
     bytes_per_pixel = 20 if image.format == "WEBP" else 8
-    if image.format != "WEBP" and (image.has_transparency_data or "progressive" in image.info):
+    if image.format != "WEBP" and (image.has_transparency_data or "progressive" in image.info or is_frame_smaller):
         bytes_per_pixel = 12
     limit = _MAX_IMAGE_BYTES // bytes_per_pixel
     if image.width * image.height > limit:
         raise _too_large(image.width, image.height, limit)
     image.load()
-    with suppress(Exception):  # an image with a damaged EXIF block is not rotated
-        ImageOps.exif_transpose(image, in_place=True)
+
+    # What Pillow makes of transparency otherwise than browsers do.
+    if is_frame_smaller:
+        image = _on_transparent_canvas(image, frame)
+    elif image.format == "PNG" and "transparency" in image.info:
+        image = _with_transparent_colour(image, data)
+    if image.format in ("PNG", "WEBP"):
+        orientation = _exif_orientation(image.info.get("exif"))
+    return _turn(image, orientation)
+
+
+def turn_upright(image: Any) -> Any:
+    """Return an image of Pillow upright, as :func:`decode` turns its file: by EXIF, or the tags of a TIFF."""
+    tags = getattr(image, "tag_v2", None)
+    return _turn(image, _exif_orientation(image.info.get("exif")) if tags is None else tags.get(_ORIENTATION, 1))
+
+
+def _turn(image: Any, orientation: int) -> Any:
+    from PIL import Image
+
+    return image.transpose(Image.Transpose[_TRANSPOSED[orientation]]) if orientation in _TRANSPOSED else image
+
+
+def _on_transparent_canvas(image: Any, frame: Any) -> Any:
+    """Return a GIF whose first ``frame`` is smaller than its canvas: browsers show nothing beside the frame."""
+    from PIL import Image
+
+    canvas = Image.new("RGBA", image.size, (255, 255, 255, 0))
+    canvas.paste(image.crop(frame).convert("RGBA"), frame)
+    return canvas
+
+
+def _with_transparent_colour(image: Any, data: bytes) -> Any:
+    """Return a PNG with the transparency of one colour that it names, which Pillow compares with pixels of 8 bits."""
+    from PIL import Image
+
+    transparent = image.info["transparency"]
+    depth, colour_type = data[_PNG_DEPTH], data[_PNG_DEPTH + 1]
+    if colour_type == _PNG_GREY and depth < 8 and transparent < 2**depth:
+        image.info["transparency"] = transparent * 255 // (2**depth - 1)
+    elif colour_type == _PNG_RGB and depth == 16:
+        # Pillow keeps the high bytes alone; read as if the low ones came first, the file gives these.
+        with _opened(data) as other:
+            other.tile = [tile._replace(args=_LOW_BYTES) for tile in other.tile]
+            other.load()
+            low = np.asarray(other)
+        colour = np.array(transparent)
+        is_opaque = ((np.asarray(image) != colour >> 8) | (low != (colour & 255))).any(axis=2)
+        del image.info["transparency"]
+        image.putalpha(Image.fromarray(is_opaque.astype(np.uint8) * np.uint8(255)))
+    return image
 
 
 @contextmanager
@@ -195,7 +264,7 @@ def _opened(data: bytes) -> Iterator[Any]:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(_without_text(data)), formats=FORMATS) as image:
+        with _open_jpeg(data) or Image.open(io.BytesIO(_without_text(data)), formats=FORMATS) as image:
             yield image
     except BadImage:
         raise
@@ -211,6 +280,15 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise BadImage(f"the file is {kind}") from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _open_jpeg(data: bytes) -> Any:
+    """Open a JPEG without Pillow's own limit, which is below the one here; None if it is damaged, or another file."""
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    with suppress(SyntaxError):
+        return JpegImageFile(io.BytesIO(data)) if data.startswith(_JPEG) else None
+    return None
 
 
 def _without_text(data: bytes) -> bytes:
@@ -246,24 +324,38 @@ def pixels_of(image: Any, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
 
 # What the segments of a JPEG say before its first scan.
 
-_ORIENTATION = 0x0112  # the tag of EXIF
+_ORIENTATION, _SHORT = 0x0112, 3  # the tag of EXIF, and its type
 _EXIF = b"Exif\0\0"
 _APP1, _START_OF_SCAN_MARKER = 0xE1, 0xDA
 
 
-def _is_stored_upright(data: bytes) -> bool:
-    """Return whether a JPEG is shown as it is stored; False too if only Pillow can say."""
-    for marker, content in _segments(data):
-        if marker == _APP1 and content.startswith(_EXIF):
-            # The EXIF block must be whole, and have no orientation other than 1.
-            with suppress(KeyError, struct.error):
-                order = {b"II": "<", b"MM": ">"}[content[6:8]]
-                start = 6 + struct.unpack_from(order + "I", content, 10)[0]
-                num_tags = struct.unpack_from(order + "H", content, start)[0]
-                tags = [struct.unpack_from(order + "HHIH", content, start + 2 + 12 * tag) for tag in range(num_tags)]
-                return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
-            return False
-    return True
+def _exif_of_jpeg(data: bytes) -> bytes | None:
+    """Return the EXIF block of a JPEG; None if it has none."""
+    blocks = (content for marker, content in _segments(data) if marker == _APP1 and content.startswith(_EXIF))
+    return next(blocks, None)
+
+
+def _exif_orientation(exif: bytes | None) -> int:
+    """Return the orientation that an EXIF block says, 1 to 8; 1, as it is stored, if it says none or is damaged."""
+    if exif is None:
+        return 1
+    content = exif.removeprefix(_EXIF)
+    with suppress(KeyError, struct.error):
+        order = {b"II": "<", b"MM": ">"}[content[:2]]
+        (start,) = struct.unpack_from(order + "I", content, 4)
+        (num_tags,) = struct.unpack_from(order + "H", content, start)
+        for position in range(start + 2, start + 2 + 12 * num_tags, 12):
+            tag, kind, count, value = struct.unpack_from(order + "HHIH", content, position)
+            if tag == _ORIENTATION:
+                return value if (kind, count) == (_SHORT, 1) and 1 <= value <= 8 else 1
+    return 1
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    """Return pixels (H, W, C), or (W, H, C) on their side, upright, without a copy."""
+    if orientation in _ON_ITS_SIDE:
+        pixels = pixels.swapaxes(0, 1)
+    return pixels[:: -1 if orientation in (3, 4, 7, 8) else 1, :: -1 if orientation in (2, 3, 6, 7) else 1]
 
 
 def _check_jpeg_size(data: bytes, height: int, width: int) -> None:

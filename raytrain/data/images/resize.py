@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raytrain.config.extras import pip_install
 from raytrain.config.network import Resizer, Size
 from raytrain.data.images.crop_box import CropBox
 from raytrain.errors import UsageError
@@ -16,10 +17,6 @@ from raytrain.errors import UsageError
 Pixels = npt.NDArray[np.uint8]
 
 ROUNDING = 1e-6  # pixels
-_NO_RESIZER = (
-    "--resizer cykooz: this node has no cykooz-resizer, with which the run began; install it there (`pip install "
-    "cykooz-resizer`), or resume with --resizer pillow, which changes pixels by 1 of 255."
-)
 
 
 def fastest_resizer() -> Resizer:
@@ -72,7 +69,10 @@ def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
     try:
         import cykooz_resizer as cykooz
     except ImportError:
-        raise UsageError(_NO_RESIZER) from None
+        raise UsageError(
+            "--resizer cykooz: this node has no cykooz-resizer, with which the run began; install it there "
+            f"(`{pip_install('cykooz-resizer')}`), or resume with --resizer pillow, which changes pixels by 1 of 255."
+        ) from None
 
     kind = cykooz.PixelType.U8 if channels == 1 else cykooz.PixelType.U8x3
     left, top = max(box.left, 0.0), max(box.top, 0.0)

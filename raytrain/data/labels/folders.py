@@ -21,17 +21,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raytrain.data.labels.listing import Listing, first_names, list_files, report_left_out
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
+from raytrain.data.labels.listing import TABLES, Listing, first_names, list_files, report_left_out
 from raytrain.data.labels.manifest import Manifest, open_packed, unlabelled
-from raytrain.data.labels.part_names import Part, is_part, is_training, test_names
+from raytrain.data.labels.part_names import Part, is_part, is_training, parts_among, test_names
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
+
+BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 _log = logging.getLogger("raytrain")
 _STRAY = "images that are in no class folder"
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
+_MOST_TABLES = 3  # that are opened to see whether they are label files
 _SIGNS = re.compile(r"[\W_]+")
 
 
@@ -44,6 +48,7 @@ def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
     if packed is not None:
         return _relabelled(packed, None), None
     files = list_files(store)
+    _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
         return _by_folder(files, folders, None, None), None
@@ -76,6 +81,7 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
     if packed is not None:
         return _relabelled(packed, classes)
     files = list_files(store)
+    _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is not None and part is None:
         url = store.url.rstrip("/")
@@ -88,6 +94,33 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
             "Of %s, only the images in %s/ are used.", store.url, folders.train if part == "train" else folders.test
         )
     return _by_folder(files, folders, classes, part)
+
+
+def _check_tables_below(files: Listing) -> None:
+    """Raise UsageError if a label file such as site_A/metadata.csv gives the images of one folder several classes.
+
+    Only one directly below ``--data`` is read. Without it, the folders would be the classes.
+    """
+    tables = sorted(path for path in files.left_out[TABLES] if posixpath.basename(path) in METADATA)
+    for path in tables[:_MOST_TABLES]:
+        url, folder = files.url.rstrip("/"), posixpath.dirname(path)
+        try:
+            table = read_table(f"{url}/{path}", {*KEY_COLUMNS}, {*LABEL_COLUMNS})
+        except UsageError:  # a file of something else
+            continue
+        column_of = {name.lower(): index for index, name in enumerate(table.column_names)}
+        label = next((column_of[name] for name in LABEL_COLUMNS if name in column_of), None)
+        if not folder or label is None or column_of.keys().isdisjoint(KEY_COLUMNS):
+            continue
+        classes = set(map(str, table[label].drop_null().to_pylist())) - {""}
+        if len(classes) > 1:
+            parts = parts_among(map(posixpath.dirname, tables))
+            options = f"--data {url}/{next(filter(is_training, parts), folder)}"
+            options += f" --test-data {url}/{test_names(parts)[0]}" if parts else ""
+            raise UsageError(
+                f"{url}/{path} has labels, such as {min(classes)!r}, and only a label file directly below --data is "
+                f"read; give {options}, or one label file of all images with --labels, or remove it."
+            )
 
 
 def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
@@ -121,8 +154,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
         sentence = "%s images in %s look like masks of others, such as %s, and are used as images."
         _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
-    composed = (unicodedata.normalize("NFC", key) for key in keys)  # a Mac writes é as two characters, others as one
-    paths = _below_shared_folders([tuple(key.split("/")[:-1]) for key in composed])
+    paths = _below_shared_folders([tuple(composed(key).split("/")[:-1]) for key in keys])
     tops = {path[0] for path in paths if path}
     if len(tops) > 1 and all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
         raise UsageError(
@@ -135,11 +167,30 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     if labels is None:
         _check_repeated(paths, url)
         labels = FolderLabels(tuple(path[0] if path else "" for path in paths))
+    labels = replace(labels, classes=tuple(plain_booleans(labels.classes)))
     classes = set(labels.classes) - {""}
     doubtful = sorted(name for name in classes if is_part(name) or _BESIDE_CLASSES.fullmatch(name.lower()))
     for name in doubtful if len(classes) > 1 else ():
         _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(classes) - 1)
     return labels
+
+
+def composed(text: str) -> str:
+    """Return a name in the Unicode form in which names are compared: a Mac writes é as two characters, others as one.
+
+    >>> len(composed("e\\u0301"))
+    1
+    """
+    return unicodedata.normalize("NFC", text)
+
+
+def plain_booleans(labels: Sequence[str]) -> Sequence[str]:
+    """Return labels in lower case if they are booleans, which programs write as True, TRUE or true; else as they are.
+
+    >>> plain_booleans(["True", "FALSE", ""])
+    ['true', 'false', '']
+    """
+    return [label.lower() for label in labels] if set(labels) <= {*BOOLEANS, ""} else labels
 
 
 def top_folders(keys: Iterable[str]) -> list[str]:

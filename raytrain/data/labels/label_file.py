@@ -14,7 +14,6 @@ import logging
 import os
 import posixpath
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import read_folders, top_folders
-from raytrain.data.labels.label_formats import read_table
+from raytrain.data.labels.folders import BOOLEANS, composed, read_folders, top_folders
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import check_folder, first_names
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import is_part, is_test, is_training, parts_among
@@ -38,17 +37,16 @@ from raytrain.storage.store import Store
 pc: Any = pyarrow.compute  # whose functions are made at import
 Texts = npt.NDArray[np.object_]
 
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
-KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
-LABEL_COLUMNS = ("label", "class", "target", "category")
 JOINED = "\x1f"  # joins the classes of an image that may have several
 
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
 """Texts that programs write in place of a missing value."""
 
+MOST_SPLITS = 20  # a column with as many different texts says something else than what is tested on
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+
 _log = logging.getLogger("raytrain")
-_MOST_SPLITS = 20
-_TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+_NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if they have train and test
 _NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -100,7 +98,7 @@ class LabelTable:
 
     def rows_of(self, images: Manifest) -> Int64s:
         """Return the row of each image, (len(images),); -1 if it has none."""
-        keys = [unicodedata.normalize("NFC", str(key)) for key in images.keys.to_pylist()]
+        keys = [composed(str(key)) for key in images.keys.to_pylist()]
 
         def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
             """Return the rows by the first form of the images' keys of which any is in the table."""
@@ -222,7 +220,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     # Classes are listed only where an image may have several of them, or none.
     classes: tuple[str, ...] | None = None
     if len(columns.label) > 1:
-        classes = columns.label
+        classes = tuple(map(composed, columns.label))
     elif columns.separator is not None:
         classes = tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
     label_rows = LabelTable(url, keys, labels, splits, groups, classes)
@@ -232,14 +230,14 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
 
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
     """Return an image's path below one of ``images_urls``: ``./a//b.png`` and the whole URL are ``a/b.png``."""
-    key = unicodedata.normalize("NFC", key.strip()).removeprefix("file://")
+    key = composed(key.strip()).removeprefix("file://")
     if "\\" in key and "/" not in key:
         key = key.replace("\\", "/")  # as Windows writes paths
     scheme, separator, path = key.rpartition("://")
     path = posixpath.normpath(path).removeprefix("./") if path else ""
     key = f"{scheme}{separator}{path}"
     for prefix in (form for url in images_urls for form in (url, os.path.realpath(url))):
-        key = key.removeprefix(unicodedata.normalize("NFC", prefix.rstrip("/")) + "/")
+        key = key.removeprefix(composed(prefix.rstrip("/")) + "/")
     return key.lstrip("/")
 
 
@@ -249,16 +247,22 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     other_columns = [
         (name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label
     ]
+    key = find_column(table.column_names, columns.key, KEY_COLUMNS)
     named = [name for name, _ in other_columns if name.lower() == "split"]
-    saying = list(named)
+    saying, doubtful = list(named), list[str]()
     for name, column in () if named else other_columns:
-        # A column says it if all of its texts are names of training or of test images, and some are of each.
-        is_text = column.type in _TEXT_TYPES or pa.types.is_dictionary(column.type)
+        # A column says it if it has few texts, and some of them are names of training and some of test images. There
+        # may be as many others, such as extra or unassigned: their rows are not used, and counted.
+        is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
         distinct = column.cast(pa.string()).unique() if is_text else ()
-        values = {str(value).strip() for value in distinct[:_MOST_SPLITS]} - {""}
-        are_parts = all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
-        if len(distinct) < _MOST_SPLITS and are_parts:
+        values = {str(value).strip() for value in distinct[:MOST_SPLITS]} - NO_LABELS
+        parts = set(filter(is_part, values))
+        if len(distinct) >= MOST_SPLITS or {True, False} != set(map(is_training, parts)):
+            continue
+        if parts == values or (name != key and 2 * len(parts) >= len(values)):
             saying.append(name)
+        elif name != key:
+            doubtful.append(name)
     if len(saying) > 1:
         raise UsageError(
             f"The columns {', '.join(map(repr, saying))} of the label file {url} all say which images are tested on; "
@@ -266,7 +270,9 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
         )
     if saying and not named:
         _log.warning("The column %r of %s says which images are tested on.", saying[0], url)
-    for name in () if saying else filter(is_part, dict(other_columns)):
+    for name in () if saying else [name for name, _ in other_columns]:
+        if not (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
+            continue
         _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
     return saying[0] if saying else None
 
@@ -286,7 +292,8 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
                 )
             flags_of_classes.append(flags)
         rows = zip(*flags_of_classes, strict=True)
-        return [JOINED.join(sorted(compress(columns.label, (flag == "1" for flag in row)))) for row in rows]
+        classes = list(map(composed, columns.label))
+        return [JOINED.join(sorted(compress(classes, (flag == "1" for flag in row)))) for row in rows]
 
     # One column, with one class for each image.
     option = "--label-column (or several, of 0 and 1)"
@@ -332,6 +339,9 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
 def column_called(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
     """Return the column called ``name``, or by one of the ``usual`` names. Raise UsageError if there is none."""
     column = find_column(table.column_names, name, usual)
+    if name is None and len(candidates := [column for column in table.column_names if column.lower() in usual]) > 1:
+        names = ", ".join(map(repr, candidates))
+        _log.warning("Of the columns %s of %s, %r is read; %s names another.", names, url, column, option.split(" ")[0])
     if column is None:
         lacking = (
             f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
@@ -350,12 +360,12 @@ def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) 
     'Class'
     """
     if name is not None:
-        return name if name in present else None
+        return next((column for column in present if composed(column) == composed(name)), None)
     return next((column for wanted in usual for column in present if column.lower() == wanted), None)
 
 
 def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
-    """Return a column as text without blanks around it, empty if a value is missing. Raise UsageError without text.
+    """Return a column as composed text without blanks around it, empty if a value is missing; UsageError without text.
 
     If it ``may_be_lists``, each text of a list ends in JOINED.
     """
@@ -368,7 +378,7 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
         if may_be_lists and are_lists:
             lists = column.cast(pa.list_(pa.string())).to_pylist()
             return pa.chunked_array(
-                [["".join(f"{text.strip()}{JOINED}" for text in row or () if text) for row in lists]]
+                [["".join(f"{composed(text.strip())}{JOINED}" for text in row or () if text) for row in lists]]
             )
         text = as_text(column)
     except pa.ArrowNotImplementedError:
@@ -380,7 +390,12 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
         ) from None
     except pa.ArrowInvalid:
         raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
-    return pc.utf8_trim_whitespace(text.fill_null(""))
+    # One text for what programs write in several ways: é as one sign or as two, and True, TRUE or true.
+    text = pc.utf8_normalize(pc.utf8_trim_whitespace(text.fill_null("")), form="NFC")
+    is_flag = pc.is_in(text, pa.array(BOOLEANS))
+    if pc.any(is_flag).as_py() and pc.all(pc.or_(is_flag, pc.is_in(text, pa.array(sorted(NO_LABELS))))).as_py():
+        text = pc.if_else(is_flag, pc.utf8_lower(text), text)
+    return text
 
 
 def as_text(column: Any) -> Any:

@@ -29,8 +29,19 @@ from raytrain.data.labels.part_names import is_part
 from raytrain.errors import UsageError
 from raytrain.storage.open import read_input
 
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
+KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
+LABEL_COLUMNS = ("label", "class", "target", "category")
+
 _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 _UTF_16_MARKS = b"\xff\xfe", b"\xfe\xff"
+_COMPRESSIONS = {
+    b"\x1f\x8b": "gzip",
+    b"BZh91AY&SY": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"(\xb5/\xfd": "zstd",
+    b"PK\3\4": "ZIP, as spreadsheets are",
+}
 _BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
 _NO_BLANK = re.compile(r"\S")
@@ -53,6 +64,11 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table
     suffix = posixpath.splitext(url)[1].lower()
     if suffix not in _FORMATS:
         raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_FORMATS)}.")
+    if compression := next((name for magic, name in _COMPRESSIONS.items() if content.startswith(magic)), None):
+        raise UsageError(
+            f"The label file {url} is not in UTF-8, but compressed with {compression}; decompress it, and save it as "
+            "text in UTF-8 or as Parquet."
+        )
     text = "" if suffix == ".parquet" else _decode_text(url, content)
 
     # Each reader raises what its library does for a file that is damaged or of another form.

@@ -171,12 +171,18 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
 
 
 def labelled(
-    images: Manifest, table: LabelTable, splits: Sequence[str] = (), classes: tuple[str, ...] | None = None
+    images: Manifest,
+    table: LabelTable,
+    splits: Sequence[str] = (),
+    classes: tuple[str, ...] | None = None,
+    *,
+    are_joined: bool = False,
 ) -> Manifest:
     """Return the images that the table labels, of the given ``splits`` or of all.
 
     ``classes`` are those that the labels index, by default the names in the table, sorted. Raises UsageError if a label
     is none of them, or there is only one class. If an image may have several, the sets of them are those of all rows.
+    ``are_joined`` says that each label is the names of all classes of an image, which is reported otherwise.
     """
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
@@ -195,12 +201,8 @@ def labelled(
         check_classes(present, classes, images.url, len(images))
     if classes is None:
         report_alike(present, table.url)
-        # A name that is made of others, or a list, may stand for several classes.
-        words = {name: set(_SEPARATORS.split(name)) for name in present}
-        joined = (name for name in present if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
-        if (name := next(joined, None)) is not None:
-            sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
-            _log.warning(sentence, name, table.url)
+        if not are_joined:
+            _report_joined(present, table.url)
     classes = classes or present
 
     label_of = {name: label for label, name in enumerate(classes)}
@@ -217,3 +219,26 @@ def labelled(
         members[[label_of[name] for name in text.split(JOINED) if name]] = True
     labels = set_of_row.astype(np.int32)[rows[chosen]]
     return replace(images.select(chosen), labels=labels, label_sets=label_sets, **about)
+
+
+def _report_joined(classes: Sequence[str], url: str) -> None:
+    """Log if classes look like several joined: one is a list or made of others, or half of them share parts."""
+    words = {name: set(_SEPARATORS.split(name)) for name in classes}
+    joined = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
+    if (name := next(joined, None)) is not None:
+        sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
+        _log.warning(sentence, name, url)
+        return
+
+    # rose|bright, rose|dark and tulip|dark are made of parts that recur, unlike names that contain a comma.
+    for separator in "|;,":
+        parts = {name: {part.strip() for part in name.split(separator)} for name in classes if separator in name}
+        counts = Counter(part for names in parts.values() for part in names)
+        recurring = [name for name, names in parts.items() if any(counts[part] > 1 for part in names)]
+        if recurring and 2 * len(recurring) >= len(classes):
+            sentence = (
+                "%s of %s classes of %s contain '%s', such as %r, and each is a class of its own; if they stand for "
+                "several, give --label-separator '%s'."
+            )
+            _log.warning(sentence, f"{len(parts):,}", f"{len(classes):,}", url, separator, recurring[0], separator)
+            return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import re
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -32,7 +33,13 @@ _SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volum
 _SYSTEM_FILES = frozenset({"Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "_SUCCESS"})
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = range(120, 141)  # a pointer of Git LFS is 127 to 134 bytes long
+_SYSTEM_DOTS = re.compile(
+    r"\.(git|svn|hg|dvc|cache|ipynb_checkpoints|.*thumb.*|trash.*|apple.*|spotlight.*|fsevents.*|temp.*|tmp.*|document.*|"
+    r"picasa.*|xvpics|snapshots?|zfs|idea|vscode|venv|config|local|huggingface|kaggle)",
+    re.IGNORECASE,
+)
 HIDDEN = "hidden files and thumbnails of the system"
+DOTTED = "images in folders whose names begin with a dot"
 TABLES = "tables and descriptions"
 _TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml", ".yaml", ".yml", ".html")
 _NO_LOSS = (HIDDEN, TABLES)
@@ -104,9 +111,13 @@ def why_left_out(path: str) -> str | None:
     >>> why_left_out("cat/notes.csv")
     'tables and descriptions'
     """
-    if is_hidden(path):
-        return HIDDEN
     suffix = posixpath.splitext(path.lower())[1]
+    if is_hidden(path):
+        # A class may be called .net, while the folders of programs are known.
+        *folders, name = path.split("/")
+        dotted = [folder for folder in folders if folder.startswith(".")]
+        is_class = bool(dotted) and not any(map(_SYSTEM_DOTS.fullmatch, dotted)) and not is_hidden(name)
+        return DOTTED if is_class and suffix in SUFFIXES and _SYSTEM_FOLDERS.isdisjoint(folders) else HIDDEN
     if suffix in SUFFIXES:
         return None
     if suffix in _TABLES:
@@ -128,7 +139,7 @@ def _no_images(listing: Listing) -> UsageError:
     """Return the error of a folder without images, which names the files that it has instead, and what to do."""
     if not listing.counts:
         refuse_file(listing.url)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in Counter(listing.counts).most_common(4))
+    reasons = ", ".join(counted(count, reason) for reason, count in Counter(listing.counts).most_common(4))
     instead = f"but {reasons}" if reasons else "nor other files"
     suffixes = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
     advice = next((f" {suffix} files: {_CONTAINERS[suffix]}." for suffix in suffixes if suffix in _CONTAINERS), "")
@@ -158,7 +169,8 @@ def report_left_out(listing: Listing, *, in_class_folders: bool = False) -> None
     without_images = list[str]()
     if in_class_folders:
         lost = [path for reason, paths in listing.left_out.items() if reason not in _NO_LOSS for path in paths]
-        folders_of_lost = {path.rpartition("/")[0] for path in lost}
+        links = {path for path in listing.left_out[LINKS] if not posixpath.splitext(path)[1]}  # a whole folder each
+        folders_of_lost = {path.rpartition("/")[0] for path in lost} | links
         folders = {stored.path.rpartition("/")[0] for stored in listing.images}
         above = {folder.rpartition("/")[0] for folder in folders}
         without_images = sorted(
@@ -175,7 +187,19 @@ def lost_files(left_out: Mapping[str, int]) -> str:
     '2 links that lead nowhere'
     """
     counts = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
-    return "; ".join(f"{count:,} {reason}" for reason, count in sorted(counts, key=lambda pair: -pair[1]))
+    return "; ".join(counted(count, reason) for reason, count in sorted(counts, key=lambda pair: -pair[1]))
+
+
+def counted(count: int, reason: str) -> str:
+    """Return how many files are left out for a reason, of which one is in the singular.
+
+    >>> counted(1, TABLES), counted(2, TABLES)
+    ('1 table or description', '2 tables and descriptions')
+    """
+    if count == 1:
+        reason = re.sub(r"\b(file|folder|image|link|pointer|row|table|description|thumbnail)s\b", r"\1", reason)
+        reason = reason.replace(" lead ", " leads ").replace(" and ", " or ").replace(" them ", " it ")
+    return f"{count:,} {reason}"
 
 
 def first_names(names: list[str] | tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.labels.listing import Listing, check_folder, list_files, report_left_out
+from raytrain.data.parquet_size import check_memory, read_columns
 from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
@@ -27,6 +28,7 @@ UNLABELLED = -1
 PACKED_INDEX = "packed.parquet"  # the manifest of a packed data set, stored beside its shards
 
 _METADATA = b"raytrain.manifest"
+_COLUMNS = ["key", "label", "size_bytes", "etag", "shard", "row"]
 _DIGEST_ROWS = 1 << 20  # at a time
 
 
@@ -145,7 +147,7 @@ class Manifest:
         The manifest of a run or of packed images may be a stranger's, so every value in it is checked.
         """
         try:
-            table = pq.read_table(pa.BufferReader(data)).combine_chunks()
+            table = read_columns(data, _COLUMNS).combine_chunks()
             metadata = json.loads(table.schema.metadata[_METADATA])
             classes = tuple(metadata["classes"])
             if not all(isinstance(name, str) for name in classes) or len(set(classes)) < len(classes):
@@ -154,6 +156,7 @@ class Manifest:
             # Sets of classes are stored as lists of indices.
             label_sets: npt.NDArray[np.bool_] | None = None
             if "label_sets" in metadata:
+                check_memory(len(metadata["label_sets"]) * len(classes), data)
                 label_sets = np.zeros((len(metadata["label_sets"]), len(classes)), bool)
                 for members, indices in zip(label_sets, metadata["label_sets"], strict=True):
                     check_range("class", np.array(indices, np.int64), 0, len(members))

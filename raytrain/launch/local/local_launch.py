@@ -21,12 +21,15 @@ from typing import Any
 import cloudpickle
 
 from raytrain.data.dataset import Dataset
+from raytrain.errors import CoordinatorLost, RaytrainError
 from raytrain.launch.cache_choice import ImageCache, SharedImages, image_cache
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
+from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
+from raytrain.runs.outcome import failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.run_spec import RunSpec
 
@@ -58,7 +61,7 @@ class LocalLaunch:
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
-            started_at=prepared.started_at,
+            started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
         )
         with ExitStack() as opened:
             # Where the workers report. A socket's path has a limit that a long TMPDIR may exceed.
@@ -96,8 +99,21 @@ class LocalLaunch:
             self._shared.skip(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether the agent has ended."""
+        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether the agent has ended.
+
+        Raises :class:`CoordinatorLost` if the agent was killed. All that its workers had is made anew then.
+        """
         self._coordinator.wait_for_end(timeout_s)
+        if (killed_by := self._agent.killed_by) is not None and not self._coordinator.ending().has_come:
+            # The workers may still train. They end before another attempt begins, and what they have reported is kept.
+            self._agent.close()
+            reason = f"the process that starts the workers was killed by {killed_by}"
+            self._coordinator.event(WorkerFailed(reason))
+            with suppress(RaytrainError):
+                self._coordinator.finish("failed")
+            prepared = self._prepared
+            sentence = failure_sentence(prepared.config, reason, prepared.loop)
+            raise CoordinatorLost(sentence, prepared.name, prepared.store.url)
         return self._agent.has_ended
 
     def failure(self) -> str | None:
@@ -160,6 +176,12 @@ class AgentProcess:
     def has_ended(self) -> bool:
         """Whether the agent has ended, and the workers with it."""
         return self._process.poll() is not None
+
+    @property
+    def killed_by(self) -> str | None:
+        """The name of the signal that has killed the agent; None if it runs, or has ended by itself."""
+        code = self._process.poll()
+        return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def close(self) -> None:
         """End the agent and all workers, whatever they do. May be called twice."""

@@ -74,9 +74,14 @@ class CapacityCheck:
         self._placement = placement
         self._throttle = Throttle()
         self._waiting_since: dict[str, float] = {}  # when each placement group that waits was first seen
+        self._is_reported = False
 
-    def check(self) -> None:
-        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too."""
+    def check(self, *, is_starting: bool = True, is_stopping: bool = False) -> None:
+        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too.
+
+        If the run has trained before (``is_starting`` is False), others may come and go: a line says that it waits, and
+        it waits on. Workers without room hear of no request to stop, so that raises KeyboardInterrupt then.
+        """
         if not self._throttle.due("placement groups", _POLL_EVERY_S):
             return
         # The placement groups of this driver that are not placed yet: a group's ID ends with its driver's ID.
@@ -91,6 +96,11 @@ class CapacityCheck:
         waited_too_long = any(now - since[group_id] >= _PLACED_WITHIN_S for group_id in waiting & since.keys())
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
         if not waited_too_long:
+            self._is_reported = self._is_reported and bool(waiting)
+            return
+        if not is_starting and is_stopping:
+            raise KeyboardInterrupt
+        if not is_starting and self._is_reported:
             return
         placement, free = self._placement, ray.available_resources()
         wanted_by_worker = f"{placement.cpus:g} CPUs"
@@ -98,10 +108,14 @@ class CapacityCheck:
         if placement.device == "cuda":
             wanted_by_worker += f" and 1 {device_kind(placement.accelerator_type, placement.device)}"
             unused += f" and {free.get('GPU', 0.0):g} GPUs"
-        raise UsageError(
+        sentence = (
             f"There is no room for {placement.min_workers} workers of {wanted_by_worker} each: the cluster has "
-            f"{unused} free, and other jobs use the rest; wait for them, or ask for fewer --workers."
+            f"{unused} free, and other jobs use the rest; "
         )
+        if is_starting:
+            raise UsageError(f"{sentence}wait for them, or ask for fewer --workers.")
+        _log.warning("%sthe run goes on when there is room.", sentence)
+        self._is_reported = True
 
 
 _ASK_HEAD_EVERY_S = 5.0

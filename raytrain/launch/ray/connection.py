@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -153,9 +153,10 @@ class Connection(AbstractContextManager["Connection"]):
     """A cluster that is used while the connection is open. One that was started here stays for the next connection.
 
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
-    for this process's own. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this
-    machine, else its own. ``gpus`` are the GPUs of this machine that its own one uses, such as ``0,2``; all by default.
-    ``before_start`` is called before the own one is used, and may raise what speaks against it.
+    for this process's own. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one that
+    this user started on this machine, else its own. ``gpus`` are the GPUs of this machine that its own one uses, such
+    as ``0,2``; all by default. ``before_start`` is called before the own one is used, and may raise what speaks against
+    it.
     """
 
     def __init__(
@@ -170,7 +171,10 @@ class Connection(AbstractContextManager["Connection"]):
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
         is_undecided = self._address == "auto" or not (self._address or is_connected() or own_is_used)
-        if is_undecided and (running := ray_start_address()):
+        running = None
+        if is_undecided:
+            running = ray_start_address({0, os.getuid()}) if self._address == "auto" else ray_start_address()
+        if running is not None:
             self._address = running
             _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
         starts_here = self._address == "local" or not (self._address or is_connected())
@@ -232,26 +236,46 @@ class Connection(AbstractContextManager["Connection"]):
             self.own.release()
 
 
-def ray_start_address() -> str | None:
-    """Return the address of the Ray on this machine that this user or root started with ``ray start``, if it answers.
+def ray_start_address(users: Collection[int] = ()) -> str | None:
+    """Return the address of the Ray on this machine that one of ``users`` started with ``ray start``, if it answers.
 
-    Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
-    and would be shown this user's token. Found without importing Ray, which takes a second.
+    The users are given by their IDs; by default it is this user alone. Ray writes the address into a folder that
+    everybody may write to, and leaves it there when its head has ended: somebody else's may listen at the port by now.
+    Another user's cluster would run this user's code, and would be shown this user's token. So both must belong to one
+    of the users: what is written, and the process that listens. Found without importing Ray, which takes a second.
     """
+    users = users or {os.getuid()}
     note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
     with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
+        if os.fstat(file.fileno()).st_uid not in users:
             return None
         address = file.read().strip()
         host, port = address.rsplit(":", 1)
+        listening = _users_that_listen(int(port))
+        if listening is not None and not (listening and listening <= set(users)):
+            return None
         with socket.create_connection((host, int(port)), timeout=1.0):
             return address
     return None
 
 
+def _users_that_listen(port: int) -> set[int] | None:
+    """Return the IDs of the users whose processes listen at ``port`` of this machine; None where Linux does not say."""
+    tables = [table for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    # The columns are sl, local_address (in hexadecimal, with the port), rem_address, st (0A listens), …, uid.
+    users = {int(row[7]) for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    return users if tables else None
+
+
 def uses_cluster(address: str | None) -> bool:
     """Return whether there is a cluster to use, or the user asks for one; if not, a :class:`Connection` starts one."""
-    return bool(address or is_connected() or os.environ.get("RAY_ADDRESS") or ray_start_address())
+    return names_cluster(address) or ray_start_address() is not None
+
+
+def names_cluster(address: str | None) -> bool:
+    """Return whether the user says that a cluster is to be used: by an address, or as this process is in one."""
+    return bool(address or is_connected() or os.environ.get("RAY_ADDRESS"))
 
 
 def is_connected() -> bool:

@@ -31,7 +31,7 @@ from ray.util.placement_group import PlacementGroup
 from raytrain.errors import CoordinatorLost, RaytrainError, UsageError
 from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.ray.nodes import ObjectStores
-from raytrain.launch.ray.private_api import delay_barrier, on_this_node
+from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
@@ -80,11 +80,11 @@ class RayCoordinator(Coordinator):
     # Ray Train.
 
     @ray.method(concurrency_group=WAIT)
-    def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+    def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str], prefix: str) -> Any:
         """Be Ray Train's controller until the workers have ended: start them, watch them; return its result.
 
         ``kind`` is the class of the controller, and ``arguments`` are those of its constructor. Otherwise, Ray Train
-        would start a process for it.
+        would start a process for it. The names of the placement groups of its workers begin with ``prefix``.
         """
 
         class Controller(kind):
@@ -99,6 +99,7 @@ class RayCoordinator(Coordinator):
         os.environ.update(environment)
         this: CoordinatorHandle = ray.get_runtime_context().current_actor
         delay_barrier(this.after_start.remote)
+        name_placement_groups(prefix)
         self._controller = Controller(**arguments)
         for name in not_for_workers:
             os.environ.pop(name, None)

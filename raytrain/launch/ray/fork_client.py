@@ -27,10 +27,15 @@ from typing import Any
 READY, GO = b"ready\n", b"go\n"
 _STARTS_WITHIN_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable, and its default
 _BACKLOG = 128
+_CONNECTS_WITHIN_S = 10  # a server that imports takes nobody from the queue, which somebody else may have filled
 _ROOT = Path(__file__).resolve().parents[2]  # the package
 _SERVER = Path(__file__).with_name("fork_server.py")
-_AT_START = "HOME", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
-"""Variables that a process cannot take over once it runs begin with these."""
+_AT_START = (
+    *("HOME", "LANG", "LC_", "LD_", "MALLOC_", "GLIBC_TUNABLES", "PYTHON"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMEXPR_", "ARROW_", "ATEN_", "DNNL_", "ONEDNN_"),
+    *("TORCH", "PYTORCH_", "AOT_", "AOTINDUCTOR_", "TRITON_"),  # also TORCHDYNAMO_, TORCHINDUCTOR_
+)
+"""Variables that a process cannot take over once it runs begin with these: a library reads them when it is loaded."""
 _WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 """As in ``raytrain.launch``, so that driver and raylet ask the same server."""
 _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
@@ -82,7 +87,7 @@ def ray_program() -> str:
 def connect(program: str) -> socket.socket:
     """Return a connection to this user's fork server, started if there is none.
 
-    Raises OSError if another user listens in its place.
+    Raises OSError if another user listens in its place, or if nobody takes the connection within 10 seconds.
     """
     address = server_address(program)
     with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # there is one already
@@ -102,7 +107,10 @@ def connect(program: str) -> socket.socket:
         _STARTED.append(server)
     connection = socket.socket(socket.AF_UNIX)
     try:
+        # Not settimeout(), with which connect() would not wait at all for room in the queue.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECTS_WITHIN_S, 0))
         connection.connect(address)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if user_of(connection) != os.getuid():
             raise PermissionError("another user listens in place of this user's fork server")
     except OSError:

@@ -32,7 +32,9 @@ import runpy
 import select
 import signal
 import socket
+import tempfile
 import threading
+import time
 from typing import Any
 
 from raytrain.launch.ray.fork_client import GO, READY, ray_program, user_of
@@ -125,6 +127,8 @@ def take_over(traits: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(traits["variables"])
     read_variables()
+    time.tzset()  # TZ
+    tempfile.tempdir = None  # TMPDIR: Python decides at the first use, which was an import
 
     # Ray's workers end with the raylet that asked for them; this one has another parent.
     if raylet := os.environ.get("RAY_RAYLET_PID"):

@@ -6,9 +6,11 @@ The first run of a cluster has ``/`` for its own, every other one ``/RUN`` alone
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -33,11 +35,14 @@ from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import ServedModel
+from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
+from raytrain.launch.ray.private_api import asks_for_token, bind_replica, can_bind_replica, check_serve
 from raytrain.launch.ray.trainer import root_cause
 from raytrain.monitor.stop_request import StopSignals
 
 _MAX_BYTES = 64 << 20  # of one image file
 _MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
+_MAX_PARTS, _MAX_PART_HEADERS = 64, 8 << 10  # of a form: parts up to its file, and bytes of the headers of each
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S, _ASK_EVERY_S = 30.0, 0.2
@@ -53,10 +58,16 @@ class RefusedRequest(Exception):
 
 
 class Replica:
-    """One copy of the network. POST an image file, and get its classes; GET says what is served, a browser a page."""
+    """One copy of the network. POST an image file, and get its classes; GET says what is served, a browser a page.
 
-    def __init__(self, model: ServedModel, num_threads: int) -> None:
+    ``local_host`` is the host that Serve listens at if that is this machine alone, else None.
+    """
+
+    def __init__(self, model: ServedModel, num_threads: int, local_host: str | None = "127.0.0.1") -> None:
         self._model = model
+        self._local_host = local_host
+        # Serve starts the replica's own server, for other replicas, once this constructor has returned.
+        bind_replica("127.0.0.1" if local_host else ray.util.get_node_ip_address())
         self._decoders: SimpleQueue[DecodeProcess] = SimpleQueue()
         for _ in range(num_threads):
             self._decoders.put(DecodeProcess(model.format.shape))
@@ -67,6 +78,10 @@ class Replica:
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
         try:
+            # A site that a browser has open may point its own name at 127.0.0.1, and would then read the answers.
+            host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
+            if self._local_host and host and host != self._local_host.lower() and not is_loopback(host):
+                raise RefusedRequest(403, "this port is for this machine alone; ask 127.0.0.1 or localhost")
             if request.url.path.strip("/") not in ("", self._model.run):
                 raise RefusedRequest(404, f"{self._model.run} is served here, at /{self._model.run}")
             if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
@@ -96,7 +111,9 @@ class Replica:
         Raises BadImage, and RefusedRequest if its file is too large, or all that this replica holds are.
         """
 
-        def decode(file: bytes) -> Pixels:
+        def decode() -> Pixels:
+            # A form may be so large that looking for its file would keep other requests waiting.
+            file = posted_file(request.headers.get("content-type", ""), content)
             # A stranger's file may kill the process that decodes it, so that is one beside this one.
             decoder = self._decoders.get()
             try:
@@ -113,8 +130,7 @@ class Replica:
                     raise RefusedRequest(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
                 if self._held_bytes > _MAX_HELD_BYTES:
                     raise RefusedRequest(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
-            file = posted_file(request.headers.get("content-type", ""), bytes(content))
-            return await asyncio.get_running_loop().run_in_executor(self._threads, decode, file)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
         finally:
             self._held_bytes -= len(content)
 
@@ -126,16 +142,66 @@ class Replica:
         return [self._model.answer(row) for row in table.to_pylist()]
 
 
-def posted_file(content_type: str, body: bytes) -> bytes:
-    """Return the image file in ``body``: all of it, or the first file of a form."""
-    form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]+)"?.*', content_type, re.IGNORECASE)
+def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
+    """Return the image file in ``body``: all of it, or the first file of a form. Takes time linear in the body.
+
+    Raises RefusedRequest if the form has no file in its first parts.
+    """
+    form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]{1,70})"?.*', content_type, re.IGNORECASE)
     if form is None:
-        return body
-    for part in body.split(b"--" + form[1].encode()):
-        headers, _, content = part.partition(b"\r\n\r\n")
-        if b"filename" in headers.lower():
-            return content.removesuffix(b"\r\n")
-    raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
+        return bytes(body)
+    # A delimiter is a line that begins so. The first one may begin the body; the line end before belongs to it.
+    delimiter = b"\r\n--" + form[1].encode("latin-1", "replace")
+    delimiter_at = -2 if body.startswith(delimiter[2:]) else body.find(delimiter)
+    for _ in range(_MAX_PARTS):
+        if delimiter_at == -1:
+            raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
+        start = delimiter_at + len(delimiter)
+        delimiter_at = body.find(delimiter, start)
+        end = len(body) if delimiter_at == -1 else delimiter_at
+        content_at = body.find(b"\r\n\r\n", start, min(end, start + _MAX_PART_HEADERS))
+        if content_at != -1 and b"filename" in body[start:content_at].lower():
+            return bytes(body[content_at + 4 : end])
+    raise RefusedRequest(400, f"the form has no file in its first {_MAX_PARTS} parts; send the file first")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is ``localhost`` or an address of this machine alone, such as ``[::1]``."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    return host == "localhost"
+
+
+def listens_on_loopback(host: str) -> bool:
+    """Return whether a server at ``host``, which may be a name, can be reached from this machine alone."""
+    if not host:  # all interfaces
+        return False
+    try:
+        return all(is_loopback(str(address[0])) for *_, address in socket.getaddrinfo(host, None))
+    except OSError:  # no such name
+        return False
+
+
+def check_guarded(host: str) -> None:
+    """Raise UsageError if whoever reaches a node could have a replica run code, served at ``host``.
+
+    Each replica has a port for other replicas, which unpickles what it gets from whoever has the cluster's token.
+    """
+    check_serve()
+    if listens_on_loopback(host) and can_bind_replica():
+        return  # that port is reached from there alone, too
+
+    def is_open(node: ClusterNode) -> bool:
+        return not (asks_for_token() or (can_bind_replica() and is_loopback(ray.util.get_node_ip_address())))
+
+    for answer in run_on_each_node(is_open, _ANSWERS_WITHIN_S):
+        if answer.result is not False:
+            raise UsageError(
+                f"--host is {host}, and the Ray of the node {answer.node.address} "
+                f"{'asks for no token' if answer.result else 'did not say whether it asks for a token'}, so that "
+                "others could run code there by a port of Ray Serve; start the cluster with RAY_AUTH_MODE=token, or "
+                "use --host 127.0.0.1."
+            )
 
 
 @contextmanager
@@ -145,6 +211,7 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
     Raises UsageError if the cluster cannot, or does not answer.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    check_guarded(host)
     replica = serve.deployment(
         name="replica",
         num_replicas=placement.num_workers,
@@ -152,7 +219,8 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
         ray_actor_options={"num_cpus": placement.cpus, "num_gpus": int(placement.device == "cuda")},
         health_check_period_s=5.0,
     )(Replica)
-    application, name = replica.bind(model, placement.threads), f"raytrain-{model.run}"
+    local_host = host if listens_on_loopback(host) else None
+    application, name = replica.bind(model, placement.threads, local_host), f"raytrain-{model.run}"
     try:
         try:
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -96,6 +97,10 @@ CONTROLLER = Improvement(
 BARRIER = Improvement(
     "workers start later, after a process that only a loop with Ray Train's own barrier needs",
     ("ray.train.v2._internal.execution.worker_group.worker_group:SynchronizationActor",),
+)
+RESERVED = Improvement(
+    "the CPUs of workers whose coordinator dies while they start stay reserved until the driver ends",
+    ("ray.train.v2._internal.execution.worker_group.worker_group:placement_group",),
 )
 PAUSE = Improvement(
     "streaming takes a whole core of the driver's machine, and reads with half as many tasks",
@@ -313,6 +318,65 @@ def delay_barrier(later: Callable[[Any], Any]) -> None:
             )
 
         module.SynchronizationActor = SimpleNamespace(options=options)  # pyright: ignore
+
+
+def name_placement_groups(prefix: str) -> None:
+    """Have Ray Train's controller, in this process, name what it reserves: ``prefix``, and a number of its own."""
+    if api := RESERVED.find():
+        module: Any = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
+        module.placement_group = lambda **options: api[0](name=f"{prefix}{uuid.uuid4().hex}", **options)
+
+
+def remove_placement_groups(prefix: str) -> None:
+    """Free what is reserved in placement groups whose names begin with ``prefix``; their workers end."""
+    import ray
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    for group_id, group in groups.items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+
+
+_SERVE_REPLICA = "ray.serve._private.replica"
+
+
+def check_serve() -> None:
+    """Raise UsageError if a replica of this Ray Serve unpickles what it gets before it asks for the cluster's token.
+
+    Each replica has a gRPC server for other replicas, at a port of its own. Since ray-project/ray#65189, the server is
+    made by a function that all of Ray's servers are made by, and asks for the token.
+    """
+    import ray
+
+    has_server = _load(f"{_SERVE_REPLICA}:add_ASGIServiceServicer_to_server") is not _MISSING
+    if has_server and _load(f"{_SERVE_REPLICA}:create_grpc_server_with_interceptors") is _MISSING:
+        raise UsageError(
+            f"Ray {ray.__version__} cannot be used by raytrain serve: its replicas run code of anybody who reaches a "
+            "port of theirs, with or without the cluster's token; install Ray 2.60 or newer."
+        )
+
+
+def can_bind_replica() -> bool:
+    """Return whether :func:`bind_replica` has an effect: otherwise replicas listen for others on all interfaces."""
+    names = f"{_SERVE_REPLICA}:add_port_to_grpc_server", "ray._common.tls_utils:add_port_to_grpc_server"
+    return _MISSING not in [_load(name) for name in names]
+
+
+def bind_replica(address: str) -> None:
+    """Have the Ray Serve replica of this process listen at ``address`` alone for other replicas, if this Ray can."""
+    if can_bind_replica():
+        module: Any = importlib.import_module(_SERVE_REPLICA)
+        add_port = _load("ray._common.tls_utils:add_port_to_grpc_server")
+        host = f"[{address}]" if ":" in address else address
+        module.add_port_to_grpc_server = lambda server, _address: add_port(server, f"{host}:0")
+
+
+def asks_for_token() -> bool:
+    """Return whether the Ray of this process asks whoever calls it for a token."""
+    is_enabled = _load("ray._private.authentication.authentication_utils:is_token_auth_enabled")
+    return is_enabled is not _MISSING and is_enabled()
 
 
 def announced_preemption() -> Any:

@@ -120,8 +120,8 @@ class RayLaunch:
         """Renew credentials, and look after the cluster."""
         if snapshot.status == "running":
             self._feed.fill_cache()
-        if snapshot.status == "starting":
-            self._capacity.check()
+        is_starting, is_stopping = snapshot.status == "starting", snapshot.stop_request is not None
+        self._capacity.check(is_starting=is_starting, is_stopping=is_stopping)
         self._lender.lend_if_due()
         self._head.poll()
         self._trainer.remember_reserved()

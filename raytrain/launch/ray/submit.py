@@ -65,8 +65,8 @@ def follow_job(
 ) -> str:
     """Show what the job prints until it ends; return its status, or DETACHED.
 
-    Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` answers that it should go on. ``note``
-    gets lines about the job. Raises TrainingFailed if the job fails.
+    Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` answers that it should go on. It goes on
+    if the terminal is closed, too. ``note`` gets lines about the job. Raises TrainingFailed if the job fails.
     """
     client, is_stopping = sent.server.client, False
     with StopSignals() as signals:
@@ -74,7 +74,7 @@ def follow_job(
         while not log.wait(_POLL_EVERY_S):
             if signals.stop_request is None or is_stopping:
                 continue
-            if detach():
+            if signals.stop_request.detail == "SIGHUP" or detach():
                 return DETACHED
             is_stopping = True
             note("The run is asked to stop; it writes a checkpoint first.")

@@ -8,13 +8,14 @@ import os
 import re
 import threading
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from ray.util import remove_placement_group
@@ -23,7 +24,7 @@ from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coordinator
 from raytrain.launch.ray.nodes import worker_resources
-from raytrain.launch.ray.private_api import CONTROLLER
+from raytrain.launch.ray.private_api import CONTROLLER, remove_placement_groups
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
@@ -107,11 +108,13 @@ class TrainerThread:
         """Done when the workers have ended: None, or why Ray Train gave up."""
         self._coordinator = coordinator
         self._reserved: Any = None
+        self._reserved_prefix = f"raytrain-{uuid.uuid4().hex}-"
         fewest, most = placement.min_workers, placement.num_workers
         resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
         trainer = _Trainer(
             work,
             coordinator=coordinator,
+            reserved_prefix=self._reserved_prefix,
             grows=fewest < most,
             one_node=one_node,
             scaling_config=ScalingConfig(
@@ -143,8 +146,14 @@ class TrainerThread:
             # The coordinator ends by this, and the exception that ray.get raises would keep the run's images.
             ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
         stop_coordinator(self._coordinator)
-        if self._reserved is not None and not cluster_ends:
-            remove_placement_group(self._reserved)
+        # What workers have reserved outlives a coordinator that has died: Ray keeps it for as long as this process is
+        # in the cluster. Another attempt would find no room for its workers, or for reading images. By its name it is
+        # found also if the coordinator died before it could say what it was.
+        if not cluster_ends:
+            if self._reserved is not None:
+                remove_placement_group(self._reserved)
+            with suppress(RayError):  # the head does not answer
+                remove_placement_groups(self._reserved_prefix)
         concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
 
     def _fit(self, trainer: TorchTrainer) -> None:
@@ -160,9 +169,18 @@ class TrainerThread:
 class _Trainer(TorchTrainer):
     """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(self, *args: Any, coordinator: CoordinatorHandle, grows: bool, one_node: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        coordinator: CoordinatorHandle,
+        reserved_prefix: str,
+        grows: bool,
+        one_node: bool,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
+        self._reserved_prefix = reserved_prefix
         self._grows = grows
         # It tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
         self._settings = {WATCHER: "0"} if one_node and not grows else {}
@@ -181,7 +199,8 @@ class _Trainer(TorchTrainer):
         if (api := CONTROLLER.find()) is None:
             return super()._initialize_and_run_controller(**options)
         users_settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-        return ray.get(self._coordinator.control.remote(api[0], options, self._settings | users_settings))
+        settings = self._settings | users_settings
+        return ray.get(self._coordinator.control.remote(api[0], options, settings, self._reserved_prefix))
 
 
 _ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from functools import cache
 from typing import Any
 
+from raytrain.config.extras import extra
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.clouds.cloud import Cloud, CloudSentences, check_endpoint
 from raytrain.storage.credentials import AzureCredentials
@@ -35,7 +36,7 @@ _SENTENCES = CloudSentences(
     any_identity="credentials",
     no_credentials=(
         "There are no Azure credentials for {url}; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or "
-        "install raytrain[azure] and sign in (az login), or give the machine an identity."
+        f"install {extra('azure')} and sign in (az login), or give the machine an identity."
     ),
     not_obtained="The Azure credentials for {url} could not be obtained ({detail}); check them, or sign in (az login).",
     refuses_credentials=_REFUSES,
@@ -49,7 +50,7 @@ _SENTENCES = CloudSentences(
         **dict.fromkeys(("AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"), _REFUSES),
         "AuthorizationFailure": _REFUSES[:-1] + ", and the firewall of the storage account.",
         "KeyBasedAuthenticationNotPermitted": (
-            "{endpoint} allows no account keys; install raytrain[azure], remove AZURE_STORAGE_ACCOUNT_KEY "
+            f"{{endpoint}} allows no account keys; install {extra('azure')}, remove AZURE_STORAGE_ACCOUNT_KEY "
             "and sign in (az login)."
         ),
     },

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from functools import cache
 from typing import Any
 
+from raytrain.config.extras import extra
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import Cloud, CloudSentences, check_endpoint
 from raytrain.storage.credentials import GoogleCredentials
@@ -26,7 +27,8 @@ _SENTENCES = CloudSentences(
     certificates_variable="REQUESTS_CA_BUNDLE",  # which google-auth reads
     any_identity="access token",
     no_credentials=(
-        "There are no Google credentials for {url}; install raytrain[gcs] and set GOOGLE_APPLICATION_CREDENTIALS, or "
+        "There are no Google credentials for {url}; "
+        f"install {extra('gcs')} and set GOOGLE_APPLICATION_CREDENTIALS, or "
         "sign in (gcloud auth application-default login), or give the machine a service account."
     ),
     not_obtained=(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+import shlex
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timezone
 from functools import lru_cache, partial
@@ -42,7 +43,16 @@ _NO_PERMISSION = (
 )
 _KMS = "S3 cannot use the KMS key that encrypts {url}; enable that key, and grant kms:Decrypt and kms:GenerateDataKey."
 _BAD_CONFIGURATION = "The AWS configuration is broken ({detail}); check ~/.aws/config."
+_BREAKS_OFF = (
+    "{endpoint} breaks off its listing of {url} after {number} names, which are not all: it sends IsTruncated=true and "
+    "{fault}; update that server, or copy the objects to another one."
+)
 _SIGNED_OUT = "The AWS sign-in has expired; sign in again (for example: aws sso login) and repeat the command."
+
+_DAMAGED_SIGN_IN = (
+    "The AWS sign-in that is kept below ~/.aws/sso/cache cannot be read; sign in again (for example: aws sso login) "
+    "and repeat the command."
+)
 
 _SENTENCES = CloudSentences(
     endpoint="Amazon S3",
@@ -137,23 +147,9 @@ class S3(Cloud):
         """Iterate over the objects whose names start with ``prefix``, whatever these names are.
 
         obstore returns nothing of a folder that contains names which cannot be used; boto3 returns everything.
-        Raises botocore's exceptions.
+        Raises botocore's exceptions, and StorageError as :meth:`list_pages` does.
         """
-        import boto3
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        retries = {"mode": "standard", "max_attempts": 5}
-        signature = {"signature_version": UNSIGNED} if self.unsigned else {}
-        client = boto3.Session().client(
-            "s3",
-            self.region or "us-east-1",
-            endpoint_url=self.endpoint_url,
-            config=Config(**self.boto_config(), retries=retries, **signature),
-            **(keys.for_boto3() if keys else {}),
-        )
-        payer = {"RequestPayer": "requester"} if self.requester_pays else {}
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **payer):
+        for page in self.list_pages(bucket, prefix, keys):
             for entry in page.get("Contents", []):
                 yield {
                     "path": entry["Key"],
@@ -162,6 +158,58 @@ class S3(Cloud):
                     "last_modified": entry["LastModified"],
                     "version": None,
                 }
+
+    def list_pages(
+        self, bucket: str, prefix: str, keys: Credentials | None, delimiter: str = "", max_attempts: int = 5
+    ) -> Iterator[dict[str, Any]]:
+        """Iterate over the pages of a listing; raise StorageError if the server does not say how it goes on after one.
+
+        Of such a server, obstore and boto3's paginator return the first page as if it was all, or the same page for
+        ever. Raises botocore's exceptions.
+        """
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        signature = {"signature_version": UNSIGNED} if self.unsigned else {}
+        client = boto3.Session().client(
+            "s3",
+            self.region or "us-east-1",
+            endpoint_url=self.endpoint_url,
+            config=Config(
+                **self.boto_config(),
+                **signature,
+                retries={"mode": "standard", "total_max_attempts": max_attempts},
+                connect_timeout=5,
+                read_timeout=30,
+            ),
+            **(keys.for_boto3() if keys else {}),
+        )
+        query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
+        query |= {"RequestPayer": "requester"} if self.requester_pays else {}
+        query |= {"Delimiter": delimiter} if delimiter else {}
+        first_names: set[str] = set()  # of each page
+        num_names = 0
+        while True:
+            page: dict[str, Any] = client.list_objects_v2(**query)
+            names = [entry["Key"] for entry in page.get("Contents", [])]
+            names += [folder["Prefix"] for folder in page.get("CommonPrefixes", [])]
+            token: str = page.get("NextContinuationToken", "")
+            fault = ""
+            if not first_names.isdisjoint(names[:1]):
+                fault = "the same page again for its NextContinuationToken"
+            else:
+                yield page
+                if not page.get("IsTruncated"):
+                    return
+                num_names += len(names)
+                if not token or token == query.get("ContinuationToken"):
+                    fault = "no NextContinuationToken" if not token else "the same NextContinuationToken again"
+            if fault:
+                endpoint, url = self.endpoint_url or _SENTENCES.endpoint, f"s3://{bucket}/{prefix}".rstrip("/")
+                raise StorageError(_BREAKS_OFF.format(endpoint=endpoint, url=url, number=f"{num_names:,}", fault=fault))
+            first_names.update(names[:1])
+            query["ContinuationToken"] = token
 
     def boto_config(self) -> dict[str, Any]:
         """Return the same settings as options of botocore's Config."""
@@ -213,30 +261,36 @@ def _session() -> Any:
 
 
 def resolve_credentials() -> Credentials | None:
-    """Return this process's credentials from the standard AWS chain; raise botocore's exceptions if it is broken."""
-    credentials = _chain(_aws_configuration())
-    if not hasattr(credentials, "refresh_needed"):
-        _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
-    return _frozen(credentials)
+    """Return this process's credentials from the standard AWS chain.
+
+    Raises botocore's exceptions if it is broken, and StorageError if a program or file that it names is.
+    """
+    with _source_named():
+        credentials = _chain(_aws_configuration())
+        if not hasattr(credentials, "refresh_needed"):
+            _chain.cache_clear()  # static credentials are read again each time: their file may have been rewritten
+        return _frozen(credentials)
 
 
 def credential_method() -> str:
     """Return boto3's name for the step of the chain that has this process's credentials; empty if none has."""
-    return getattr(_session().get_credentials(), "method", "")
+    with _source_named():
+        return getattr(_session().get_credentials(), "method", "")
 
 
 def own_role() -> Credentials | None:
     """Return the credentials of the role that this node or container has (EC2, ECS, EKS), unless a user set others.
 
     Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
-    AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
+    AWS_EC2_METADATA_DISABLED is true. Raises the same as :func:`resolve_credentials` if a role gives no credentials.
     """
     # ECS and EKS set variables; otherwise only an EC2 instance can have a role.
     is_disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if os.environ.keys().isdisjoint(_ROLE_VARIABLES) and (is_disabled or not _is_on_ec2()):
         return None
-    credentials = _chain(_aws_configuration())
-    return _frozen(credentials) if credentials is not None and credentials.method in _ROLES else None
+    with _source_named():
+        credentials = _chain(_aws_configuration())
+        return _frozen(credentials) if credentials is not None and credentials.method in _ROLES else None
 
 
 def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
@@ -283,6 +337,68 @@ _ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")  # what
 
 
 # Errors.
+
+
+@contextmanager
+def _source_named() -> Generator[None]:
+    """Raise StorageError, which names the program or file, if a source of credentials fails below botocore.
+
+    botocore lets pass what a program that cannot be started, a missing token or a damaged cache raises, such as
+    FileNotFoundError, JSONDecodeError or KeyError: these would be taken for errors of the bucket.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, ParamValidationError
+    from botocore.session import Session
+
+    try:
+        yield
+        return
+    except ClientError as raised:  # AWS STS refuses a role, for example
+        code = raised.response.get("Error", {}).get("Code", "")
+        if code in _SENTENCES.by_code and code != "AccessDenied":  # which says of S3 what is missing there
+            raise
+        error, reason = raised, str(raised)
+    except CredentialRetrievalError as raised:
+        if raised.kwargs.get("provider") != "custom-process":
+            raise
+        error, reason = raised, raised.kwargs["error_msg"]
+    except ParamValidationError as raised:  # an empty token
+        error, reason = raised, ""
+    except BotoCoreError:
+        raise
+    except OSError as raised:
+        error, reason = raised, raised.strerror or str(raised)
+    except Exception as raised:
+        error, reason = raised, ""
+
+    # The settings of the profile, and of those that it takes its credentials from. The first of them counts.
+    session = Session()
+    profiles: dict[str, dict[str, str]] = session.full_config.get("profiles", {})
+    settings: dict[str, str] = {}
+    name, names = session.get_config_variable("profile") or "default", set[str]()
+    while name in profiles and name not in names:
+        names.add(name)
+        settings = {**profiles[name], **settings}
+        name = profiles[name].get("source_profile", "")
+    program = settings.get("credential_process", "")
+    with suppress(ValueError, IndexError):
+        program = shlex.split(program)[0]  # its arguments may be secret
+    variable = "AWS_WEB_IDENTITY_TOKEN_FILE"
+    setting = variable if os.environ.get(variable) else "web_identity_token_file"
+    token_file = os.environ.get(variable) or settings.get(setting)
+
+    # Without a reason, the first source counts that botocore asks: a token, a sign-in, a program.
+    reason = reason.strip().partition("\n")[0].rstrip(".")
+    if isinstance(error, ClientError):
+        detail = reason
+    elif token_file and (getattr(error, "filename", None) == token_file or not reason):
+        detail = f"{setting} {token_file}: {reason or 'it contains no token'}"
+    elif not reason and not settings.keys().isdisjoint(("sso_start_url", "sso_session")):
+        raise StorageError(_DAMAGED_SIGN_IN) from error
+    elif program:
+        detail = f"credential_process {program}: {reason or 'it does not print keys as JSON'}"
+    else:
+        detail = reason or f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise StorageError(_SENTENCES.not_obtained.format(detail=detail)) from error
 
 
 def _botocore_sentence(error: BaseException) -> tuple[str, str] | None:

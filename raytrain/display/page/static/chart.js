@@ -7,6 +7,7 @@ import { el, fill, formatDuration, formatNumber } from "./format.js";
 
 const MAX_VALUES = 8; // as many as there are colours
 const FEW_POINTS = 60; // each of which is marked
+const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat(); // there is no half of a step
 const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : formatNumber(value)) };
 const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatNumber(x)}` };
 
@@ -126,7 +127,7 @@ export class Chart {
       padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
       scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high)) } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
+        { ...axis, size: 26, gap: 4, space: 64, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
       ],
       cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },
