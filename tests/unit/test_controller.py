@@ -56,6 +56,7 @@ def test_an_abort_is_answered_between_two_tries_and_after_the_last(
     this: Any = SimpleNamespace(current_actor=SimpleNamespace(after_start=SimpleNamespace(remote=None)))
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: this)
     monkeypatch.setattr(module, "delay_barrier", lambda later: None)
+    monkeypatch.setattr(module, "name_placement_groups", lambda prefix: None)
     scheduled = threading.Event()
     threadsafe = module.asyncio.run_coroutine_threadsafe
     monkeypatch.setattr(
@@ -65,7 +66,7 @@ def test_an_abort_is_answered_between_two_tries_and_after_the_last(
     in_try, goes_on = threading.Event(), threading.Event()
     arguments = {"in_try": in_try, "goes_on": goes_on, "tries": tries}
     with ThreadPoolExecutor() as threads:
-        ends = threads.submit(coordinator.control, kind, arguments, {})
+        ends = threads.submit(coordinator.control, kind, arguments, {}, "raytrain-")
         assert in_try.wait(ANSWERED_WITHIN_S)
         answer = threads.submit(coordinator.abort)
         assert scheduled.wait(ANSWERED_WITHIN_S)
