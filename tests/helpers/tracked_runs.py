@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from wandb.proto import wandb_internal_pb2
 
 from raytrain.config import ResolvedConfig
@@ -108,7 +109,10 @@ def _finished(file: Path) -> list[Any]:
         records: list[Any] = []
         for data in _records(file.read_bytes()):
             records.append(wandb_internal_pb2.Record())  # pyright: ignore[reportAttributeAccessIssue]
-            records[-1].ParseFromString(data)
+            try:
+                records[-1].ParseFromString(data)
+            except DecodeError:  # this part of the file is still being written
+                return []
         return records if any(record.HasField("exit") for record in records) else []
 
     return wait_for(whole)
