@@ -23,10 +23,8 @@ class Mark(Enum):
     """It is chosen by a word of the command line, not by a flag."""
     SET_BY_FIND_RATE = auto()
     """``find-rate`` decides on it, so that command has no flag for it."""
-    SET_BY_STUDY = auto()
-    """``study`` decides on it, so that command has no flag for it."""
     SWEEPABLE = auto()
-    """It may differ between the trials of a sweep, which share images and machines."""
+    """It may differ between the trials of a sweep."""
     DESCRIBES_RUN = auto()
     """It names, places or describes the run, and changes nothing that the run computes."""
     OF_COMMAND = auto()

@@ -15,6 +15,7 @@ from raytrain.display.console import UNKNOWN, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.run_tables import Column, command_line, rows_table, status_text, try_next
+from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
@@ -121,6 +122,9 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
+    parts: list[RenderableType] = [table]
+    if result.histories:
+        parts += [scaling_table(result), scaling_plots(result), Text(), *scaling_sentences(result)]
 
     # Below the table: why trials ended early, and the command that continues them.
     lines = [
@@ -132,7 +136,7 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
         lines += [Text("Resume the stopped and failed trials with"), command_line(command)]
     about = f": {as_typed(trials[0].values)}" if trials else ""
-    return Group(table, *lines, Text(), *conclusion(result.name, result.best, about, config.storage, picture))
+    return Group(*parts, *lines, Text(), *_conclusion(result, about, config.storage, picture))
 
 
 def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
@@ -159,32 +163,34 @@ def _reason_text(trial: TrialResult) -> str:
     return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
 
 
-def conclusion(
-    name: str, best: str | None, about: str, storage: str, picture: str | None = None
-) -> Iterator[RenderableType]:
-    """Yield where the curves of several runs are, the best of them with its checkpoints, and commands that use it.
+def _conclusion(result: SweepResult, about: str, storage: str, picture: str | None) -> Iterator[RenderableType]:
+    """Yield where the curves of all trials are, the best of them with its checkpoints, and commands that use it.
 
-    ``about`` is added to the name of the ``best`` run.
+    ``about`` is added to the name of the best trial.
     """
     if picture is not None:
-        again = shell_command("compare", name, storage=storage)
+        again = shell_command("compare", result.name, storage=storage)
         yield Text(f"All curves are in the picture {one_line(picture)}, and in: {one_line(again)}")
-    if best is not None:
-        store = run_store(storage, best)
-        yield Text.assemble("The best is ", (best, "bold"), about)
+    if result.best is not None:
+        store = run_store(storage, result.best)
+        yield Text.assemble("The best is ", (result.best, "bold"), about)
         if checkpoint := best_checkpoint(store):
             newest = newest_checkpoint(store)
             yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
         # As in the page of a single run: the user's own code is trusted, which the user has just run.
         config = read_config(store) if store.exists(CONFIG) else None
-        yield try_next(best, storage, trust=any(map(names_own_function, (config.model, config.loop) if config else ())))
+        own_code = any(map(names_own_function, (config.model, config.loop) if config else ()))
+        yield try_next(result.best, storage, trust=own_code)
 
 
 def sweep_figure(result: SweepResult) -> Figure:
     """Return the curves of all trials, the best in orange, and a plot for each option.
 
-    Raise UsageError if no trial was evaluated.
+    If --vary has workers, they are accuracy over time and images/s over workers, of the finished trials. Raise
+    UsageError if there is nothing to draw: no trial was evaluated.
     """
+    if result.histories:
+        return scaling_figure(result)
     trials = [trial for trial in result.trials if trial.evaluations]
     if not trials:
         raise UsageError(

@@ -49,7 +49,7 @@ class ComparedRun:
 
 
 def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
-    """Compare runs, in the order of their names in ``runs``; a sweep or a study stands for its runs.
+    """Compare runs, in the order of their names in ``runs``; a sweep stands for its trials.
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
 
@@ -62,15 +62,22 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
     """Read all documents of two or more runs; raise UsageError as :func:`compare` does."""
     names = [name for run in runs for name in names_of(storage, run) if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
-        raise UsageError("raytrain compare takes two runs or more, or a sweep or a study; `raytrain runs` lists them.")
+        raise UsageError("raytrain compare takes two runs or more, or a sweep; `raytrain runs` lists them.")
     return [read_run(storage, name) for name in names]
 
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     """Compare runs, as :func:`compare` does, whose documents have been read already."""
-    options = differing_options([record.config for record in records if record.config])
+    # What a loop does not use is no difference between its run and others.
+    used = [
+        {name: value for name, value in vars(record.config).items() if name not in record.unused_options}
+        if record.config
+        else dict[str, Any]()
+        for record in records
+    ]
+    options = differing_options(used)
     compared: list[ComparedRun] = []
-    for record in records:
+    for record, values in zip(records, used, strict=True):
         # All is from the history alone: a run that still trains has no summary.
         rows = record.metrics
         test, train = last_row(rows, "evaluation"), last_row(rows, "step")
@@ -79,7 +86,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         compared.append(
             ComparedRun(
                 name=record.name,
-                options={name: getattr(record.config, name, None) for name in options},
+                options={name: values.get(name) for name in options},
                 status=record.status.status,
                 steps=steps,
                 epochs=round(steps / steps_per_epoch(rows), 2),
@@ -95,11 +102,14 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     return compared
 
 
-def differing_options(configs: Sequence[TrainConfig]) -> list[str]:
-    """Return the options in which ``configs`` differ, except those that change nothing that the runs compute."""
+def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the options in which the runs that use them differ, by the options that each run uses.
+
+    Those that change nothing that runs compute are left out.
+    """
     ignored = {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ignored]
-    return [name for name in names if len({getattr(config, name) for config in configs}) > 1]
+    return [name for name in names if len({values[name] for values in used if name in values}) > 1]
 
 
 def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:

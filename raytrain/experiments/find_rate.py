@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import new_name, read_resolved_config, run_store
 from raytrain.runs.history import read_metrics
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 
 if TYPE_CHECKING:
@@ -83,17 +84,30 @@ def find_rate(
 
     # The history has a row of each step, whose loss may have become infinite or NaN at high rates.
     store = run_store(short.storage, result.name)
-    rows = [row for row in read_metrics(store) if row.kind == "step" and row.learning_rate]
-    rates, losses = (np.array([row.value(name) for row in rows], np.float64) for name in ("learning_rate", "loss"))
-    finite = np.isfinite(losses)
-    if finite.sum() < _FEWEST_STEPS:
+    rates, losses = losses_over_rates(read_metrics(store))
+    if len(losses) < _FEWEST_STEPS:
         raise UsageError(
-            f"Run {result.name!r} has {finite.sum()} steps with a loss, too few to suggest a learning rate; a loop of "
+            f"Run {result.name!r} has {len(losses)} steps with a loss, too few to suggest a learning rate; a loop of "
             f"your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
         )
-    rates, losses = rates[finite], losses[finite]
     averaged = smooth(losses)
     return RateResult(result, read_resolved_config(store), rates, losses, averaged, *suggest(rates, averaged))
+
+
+def stored_suggestion(rows: Sequence[MetricRow]) -> tuple[float | None, str]:
+    """Return the learning rate, or None, that the history of a run with a rising rate suggests, and the reason."""
+    rates, losses = losses_over_rates(rows)
+    if len(losses) < _FEWEST_STEPS:
+        return None, f"the run has {len(losses)} steps with a loss, and {_FEWEST_STEPS} are needed at least"
+    return suggest(rates, smooth(losses))
+
+
+def losses_over_rates(rows: Sequence[MetricRow]) -> tuple[Floats, Floats]:
+    """Return the learning rate and the loss of each step whose loss is finite, (num_steps,) each."""
+    steps = [row for row in rows if row.kind == "step" and row.learning_rate]
+    rates, losses = (np.array([row.value(name) for row in steps], np.float64) for name in ("learning_rate", "loss"))
+    finite = np.isfinite(losses)
+    return rates[finite], losses[finite]
 
 
 def _short_run(config: TrainConfig) -> TrainConfig:

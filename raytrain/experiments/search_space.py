@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
+from raytrain.config.optimisation import is_per_worker
 from raytrain.config.options import options_with, similar_options
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
@@ -51,6 +52,8 @@ Space = dict[str, Domain]
 def parse(words: Sequence[str]) -> Space:
     """Return the space of ``words``; raise UsageError if an option or a value is wrong.
 
+    A number may be one for each worker if the option takes that, such as ``batch-size=32/worker``.
+
     Example: ``parse(["optimizer=sgd,lion", "learning-rate=log:1e-4..1"])``
     """
     kinds = _sweepable_kinds()
@@ -73,7 +76,10 @@ def parse(words: Sequence[str]) -> Space:
             )
         kind = kinds[name]
         if kind not in (int, float) or ".." not in text:
-            space[name] = tuple(_value(flag, value, kind) for value in text.split(","))
+            space[name] = tuple(
+                value if is_per_worker(value) and _takes_text(name) else _value(flag, value, kind)
+                for value in text.split(",")
+            )
             continue
 
         # A range of numbers, drawn uniformly, or in the logarithm.
@@ -130,7 +136,7 @@ def are_points(value: object) -> bool:
     """Return True if a stored value is a list of points, which give sweepable options values of the right types."""
     kinds = _sweepable_kinds()
     return matches(value, list[dict[str, Any]]) and all(
-        name in kinds and matches(option, kinds[name])
+        name in kinds and (matches(option, kinds[name]) or (is_per_worker(option) and _takes_text(name)))
         for point in cast(list[dict[str, object]], value)
         for name, option in point.items()
     )
@@ -149,6 +155,11 @@ def _sweepable_kinds() -> dict[str, Any]:
         allowed = [kind for kind in allowed if kind is not str] or allowed
         kinds[name] = hint if hint in _KINDS or get_origin(hint) is Literal else allowed[0]
     return kinds
+
+
+def _takes_text(name: str) -> bool:
+    """Return True if an option that is a number may be a text too, whose form TrainConfig checks."""
+    return str in get_args(get_type_hints(TrainConfig)[name])
 
 
 def _value(flag: str, text: str, kind: Any) -> Value:

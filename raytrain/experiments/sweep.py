@@ -1,25 +1,32 @@
-"""``raytrain.sweep``: runs that differ in some options, each in a thread, several at once, on the same images."""
+"""``raytrain.sweep``: runs that differ in some options, each in a thread, several at once, on the same images.
+
+If the number of workers is among these options, one run trains after the other and reads its images itself, as
+``raytrain.train`` would have it: their images/s are compared, and the time until they are accurate.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import check_loop, load_optional
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
+from raytrain.experiments.scaling import Scaling, Size, default_target, scaling
+from raytrain.experiments.search_space import Point
 from raytrain.experiments.trials import (
     EarlyStopping,
     Sweep,
     SweepResult,
     Trial,
     TrialResult,
+    as_typed,
     best_first,
     check_names_free,
     is_over,
@@ -28,7 +35,7 @@ from raytrain.experiments.trials import (
     trials_of,
     write_sweep,
 )
-from raytrain.launch.placement import Placement, gpus, place
+from raytrain.launch.placement import Placement, check_room, gpus, place
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, TrainRequest, check_named, prepare, settle_options
 from raytrain.launch.train import open_machines, start_run
 from raytrain.monitor.recorder import RunRecorder
@@ -37,7 +44,9 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_json
+from raytrain.runs.history import read_metrics
 from raytrain.runs.logs import STARTUP
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 from raytrain.training.evaluation_metrics import built_in_metrics
 
@@ -56,6 +65,7 @@ def sweep(
     vary: str | Sequence[str] = (),
     trials: int | None = None,
     early_stopping: bool = True,
+    target_accuracy: float | None = None,
     loop: Callable[[Run], None] | None = None,
     view: SweepView | None = None,
     signals: StopSignals | None = None,
@@ -68,9 +78,12 @@ def sweep(
             ``workers`` is how many train at once: by default one per GPU, or without GPUs as many as leave room for
             reading data. With ``resume``, trials that were stopped or failed are resumed.
         vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
-            ``resume``.
+            ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
+            stopped early, and the result has their ``scaling``.
         trials: how many points to draw at random; by default every combination of values.
         early_stopping: stop a trial that is not among the better half after an eighth, a quarter or half of the epochs.
+        target_accuracy: the accuracy on the test images to which trials on different numbers of workers are timed; by
+            default 95 % of the best final one.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the trials stand.
         signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
@@ -83,6 +96,7 @@ def sweep(
 
     Example:
         raytrain.sweep(recipes.cifar10(data="s3://bucket/train"), vary="learning-rate=0.01,0.1,1").best
+        raytrain.sweep(recipes.cifar10(data="s3://bucket/train"), vary="workers=1,2,4").scaling
     """
     started_at = time.monotonic()
     check_named(config)
@@ -91,6 +105,11 @@ def sweep(
     if loop is not None:
         check_loop(loop)
     planned = plan_sweep(config, [vary] if isinstance(vary, str) else vary, trials, trust=trust)
+    if target_accuracy is not None and not (planned.varies_workers and 0 < target_accuracy <= 1):
+        raise UsageError(
+            f"--target-accuracy is {target_accuracy:g}; it must lie above 0 and be at most 1, and is for a sweep that "
+            "varies workers, such as --vary workers=1,2,4."
+        )
     # Whatever is wrong with a trial is refused before anything starts.
     for trial in trials_of(planned, config, config.name or new_name(config.recipe)):
         if loop is None and config.loop is None:
@@ -102,12 +121,18 @@ def sweep(
         (check_trials if config.resume else check_names_free)(runs)
         # One worker trains a trial, so more workers than trials would take cores from reading.
         hardware = join()
-        placement = place(prepared.config, hardware)
+        at_once = 1 if planned.varies_workers else prepared.config.workers
+        placement = place(dataclasses.replace(prepared.config, workers=at_once), hardware)
         if placement.num_workers > len(runs):
             placement = place(dataclasses.replace(prepared.config, workers=len(runs)), hardware)
+        for trial in runs:
+            if planned.varies_workers and not is_over(stored_result(trial)):
+                check_room(trial.config, hardware)
         if loop is None:
             load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
-        session = _Session(prepared, planned, runs, placement, loop, early_stopping=early_stopping)
+        session = _Session(
+            prepared, planned, runs, placement, loop, early_stopping=early_stopping, target_accuracy=target_accuracy
+        )
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view, started_at)
 
@@ -124,29 +149,37 @@ class _Session:
         loop: Loop | None,
         *,
         early_stopping: bool,
+        target_accuracy: float | None,
     ) -> None:
         self._prepared = prepared
         self._planned = planned
         self._placement = placement
+        self._target_accuracy = target_accuracy
         # The plan of each trial, by its options as its run will have them, apart from the precision.
         configs: list[ResolvedConfig] = []
         for trial in trials:
             run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
-            configs.append(run.resolve(1, placement.device, lambda _: "float32", lambda: "pillow"))
+            num_workers = int(trial.config.workers)
+            configs.append(run.resolve(num_workers, placement.device, lambda _: "float32", lambda: "pillow"))
         plans = [prepared.data.plan(config) for config in configs]
-        self._config = configs[0]  # all trials read the same images
         self._num_steps = sum(plan.num_steps for plan in plans)
+
+        # All trials read the same images, and are compared as they go; but for those whose speed is compared, each of
+        # which reads its own, and trains to its end.
+        self._config = dataclasses.replace(configs[0], cache="none") if planned.varies_workers else configs[0]
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
-        early = EarlyStopping(num_epochs if early_stopping else 0)  # which compares nothing in 0 epochs
+        compares = early_stopping and not planned.varies_workers
+        early = EarlyStopping(num_epochs if compares else 0)  # which compares nothing in 0 epochs
         self._runs = [_TrialRun(trial, loop, early) for trial in trials]
         self._recorder = RunRecorder(prepared.store, self._num_steps)
         self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._is_concluded = False
 
-        # The GPUs of this machine, one for each trial that trains at the same time. Ray decides on its own ones.
+        # The GPUs of this machine, one for each trial that trains at the same time. Ray decides on its own ones, and a
+        # trial on several workers takes as many as it needs.
         self._gpus: SimpleQueue[str | None] = SimpleQueue()
         config = prepared.config
-        if config.backend == "local" and placement.device == "cuda":
+        if config.backend == "local" and placement.device == "cuda" and not planned.varies_workers:
             numbers = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus()))))
             for gpu in numbers.split(",")[: placement.num_workers]:
                 self._gpus.put(gpu)
@@ -159,7 +192,7 @@ class _Session:
         with ExitStack() as opened:
             self._images: Any
             if self._config.backend == "local":
-                from raytrain.launch.cache_choice import SharedImages
+                from raytrain.launch.shared_images import SharedImages
 
                 self._images = opened.enter_context(SharedImages(self._prepared, self._config, self._num_steps))
             else:
@@ -203,6 +236,11 @@ class _Session:
         snapshot, failure = self._poll(view, signals)
         trials = best_first(run.result for run in self._runs)
         failed = failure is not None or all(trial.status == "failed" for trial in trials)
+        histories = {
+            run.trial.name: read_metrics(run.trial.store)
+            for run in self._runs
+            if self._planned.varies_workers and run.result.status == "finished"
+        }
         stopped = signals.stop_request is not None and not all(is_over(trial) for trial in trials)
         result = SweepResult(
             name=self._prepared.name,
@@ -212,6 +250,8 @@ class _Session:
             run_dir=self._prepared.store.url,
             seconds=round(time.monotonic() - started_at, 2),
             stop_reason=signals.stop_request if stopped else None,
+            scaling=self._scalings(histories) if self._planned.varies_workers else (),
+            histories=histories,
         )
         self._images.finish(result.status)
         write_json(self._prepared.store, SUMMARY, result.summary())
@@ -223,6 +263,9 @@ class _Session:
         return result
 
     def _train(self, run: _TrialRun) -> None:
+        if self._planned.varies_workers:
+            run.train(None, None)
+            return
         gpu = self._gpus.get()
         try:
             placement = dataclasses.replace(self._placement, num_workers=1, min_workers=1)
@@ -246,6 +289,25 @@ class _Session:
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
+    def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
+        """Return what more workers gain, for each choice of the other options. All are timed to the same accuracy."""
+        sizes: dict[str, list[Size]] = {}
+        choices: dict[str, Point] = {}
+        for run in self._runs:
+            config = run.trial.config
+            others = {name: value for name, value in run.trial.values.items() if name != "workers"}
+            size = Size(
+                run=run.trial.name,
+                workers=int(config.workers),
+                status=run.result.status,
+                batch_size=cast(int, config.batch_size),  # scaled to the workers
+                learning_rate=cast("float | None", config.learning_rate),
+            )
+            choices.setdefault(as_typed(others), others)
+            sizes.setdefault(as_typed(others), []).append(size)
+        target = default_target(histories.values()) if self._target_accuracy is None else self._target_accuracy
+        return tuple(scaling(sizes[choice], histories, target, others) for choice, others in choices.items())
+
 
 class _TrialRun:
     """One trial: an ordinary run, in a thread, watched by its view and stopped by its signals; ``aborted`` kills it."""
@@ -262,17 +324,17 @@ class _TrialRun:
             for evaluation in self.result.evaluations:
                 early.is_worse(trial.name, *evaluation)  # the others are compared with it
 
-    def train(self, gpu: str | None, group: RunGroup) -> None:
-        """Train until the trial ends. One that fails ends alone, so nothing is raised."""
+    def train(self, gpu: str | None, group: RunGroup | None) -> None:
+        """Train until the trial ends, beside those of its ``group``, or alone. One that fails raises nothing."""
         if self.aborted or self.signals.stop_request is not None:
             return
         try:
             config = dataclasses.replace(self.trial.config, resume=self.trial.store.exists(CONFIG))
-            if config.backend == "local":  # its part of this machine
+            if config.backend == "ray":  # this process is in the cluster already
+                config = dataclasses.replace(config, address=None)
+            elif group is not None:  # its part of this machine
                 device = config.device if gpu is None else f"cuda:{gpu}"
                 config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
-            else:  # this process is in the cluster already
-                config = dataclasses.replace(config, address=None)
             start_run(config, TrainRequest(loop=self._loop, view=self._follow, signals=self.signals, group=group))
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")

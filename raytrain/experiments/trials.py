@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
+from raytrain.experiments.scaling import Scaling
 from raytrain.experiments.search_space import Point, are_points, parse, points
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import (
@@ -23,13 +23,12 @@ from raytrain.runs.documents import (
     check_name,
     open_run,
     read_json,
-    run_names,
     run_store,
     write_json,
 )
 from raytrain.runs.history import read_metrics
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
-from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 
 WAITING = "waiting"
@@ -41,6 +40,11 @@ class Sweep:
 
     vary: tuple[str, ...]
     points: tuple[Point, ...]
+
+    @property
+    def varies_workers(self) -> bool:
+        """True if the trials have workers of their own, so that one trains after the other."""
+        return any("workers" in point for point in self.points)
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,16 @@ class SweepResult:
     run_dir: str
     seconds: float
     stop_reason: StopReason | None = None
+    scaling: tuple[Scaling, ...] = ()
+    """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
+    histories: Mapping[str, Sequence[MetricRow]] = field(default_factory=dict[str, Sequence[MetricRow]], repr=False)
+    """The metrics of the finished trials, by name, if --vary has workers; the summary is without them."""
 
     def summary(self) -> dict[str, Any]:
         """Return the result as a dictionary of plain values."""
-        return dataclasses.asdict(self)
+        document = dataclasses.asdict(dataclasses.replace(self, histories={}))
+        del document["histories"]
+        return document
 
 
 def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
@@ -153,21 +163,28 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
 
     Raises UsageError if options are not allowed, or two trials have the same ones.
     """
+    if sweep.varies_workers and (config.workers != "auto" or config.worker_load):
+        raise UsageError(
+            "--vary says how many workers each trial has, and one trains after the other; omit --workers and "
+            "--worker-load."
+        )
     if config.elastic_workers or config.worker_load:
         raise UsageError(
             "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
             "--worker-load."
         )
     trials: list[Trial] = []
-    for trial_name, point in zip(trial_names(sweep, name), sweep.points, strict=True):
-        values: dict[str, Any] = {**point}
-        options = dataclasses.replace(config, **values, name=trial_name, workers=1, resume=False).scaled_to(1)
-        trials.append(Trial(check_name(trial_name), point, options))
-
-    # Two points may be the same trial, if an option has no effect beside another.
     seen: dict[TrainConfig, Trial] = {}
-    for trial in trials:
-        twin = seen.setdefault(dataclasses.replace(trial.config, name=None), trial)
+    for trial_name, point in zip(trial_names(sweep, name), sweep.points, strict=True):
+        values: dict[str, Any] = {"workers": 1, **point}
+        options = dataclasses.replace(config, **values, name=trial_name, resume=False)
+        scaled = options.scaled_to(int(options.workers))
+        trial = Trial(check_name(trial_name), point, scaled)
+        trials.append(trial)
+
+        # Two points may be the same trial, if an option has no effect beside another. With workers that vary, 64 and
+        # 32/worker are the same on two of them only, where both lines of the figures need a point.
+        twin = seen.setdefault(dataclasses.replace(options if sweep.varies_workers else scaled, name=None), trial)
         if twin is not trial:
             both = " and ".join(as_typed(twice.values) for twice in (twin, trial))
             raise UsageError(
@@ -183,18 +200,13 @@ def trial_names(sweep: Sweep, name: str) -> list[str]:
 
 
 def names_of(storage: str, name: str) -> list[str]:
-    """Return the runs of a sweep, some of which may not have started, or of a study; otherwise the run itself.
+    """Return the runs of a sweep, some of which may not have started; otherwise the run itself.
 
     Raises UsageError if there is none.
     """
     store = run_store(storage, name)
     if store.exists(SWEEP):
         return trial_names(read_sweep(store), name)
-    if not store.exists(CONFIG):
-        size = re.compile(rf"{re.escape(name)}-\d+")
-        sizes = [run for run in run_names(open_store(storage)) if size.fullmatch(run)]
-        if sizes:
-            return sorted(sizes, key=lambda run: int(run.rpartition("-")[2]))
     open_run(storage, name)
     return [name]
 

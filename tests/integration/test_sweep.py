@@ -162,3 +162,38 @@ def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(backend: str
     for trial in again.trials:
         told = [row.step for row in documents(tmp_path, trial.name).metrics if row.kind == "step"]
         assert told == list(range(1, steps + 1))
+
+
+def wait_for_stop_on_two_workers(run: raytrain.Run) -> None:
+    def wait(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if run.world_size == 2 and run.rank == 0 and batch.step == 7:
+            wait_for(run.reporter.stop_requested)
+
+    loop_with(run, before_step=wait)
+
+
+class StopOnTwoWorkers(StopSignals):
+    """Asks for a stop once the trial on two workers has trained some steps."""
+
+    def view(self, trials: Sequence[TrialResult]) -> None:
+        if any(trial.name == "tried-01" and trial.status == "running" and trial.steps >= 6 for trial in trials):
+            self.request_stop(StopReason("caller", "enough"))
+
+
+def test_trials_on_more_and_more_workers_train_in_turn_and_resume(backend: str, images: Path, tmp_path: Path) -> None:
+    signals, loop = StopOnTwoWorkers(), wait_for_stop_on_two_workers
+    options: dict[str, Any] = {"workers": "auto", "backend": backend}
+    stopped = raytrain.sweep(
+        at_once(images, tmp_path, **options), vary="workers=1,2", loop=loop, view=signals.view, signals=signals
+    )
+    assert {trial.name: trial.status for trial in stopped.trials} == {"tried-00": "finished", "tried-01": "stopped"}
+    assert 8 <= documents(tmp_path, "tried-01").status.step <= 9
+
+    again = raytrain.sweep(at_once(images, tmp_path, resume=True, **options), loop=loop)
+    assert again.status == "finished" and again.histories["tried-00"] == stopped.histories["tried-00"]
+    assert [row.step for row in again.histories["tried-01"] if row.kind == "step"] == list(range(1, 21))
+    assert documents(tmp_path, "tried-01").summary["samples_seen"] == 324
+    (scaling,) = again.scaling
+    assert [(size.workers, size.status) for size in scaling.sizes] == [(1, "finished"), (2, "finished")]
+    for size in scaling.sizes:
+        assert size.images_per_s and size.seconds and size.test_accuracy is not None and size.test_accuracy >= 0.8

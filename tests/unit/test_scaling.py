@@ -1,20 +1,28 @@
-"""The results of a scaling study, computed from histories with known results."""
+"""What more workers gain, computed from histories with known results."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from raytrain.experiments.study import curve, images_per_s, per_doubling, scaling, seconds_to
+from raytrain.experiments.scaling import Scaling, Size, curve, images_per_s, per_doubling, scaling, seconds_to
 from raytrain.runs.metric_row import MetricRow
 from tests.helpers.scaling_histories import history
 
 
+def compare(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float | None = None) -> Scaling:
+    """Compare runs by their number of workers."""
+    sizes = [Size(run=f"sizes-{workers}", workers=workers, status="finished") for workers in histories]
+    rows = {f"sizes-{workers}": rows for workers, rows in histories.items()}
+    return scaling(sizes, rows, target_accuracy)
+
+
 def test_the_gain_per_doubling_is_reported_for_each_size_and_for_all() -> None:
     histories = {size: history(100 * 1.7**number, [0.5, 0.8, 0.9]) for number, size in enumerate((1, 2, 4, 8))}
-    compared = scaling(histories, target_accuracy=0.8)
+    compared = compare(histories, target_accuracy=0.8)
     assert [size.workers for size in compared.sizes] == [1, 2, 4, 8]
     assert [size.images_per_s for size in compared.sizes] == pytest.approx([100, 170, 289, 491.3])
     assert [size.images_per_s_gain for size in compared.sizes] == [None, *[pytest.approx(0.7)] * 3]
@@ -26,7 +34,7 @@ def test_the_gain_per_doubling_is_reported_for_each_size_and_for_all() -> None:
 
 
 def test_worker_counts_may_be_any_numbers_in_any_order() -> None:
-    compared = scaling({9: history(900, [0.5]), 3: history(500, [0.5])})
+    compared = compare({9: history(900, [0.5]), 3: history(500, [0.5])})
     assert [size.workers for size in compared.sizes] == [3, 9]
     assert compared.sizes[1].images_per_s_gain == pytest.approx((900 / 500) ** (1 / 1.5849625) - 1)
     assert per_doubling([1, 4], [100, 400]) == pytest.approx(1.0)
@@ -35,7 +43,7 @@ def test_worker_counts_may_be_any_numbers_in_any_order() -> None:
 
 
 def test_the_target_is_95_percent_of_the_best_final_accuracy_if_none_is_given() -> None:
-    compared = scaling({1: history(100, [0.4, 0.8]), 2: history(170, [0.3, 0.6]), 4: history(290, [0.7, 0.72])})
+    compared = compare({1: history(100, [0.4, 0.8]), 2: history(170, [0.3, 0.6]), 4: history(290, [0.7, 0.72])})
     assert compared.target_accuracy == pytest.approx(0.76)
     assert [size.test_accuracy for size in compared.sizes] == [0.8, 0.6, 0.72]
     assert [size.seconds_to_target for size in compared.sizes] == [pytest.approx(10 + 0.9 * 10), None, None]
@@ -62,8 +70,8 @@ def test_the_time_to_an_accuracy_is_interpolated_between_evaluations() -> None:
 
 
 def test_the_speed_is_the_median_after_the_first_tenth_of_the_steps() -> None:
-    draws = random.Random(0)
-    rows = [MetricRow(kind="step", step=step, epoch=1, images_per_s=draws.uniform(95, 105)) for step in range(11, 101)]
+    chance = random.Random(0)
+    rows = [MetricRow(kind="step", step=step, epoch=1, images_per_s=chance.uniform(95, 105)) for step in range(11, 101)]
     warm_up = [MetricRow(kind="step", step=step, epoch=1, images_per_s=1e6) for step in range(1, 11)]
     middle = images_per_s(rows)
     assert middle is not None and 97 < middle < 103
@@ -73,9 +81,9 @@ def test_the_speed_is_the_median_after_the_first_tenth_of_the_steps() -> None:
 
 
 def test_unknown_values_are_none() -> None:
-    nothing = scaling({})
+    nothing = compare({})
     assert (nothing.sizes, nothing.target_accuracy, nothing.images_per_s_gain) == ((), None, None)
-    untested = scaling({1: [row for row in history(100, [0.5]) if row.kind == "step"]})
+    untested = compare({1: [row for row in history(100, [0.5]) if row.kind == "step"]})
     (size,) = untested.sizes
     assert (size.images_per_s, size.test_accuracy, size.seconds_to_target, untested.target_accuracy) == (
         100,

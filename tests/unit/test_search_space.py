@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain import TrainConfig, UsageError, recipes
-from raytrain.experiments.search_space import Range, parse, points
+from raytrain.experiments.search_space import Range, are_points, parse, points
 from raytrain.experiments.trials import plan_sweep, trials_of
 
 POSITIVE = st.floats(1e-6, 1e6)
@@ -47,6 +47,14 @@ def test_whole_numbers_stay_whole_and_each_can_be_drawn(low: int, more: int, log
 
 def test_a_number_that_may_also_be_a_word_varies_as_a_number() -> None:
     assert [point["accumulate"] for point in points(parse(["accumulate=1,2"]), None, seed=0)] == [1, 2]
+
+
+def test_a_number_may_be_one_for_each_worker() -> None:
+    sweep = plan_sweep(config(), ["workers=1,2", "batch-size=32/worker,64"], None)
+    assert sweep.points[0] == {"workers": 1, "batch_size": "32/worker"} and are_points(list(sweep.points))
+    trials = trials_of(sweep, config(), "s")
+    assert [(trial.config.workers, trial.config.batch_size) for trial in trials] == [(1, 32), (1, 64), (2, 64), (2, 64)]
+    assert not are_points([{"epochs": "2/worker"}]) and not are_points([{"batch_size": "32"}])
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 12))
@@ -87,6 +95,7 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
         ("learning-rate=0.1,", "'' is not a number"),
         ("learning-rate=nan", "'nan' is not a number"),
         ("epochs=1.5", "'1.5' is not a whole number"),
+        ("epochs=2/worker", "'2/worker' is not a whole number"),
         ("nesterov=maybe", "'maybe' is not true or false"),
         ("optimizer=adam", "'adam' is none of sgd, adamw"),
         ("learning-rate=1..0.1", "from a number to a larger one"),
@@ -132,6 +141,9 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
     [
         (["epochs=1,0"], {}, "--epochs is 0; it must be at least 1"),
         (["learning-rate=0.1,0.10"], {}, "result in the same options"),
+        (["batch-size=32,32/worker"], {}, "result in the same options"),
+        (["workers=1,2,2"], {}, "workers=2 and workers=2 result in the same options"),
+        (["workers=2/worker"], {}, "--workers is '2/worker'"),
         (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many trials"),
     ],
 )

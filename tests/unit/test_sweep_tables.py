@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 
-from raytrain.display.sweep import SweepTerminalView, conclusion, live_table, results_table, sweep_figure
+from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
 from raytrain.experiments.trials import SweepResult, TrialResult
 from raytrain.recipes import custom
 from tests.hostile.stored_runs import make_run
@@ -121,13 +121,11 @@ def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_r
 ) -> None:
     best = custom(storage=str(tmp_path), name="rates-00", mean=(0.5,) * 3, std=(0.5,) * 3, **options)
     make_run(tmp_path, best, "rates-00")
-    swept = text(results_table(result(), best), width=200).splitlines()
-    studied = text(Group(*conclusion("rates", "rates-00", "", best.storage)), width=200).splitlines()
-    for lines in (swept, studied):
-        commands = [line for line in lines if "raytrain " in line and " rates-00 " in line]
-        needs_it = ["evaluate", "predict", "export", "serve"] if trusted else []
-        assert len(commands) == 5
-        assert [line.split("raytrain ")[1].split()[0] for line in commands if " --trust" in line] == needs_it
+    lines = text(results_table(result(), best), width=200).splitlines()
+    commands = [line for line in lines if "raytrain " in line and " rates-00 " in line]
+    needs_it = ["evaluate", "predict", "export", "serve"] if trusted else []
+    assert len(commands) == 5
+    assert [line.split("raytrain ")[1].split()[0] for line in commands if " --trust" in line] == needs_it
 
 
 def test_no_value_is_cut_on_a_narrow_screen() -> None:

@@ -12,12 +12,12 @@ from raytrain.cli.commands.cluster import devices, doctor, submit
 from raytrain.cli.commands.datasets import demo, fetch_dataset, new, pack, upload
 from raytrain.cli.commands.inference import evaluate, export, predict, serve
 from raytrain.cli.commands.runs import audit, compare, export_history, logs, rm, runs, show, tag, track, watch
-from raytrain.cli.commands.training import find_rate, look, profile, stop, study, sweep, train
+from raytrain.cli.commands.training import find_rate, look, profile, stop, sweep, train
 from raytrain.errors import option_name
 
 GROUPS: dict[str, tuple[Callable[..., CommandResult], ...]] = {
     "Begin": (demo, new, fetch_dataset),
-    "Train": (look, find_rate, train, stop, sweep, study, submit),
+    "Train": (look, find_rate, train, stop, sweep, submit),
     "Watch and compare": (watch, runs, show, compare, logs, track, tag, rm, export_history, audit),
     "Use what was trained": (evaluate, predict, serve, export),
     "Data": (upload, pack),

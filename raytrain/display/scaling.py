@@ -1,0 +1,176 @@
+"""A sweep over numbers of workers as people see it: accuracy against time, and images/s against workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
+from raytrain.display.curves import GREY, plain_axes, side_by_side, titled_figure
+from raytrain.display.run_tables import rows_table
+from raytrain.errors import option_name
+from raytrain.experiments.scaling import Scaling, Size, curve
+from raytrain.experiments.trials import SweepResult, as_typed, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEIGHT = 10  # lines of a plot
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+
+
+def scaling_table(result: SweepResult) -> Table:
+    """Return a row for each trial of a sweep over numbers of workers, those with the same other options together."""
+    rows = [(scaling, size) for scaling in result.scaling for size in scaling.sizes]
+    sizes = [size for _, size in rows]
+    target = result.scaling[0].target_accuracy
+    times = [size.seconds_to_target for size in sizes]
+    return rows_table(
+        *(
+            (Text(option_name(name).replace("-", "-\n")), [shown(scaling.values[name]) for scaling, _ in rows])
+            for name in result.scaling[0].values
+        ),
+        ("workers", [str(size.workers) for size in sizes]),
+        ("batch", [format_optional(size.batch_size, ",") for size in sizes]),
+        ("rate", [format_optional(size.learning_rate, "g") for size in sizes]),
+        ("images/s", [format_optional(size.images_per_s, ",.0f") for size in sizes]),
+        ("gain per\ndoubling", [format_optional(size.images_per_s_gain, "+.0%") for size in sizes]),
+        (
+            "time to\naccuracy" if target is None else f"time to\n{target:.3f}",
+            [UNKNOWN if time is None else format_duration(time) for time in times],
+        ),
+        ("gain per\ndoubling", [format_optional(size.time_gain, "+.0%") for size in sizes]),
+        ("last test\naccuracy", [format_optional(size.test_accuracy, ".4f") for size in sizes]),
+    )
+
+
+def scaling_plots(result: SweepResult) -> RenderableType:
+    """Return accuracy over the time of training, a line for each trial, and images/s over the workers."""
+    finished = _finished(result)
+    accuracies: list[Series] = []
+    for (scaling, size), style in zip(finished, run_styles(finished), strict=True):
+        tested = curve(result.histories[size.run], "evaluation")
+        label = " ".join(filter(None, [f"on {size.workers}", as_typed(scaling.values)]))
+        accuracies.append(Series(label, style, tested.seconds, tested.accuracies))
+
+    # With linear scaling the measured dots lie on the line.
+    speeds: list[Series] = []
+    for scaling, style in zip(result.scaling, run_styles(result.scaling), strict=True):
+        workers, measured, linear = _speeds(scaling)
+        if len(result.scaling) == 1:
+            speeds.append(Series("linear", "dim", workers, linear))
+        speeds.append(Series(as_typed(scaling.values) or "measured", style, workers, measured, mark="●"))
+    return side_by_side(
+        Plot("accuracy", accuracies, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
+        Plot("images/s", speeds, _HEIGHT, last_x="{:,.0f} workers", legend="below"),
+    )
+
+
+def scaling_sentences(result: SweepResult) -> Iterator[Text]:
+    """Yield what more workers gain, and how far the final accuracies lie apart, as far as it is known."""
+    for scaling in result.scaling:
+        choice = f" with {as_typed(scaling.values)}" if scaling.values else ""
+        gains = {
+            "images/s": scaling.images_per_s_gain,
+            f"time to an accuracy of {scaling.target_accuracy or 0:.3f}": scaling.time_gain,
+        }
+        if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
+            yield Text(f"Per doubling of the workers{choice}: {', '.join(known)}.", style="bold")
+        num_tested = sum(size.test_accuracy is not None for size in scaling.sizes)
+        if num_tested > 1 and scaling.accuracy_spread is not None:
+            points = 100 * scaling.accuracy_spread
+            yield Text(f"The final accuracies{choice} lie within {points:.1f} percentage points.", style="bold")
+
+
+def scaling_figure(result: SweepResult) -> Figure:
+    """Return both plots as a figure, of the trials that are finished."""
+    figure = titled_figure(result.name, 9, 9)
+    over_time, over_workers = figure.subplots(2)
+
+    # Each panel says at its upper right what a doubling of the workers gains, if that is one number.
+    gains = (result.scaling[0].time_gain, result.scaling[0].images_per_s_gain)
+    for panel, gain in zip((over_time, over_workers), gains, strict=True):
+        plain_axes(panel)
+        panel.margins(x=0.01)
+        if gain is not None and len(result.scaling) == 1:
+            title = f"{gain:+.0%} per doubling of the workers"
+            panel.set_title(title, loc="right", fontsize=10, color=GREY)
+    _draw_accuracies(over_time, result)
+    if any(size.images_per_s for _, size in _finished(result)):
+        _draw_speeds(over_workers, result.scaling)
+    return figure
+
+
+def _draw_accuracies(panel: Axes, result: SweepResult) -> None:
+    """Draw a line for each trial, and a pale one of its training batches, over the time of training."""
+    # The time is in the largest unit of which the longest run has at least three.
+    finished = _finished(result)
+    longest_s = max((size.seconds or 0 for _, size in finished), default=0)
+    unit, unit_s = next((unit for unit in _UNITS if longest_s >= 3 * unit[1]), _UNITS[-1])
+
+    # The legend says when each trial reached the target.
+    for number, (scaling, size) in enumerate(finished):
+        colour, rows = f"C{number % 10}", result.histories[size.run]
+        trained, tested = curve(rows, "step"), curve(rows, "evaluation")
+        time = "" if size.seconds_to_target is None else f" {format_duration(size.seconds_to_target)}"
+        label = "  ".join(filter(None, [format_count(size.workers, "worker"), as_typed(scaling.values), time]))
+        panel.plot(np.divide(trained.seconds, unit_s), trained.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+        panel.plot(
+            np.divide(tested.seconds, unit_s), tested.accuracies, color=colour, label=label, marker="o", markersize=3
+        )
+    target = result.scaling[0].target_accuracy
+    if target is not None:
+        panel.axhline(target, color=GREY, linewidth=0.8, linestyle="--")
+    title = "" if target is None else f"time to {target:.3f}"
+    panel.legend(title=title, alignment="left", loc="lower right", frameon=False)
+    panel.set_xlim(left=0)
+    panel.set_xlabel(f"{unit} of training")
+    panel.set_ylabel("test accuracy (pale: training batches)")
+
+
+def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
+    """Draw images/s over the workers, both axes in doublings, with the gain of each size over the one before."""
+    ticks: dict[int, float] = {}
+    for number, scaling in enumerate(scalings):
+        colour = f"C{number % 10}"
+        workers, speeds, linear = _speeds(scaling)
+        about = as_typed(scaling.values) or "measured"
+        once = "linear scaling" if number == 0 else None
+        panel.plot(workers, linear, color=GREY, linewidth=0.8, linestyle="--", label=once)
+        panel.plot(workers, speeds, color=colour, marker="o", markersize=5, label=f"{about} (gain per doubling)")
+        ticks = {**dict(zip(workers, linear, strict=True)), **ticks}
+        for size in scaling.sizes:
+            if size.images_per_s:
+                gain = "" if size.images_per_s_gain is None else f" ({size.images_per_s_gain:+.0%})"
+                text, point = f"{size.images_per_s:,.0f}{gain}", (size.workers, size.images_per_s)
+                panel.annotate(text, point, (6, -16), textcoords="offset points", color=colour)
+
+    # The ticks are the sizes themselves, and where linear scaling would have them.
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xticks(list(ticks), [str(workers) for workers in ticks])
+    panel.set_yticks(list(ticks.values()), [f"{speed:,.0f}" for speed in ticks.values()])
+    panel.minorticks_off()
+    panel.margins(x=0.13, y=0.15)
+    panel.legend(loc="upper left", frameon=False)
+    panel.set_xlabel("workers")
+    panel.set_ylabel("images/s")
+
+
+def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:
+    """Return the trials whose metrics are known, each with the scaling that it is part of."""
+    return [(scaling, size) for scaling in result.scaling for size in scaling.sizes if size.run in result.histories]
+
+
+def _speeds(scaling: Scaling) -> tuple[list[int], list[float], list[float]]:
+    """Return the workers of each size whose speed is known, its images/s, and those that linear scaling would give."""
+    workers = [size.workers for size in scaling.sizes if size.images_per_s]
+    speeds = [size.images_per_s for size in scaling.sizes if size.images_per_s]
+    return workers, speeds, [speeds[0] * number / workers[0] for number in workers]

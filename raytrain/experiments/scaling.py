@@ -1,0 +1,173 @@
+"""How training scales: what more workers gain in images/s and in time to an accuracy, by the histories of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raytrain.runs.metric_row import Kind, MetricRow
+
+_TARGET_FRACTION = 0.95  # of the best final accuracy
+_WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A run on some number of workers, and what it measured. What is not known is None.
+
+    ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
+    ``seconds`` are those of training, and ``test_accuracy`` is the last one. The gains are fractions per doubling of
+    the workers since the next smaller size: 0.7 is 70 % more.
+    """
+
+    run: str
+    workers: int
+    status: str
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    images_per_s: float | None = None
+    images_per_s_gain: float | None = None
+    seconds: float | None = None
+    seconds_to_target: float | None = None
+    time_gain: float | None = None
+    test_accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Runs that differ in their number of workers, ascending; the gains are fractions per doubling, over all sizes.
+
+    ``values`` are those of the other options in which a sweep varies: each choice of them has a scaling of its own.
+    """
+
+    values: dict[str, Any]
+    target_accuracy: float | None
+    images_per_s_gain: float | None
+    time_gain: float | None
+    accuracy_spread: float | None
+    sizes: tuple[Size, ...]
+
+
+class Curve(NamedTuple):
+    """Accuracies, and the seconds of training before each of them was measured."""
+
+    seconds: Sequence[float]
+    accuracies: Sequence[float]
+
+
+def scaling(
+    runs: Sequence[Size],
+    histories: Mapping[str, Sequence[MetricRow]],
+    target_accuracy: float | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Scaling:
+    """Compare runs by their rows in ``histories``, which has those of the finished ones, by name.
+
+    ``target_accuracy`` is that on the test images, by default :func:`default_target` of these runs.
+
+    Example: ``scaling([Size(run="a", workers=1, status="finished"), …], {"a": rows, …}).images_per_s_gain``
+    """
+    sizes = sorted(runs, key=lambda size: size.workers)
+    finished = [size for size in sizes if size.run in histories]
+    target = default_target(histories[size.run] for size in finished) if target_accuracy is None else target_accuracy
+
+    # Two figures of each finished size, images/s and the seconds to the target, and how they change from size to size.
+    workers = [size.workers for size in finished]
+    tests = [curve(histories[size.run], "evaluation") for size in finished]
+    speeds = [images_per_s(histories[size.run]) for size in finished]
+    times = [None if target is None else seconds_to(target, test) for test in tests]
+    speed_gains, time_gains = _gains_since_previous(workers, speeds), _gains_since_previous(workers, times)
+    measured = {
+        size.run: dataclasses.replace(
+            size,
+            images_per_s=speeds[number],
+            images_per_s_gain=speed_gains[number],
+            seconds=_seconds_of_steps(histories[size.run])[1][-1],
+            seconds_to_target=times[number],
+            time_gain=time_gains[number],
+            test_accuracy=next(reversed(tests[number].accuracies), None),
+        )
+        for number, size in enumerate(finished)
+    }
+    final = [test.accuracies[-1] for test in tests if test.accuracies]
+    return Scaling(
+        values=dict(values or {}),
+        target_accuracy=target,
+        images_per_s_gain=per_doubling(workers, speeds),
+        time_gain=per_doubling(workers, times),
+        accuracy_spread=max(final) - min(final) if final else None,
+        sizes=tuple(measured.get(size.run, size) for size in sizes),
+    )
+
+
+def default_target(histories: Iterable[Sequence[MetricRow]]) -> float | None:
+    """Return 95 % of the best final accuracy, which all but poor runs reach; None if no run was tested."""
+    final = [test.accuracies[-1] for rows in histories if (test := curve(rows, "evaluation")).accuracies]
+    return _TARGET_FRACTION * max(final) if final else None
+
+
+def curve(rows: Sequence[MetricRow], kind: Kind) -> Curve:
+    """Return the accuracies in the rows of one kind over the seconds of training.
+
+    The seconds are those of the steps, including the time that they wait for data and for the first batch after a
+    start. They do not include evaluations, nor the time between an interruption and the next start.
+    """
+    measured = [(row.step, row.accuracy) for row in rows if row.kind == kind and row.accuracy is not None]
+    seconds = np.interp([step for step, _ in measured], *_seconds_of_steps(rows))
+    return Curve(seconds.tolist(), [accuracy for _, accuracy in measured])
+
+
+def images_per_s(rows: Sequence[MetricRow]) -> float | None:
+    """Return the median images/s after the first tenth of the steps; None if no row has a value."""
+    # The first steps compile, fill caches and grow pools of memory.
+    first = _WARM_UP_FRACTION * max((row.step for row in rows), default=0)
+    speeds = [row.images_per_s for row in rows if row.step > first and row.images_per_s is not None]
+    return statistics.median(speeds) if speeds else None
+
+
+def seconds_to(target: float, measured: Curve) -> float | None:
+    """Return the seconds until ``target`` was reached first, interpolated between two measurements; None if never."""
+    reached = next((number for number, accuracy in enumerate(measured.accuracies) if accuracy >= target), None)
+    if reached is None:
+        return None
+    around = slice(max(0, reached - 1), reached + 1)
+    return float(np.interp(target, measured.accuracies[around], measured.seconds[around]))
+
+
+def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:
+    """Return the relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
+
+    It is the slope of the least-squares line through their logarithms, so that the numbers of workers may be any. None
+    if fewer than two values are known.
+    """
+    known = [(math.log2(size), math.log2(value)) for size, value in zip(workers, values, strict=True) if value]
+    if len(known) < 2:
+        return None
+    return 2 ** statistics.linear_regression(*zip(*known, strict=True)).slope - 1
+
+
+def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
+    """Return the change per doubling since the next smaller size; None for the smallest."""
+    pairs = itertools.pairwise(range(len(workers)))
+    return [None, *(per_doubling([workers[a], workers[b]], [values[a], values[b]]) for a, b in pairs)]
+
+
+def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
+    """Return steps, and the seconds of training up to each.
+
+    The seconds of a row are the images since the row before, divided by the row's images/s.
+    """
+    steps, seconds, samples = [0], [0.0], 0
+    for row in rows:
+        if row.images_per_s and row.samples_seen is not None:
+            steps.append(row.step)
+            seconds.append(seconds[-1] + (row.samples_seen - samples) / row.images_per_s)
+            samples = row.samples_seen
+    return steps, seconds
