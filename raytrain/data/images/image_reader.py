@@ -2,14 +2,15 @@
 
 The way of an image, in the order of the calls:
 
-1. :meth:`ImageReader.read` takes rows of a manifest, and the crop of each.
+1. :meth:`ImageReader.read_draws` takes draws of the plan, and :meth:`ImageReader.read` rows of a manifest, and the
+   crop of each.
 2. :func:`fetch_images` gives the bytes of their files as they arrive, from packed shards or one by one;
    :func:`require_bytes` says why a file is none.
 3. :func:`raytrain.data.images.decode.decode` makes pixels of them: a JPEG by libjpeg-turbo, at the size that the
    crop needs, if it is stored upright; anything else by Pillow.
 4. :class:`raytrain.data.images.crop_box.Crop` gives the crop box for the size in the file's header.
 5. :func:`raytrain.data.images.resize.cut` cuts that out and resizes it.
-6. The pixels go into one array, which :func:`raytrain.data.blocks.to_table` or a ``Block`` takes without a copy.
+6. The pixels go into one array, which a ``Block`` and :func:`raytrain.data.blocks.to_table` take without a copy.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raytrain.data.blocks import Block
 from raytrain.data.images.crop_box import STRETCHED, Crop, Cropping
-from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
+from raytrain.data.images.decode import decode
 from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.image_format import BadImage, ImageShape
+from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.batch_plan import samples_of
+from raytrain.data.plan.permutation import Int64s
 from raytrain.data.shards import DamagedShard, each_packed
 from raytrain.errors import ObjectArchived, UsageError
+from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.retries_and_hedges import fetch_each
 from raytrain.storage.store import ObjectChanged, Store
 
@@ -48,6 +55,20 @@ class ImageReader(AbstractContextManager["ImageReader"]):
     def __exit__(self, *exception: object) -> None:
         while self._idle:
             self._idle.pop().close()
+
+    def read_draws(
+        self, manifest: Manifest, draws: Int64s, epoch: int, pixels: Pixels | None = None
+    ) -> tuple[Block, list[SkippedImage]]:
+        """Return the images of ``draws``, int64 (n,), decoded for ``epoch``, and those that could not be read.
+
+        The latter are black, and have the label -1. ``pixels`` and what is raised are those of :meth:`read`.
+        """
+        rows = manifest.select(samples_of(draws, len(manifest)))
+        images, bad = self.read(rows, self.cropping.crops(draws, epoch), pixels)
+        labels = rows.labels.astype(np.int64)
+        labels[list(bad)] = -1
+        skipped = [SkippedImage(rows.keys[index].as_py(), reason) for index, reason in bad.items()]
+        return Block(images, labels, draws), skipped
 
     def read(
         self, manifest: Manifest, crops: Sequence[Crop] | None = None, pixels: Pixels | None = None

@@ -25,6 +25,7 @@ if __name__ == "__main__":
         sys.path.insert(0, _ROOT)
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -35,11 +36,14 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from raytrain.launch.ray.fork_client import GO, READY, ray_program, user_of
 from raytrain.launch.ray.own_cluster import lean_imports
-from raytrain.launch.ray.private_api import LATE_VARIABLES, read_variables, unseeded_ids
+from raytrain.launch.ray.private_api import FORKED_PROCESSES, LATE_VARIABLES, read_variables
 
 _IDLE_S = 15.0
 
@@ -79,6 +83,25 @@ def has_processes() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+@contextmanager
+def unseeded_ids() -> Iterator[None]:
+    """Have the system draw the ID of each class that is declared an actor during the ``with`` block.
+
+    Ray would draw it from its own generator, which it seeds once, at the first use. Processes forked later would all
+    draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
+    """
+    api = FORKED_PROCESSES.find()
+    if api is None:
+        raise ImportError(FORKED_PROCESSES.lost)
+    _, id_class = api
+    module: Any = importlib.import_module("ray.actor")
+    module.ActorClassID = SimpleNamespace(from_random=lambda: id_class(os.urandom(id_class.size())))
+    try:
+        yield
+    finally:
+        module.ActorClassID = id_class
 
 
 def import_all() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from raytrain.errors import UsageError
 from raytrain.launch.ray.fork_client import worker_program
-from raytrain.launch.ray.private_api import can_fork, loopback_environment, start_head, variables_set
+from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork
+from raytrain.launch.ray.process_variables import loopback_environment, variables_set
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -151,6 +152,33 @@ def _token_settings() -> dict[str, str]:
             "a long random text, or HOME to a folder that you may write to."
         ) from None
     return settings
+
+
+def start_head(program: str | None) -> str:
+    """Start a cluster on this machine, which ends with this process; return its address.
+
+    ``program`` runs in place of Ray's own for each of its processes. ``ray.init`` starts three more Python
+    processes, each of which takes two to four seconds of a core: a server for a dashboard even without a dashboard, one
+    that sends logs to drivers, and an autoscaler.
+    """
+    api = SMALL_HEAD.find()
+    if api is None:
+        import ray
+
+        ray.init(include_dashboard=False, log_to_driver=False)
+        return ray.get_runtime_context().gcs_address
+    # With these parameters, Ray leaves out two of them; the server for a dashboard starts in any case.
+    node_class: Any = api[0]
+    parameters_class: Any = api[1]
+
+    class Head(node_class):
+        def start_api_server(self, **_: Any) -> None:
+            """Start none."""
+
+    parameters = parameters_class(
+        include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program
+    )
+    return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
 def hold() -> None:

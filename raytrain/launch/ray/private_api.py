@@ -1,18 +1,22 @@
-"""Everything that raytrain uses of Ray which Ray does not document, in one list: what it is, and what is lost without.
+"""What raytrain uses of Ray and Ray does not document, in one list: what it is, and what is lost without it.
 
-Ray may change these in any release. Each is an improvement: a Ray that lacks one trains without it, and `raytrain
-doctor` says what that costs. Nothing is imported before it is used: ``ray.train`` alone takes seconds, and most
-processes need none of it.
+Ray may change these in any release. Each is an :class:`Improvement`: a Ray that lacks one trains without it, and
+`raytrain doctor` says what that costs. Whoever uses one asks for it, and goes on without if there is none::
+
+    if api := RESERVED.find():
+        ...
+
+The functions below the list change something inside of Ray, in this process. No other module of raytrain names Ray's
+private modules. Nothing is imported before it is used: ``ray.train`` alone takes seconds, and most processes need none
+of it.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import re
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -110,8 +114,8 @@ PAUSE = Improvement(
     ),
 )
 WORKER = Improvement(
-    "an image that kills the process that reads it may kill the next one, and neither a head that does not answer nor "
-    "full object stores are reported",
+    "an image that kills the process that reads it may kill the next one, and neither a head that does not answer, nor "
+    "full object stores, nor data tasks that wait for CPUs are reported",
     ("ray._private.worker:global_worker",),
 )
 MESSAGES = Improvement(
@@ -131,6 +135,9 @@ JOB_SERVER_VERSION = Improvement(
 )
 
 IMPROVEMENTS = tuple(value for value in dict(globals()).values() if isinstance(value, Improvement))
+
+
+# The version of Ray.
 
 
 @cache
@@ -173,13 +180,11 @@ def missing() -> list[str]:
     return [sentence for improvement in IMPROVEMENTS if (sentence := improvement.missing())]
 
 
-_OBJECT_STORE = "object_store_memory"
-_AUTOSCALER_STATUS = b"__autoscaling_status"
+# Ray's processes.
+
+
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
-LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""With this, Ray uses 127.0.0.1 as the node's address, as it does by default on macOS, and listens nowhere else.
-Whoever joins such a cluster needs it, too, while it joins; it may join a cluster of several machines afterwards."""
 
 
 def on_this_node() -> dict[str, str]:
@@ -187,23 +192,6 @@ def on_this_node() -> dict[str, str]:
     import ray
 
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-
-
-def in_ray() -> bool:
-    """Return whether this process is in a Ray cluster, without importing Ray.
-
-    Another thread may still be importing it: ``sys.modules`` then has a module without this function, and nobody can
-    have joined a cluster.
-    """
-    return getattr(sys.modules.get("ray"), "is_initialized", bool)()
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables of this process, so that Ray sees them, too, if it has been imported already."""
-    os.environ.update(variables)
-    if "ray" in sys.modules:
-        importlib.import_module("ray")  # waits if another thread is still importing it
-        read_variables()
 
 
 def read_variables() -> None:
@@ -214,24 +202,6 @@ def read_variables() -> None:
         importlib.reload(constants)
         hook = importlib.import_module("ray._private.auto_init_hook")
         hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
-
-
-def loopback_environment() -> dict[str, str]:
-    """Return the variables of a cluster on the loopback interface, if they have an effect in this process."""
-    return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
-
-
-@contextmanager
-def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process these variables, which Ray sees, too, during the ``with`` block; then those of before."""
-    before = {name: os.environ.get(name) for name in variables}
-    set_variables(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)  # Ray may have removed it
-        set_variables({name: value for name, value in before.items() if value is not None})
 
 
 def can_fork() -> bool:
@@ -255,50 +225,7 @@ def messages_in_log() -> Iterator[None]:
         module.print_to_stdstream = api and api[0]
 
 
-@contextmanager
-def unseeded_ids() -> Iterator[None]:
-    """Have the system draw the ID of each class that is declared an actor during the ``with`` block.
-
-    Ray would draw it from its own generator, which it seeds once, at the first use. Processes forked later would all
-    draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
-    """
-    api = FORKED_PROCESSES.find()
-    if api is None:
-        raise ImportError(FORKED_PROCESSES.lost)
-    _, id_class = api
-    module: Any = importlib.import_module("ray.actor")
-    module.ActorClassID = SimpleNamespace(from_random=lambda: id_class(os.urandom(id_class.size())))
-    try:
-        yield
-    finally:
-        module.ActorClassID = id_class
-
-
-def start_head(program: str | None) -> str:
-    """Start a cluster on this machine, which ends with this process; return its address.
-
-    ``program`` runs in place of Ray's own for each of its processes. ``ray.init`` starts three more Python
-    processes, each of which takes two to four seconds of a core: a server for a dashboard even without a dashboard, one
-    that sends logs to drivers, and an autoscaler.
-    """
-    api = SMALL_HEAD.find()
-    if api is None:
-        import ray
-
-        ray.init(include_dashboard=False, log_to_driver=False)
-        return ray.get_runtime_context().gcs_address
-    # With these parameters, Ray leaves out two of them; the server for a dashboard starts in any case.
-    node_class: Any = api[0]
-    parameters_class: Any = api[1]
-
-    class Head(node_class):
-        def start_api_server(self, **_: Any) -> None:
-            """Start none."""
-
-    parameters = parameters_class(
-        include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program
-    )
-    return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
+# Ray Train and tasks.
 
 
 def delay_barrier(later: Callable[[Any], Any]) -> None:
@@ -327,16 +254,23 @@ def name_placement_groups(prefix: str) -> None:
         module.placement_group = lambda **options: api[0](name=f"{prefix}{uuid.uuid4().hex}", **options)
 
 
-def remove_placement_groups(prefix: str) -> None:
-    """Free what is reserved in placement groups whose names begin with ``prefix``; their workers end."""
-    import ray
-    from ray import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup
+def announced_preemption() -> Any:
+    """Return Ray Train's newest announcement that nodes of this worker's run will be taken away; None without one."""
+    api = PREEMPTION.find()
+    return api and api[0]().preemption_context.preemption_info
 
-    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-    for group_id, group in groups.items():
-        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
-            ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+
+def is_repeated_task() -> bool:
+    """Return whether this task was begun before, by a process that died, or is repeated as its result was lost."""
+    import ray
+
+    api = WORKER.find() if ray.is_initialized() else None
+    with suppress(AttributeError):
+        return api is not None and api[0].core_worker.get_current_task_attempt_number() > 0
+    return False
+
+
+# Ray Serve.
 
 
 _SERVE_REPLICA = "ray.serve._private.replica"
@@ -377,61 +311,3 @@ def asks_for_token() -> bool:
     """Return whether the Ray of this process asks whoever calls it for a token."""
     is_enabled = _load("ray._private.authentication.authentication_utils:is_token_auth_enabled")
     return is_enabled is not _MISSING and is_enabled()
-
-
-def announced_preemption() -> Any:
-    """Return Ray Train's newest announcement that nodes of this worker's run will be taken away; None without one."""
-    api = PREEMPTION.find()
-    return api and api[0]().preemption_context.preemption_info
-
-
-def is_repeated_task() -> bool:
-    """Return whether this task was begun before, by a process that died, or is repeated as its result was lost."""
-    import ray
-
-    api = WORKER.find() if ray.is_initialized() else None
-    with suppress(AttributeError):
-        return api is not None and api[0].core_worker.get_current_task_attempt_number() > 0
-    return False
-
-
-def head_answers(timeout_s: float) -> bool:
-    """Return whether the cluster's head answers within ``timeout_s``; True if this Ray offers no way to ask it."""
-    from ray.exceptions import RayError
-
-    api = WORKER.find()
-    try:
-        with suppress(AttributeError):
-            if api:
-                api[0].gcs_client.check_alive([], timeout=timeout_s)
-    except RayError:
-        return False
-    return True
-
-
-def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """Return the bytes that the object store of each node holds, and those that it has room for, by the node's ID.
-
-    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
-    """
-    uses: dict[str, tuple[int, int]] = {}
-    api = WORKER.find()
-    with suppress(AttributeError):
-        reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
-        for node in reply.resource_usage_data.batch:
-            total = node.resources_total.get(_OBJECT_STORE, 0.0)
-            uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
-    return uses
-
-
-def autoscaler_problems() -> list[str]:
-    """Return why machines do not start, in the cloud's words, for each type that does not; [] without an autoscaler.
-
-    Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
-    """
-    api = AUTOSCALER_STATUS.find()
-    status: bytes | None = api[0](_AUTOSCALER_STATUS) if api else None
-    report: Any = json.loads(status or b"{}").get("autoscaler_report") or {}
-    node_types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
-    problems = [(node_type["node_type"], node_type.get("unavailable_node_information")) for node_type in node_types]
-    return [f"{name}: {problem['description']}" for name, problem in problems if problem]

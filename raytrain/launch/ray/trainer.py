@@ -15,16 +15,18 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coordinator
 from raytrain.launch.ray.nodes import worker_resources
-from raytrain.launch.ray.private_api import CONTROLLER, remove_placement_groups
+from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
@@ -153,7 +155,7 @@ class TrainerThread:
             if self._reserved is not None:
                 remove_placement_group(self._reserved)
             with suppress(RayError):  # the head does not answer
-                remove_placement_groups(self._reserved_prefix)
+                _remove_placement_groups(self._reserved_prefix)
         concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
 
     def _fit(self, trainer: TorchTrainer) -> None:
@@ -216,3 +218,11 @@ class _FailureReporter(UserCallback):
         """Report the failure of the lowest rank; Ray Train calls this."""
         rank, error = min(worker_exceptions.items())
         self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))
+
+
+def _remove_placement_groups(prefix: str) -> None:
+    """Free what is reserved in placement groups whose names begin with ``prefix``; their workers end."""
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    for group_id, group in groups.items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))

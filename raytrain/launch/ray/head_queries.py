@@ -1,0 +1,76 @@
+"""What the head of a cluster knows and is asked for: whether it answers, how full object stores are, what waits.
+
+Ray documents none of it, so an answer may be missing: each function says what it returns then.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from raytrain.launch.ray.private_api import AUTOSCALER_STATUS, WORKER
+
+_OBJECT_STORE = "object_store_memory"
+_AUTOSCALER_STATUS = b"__autoscaling_status"
+_CPU_STEP = 1e-4  # Ray rounds what is finer
+
+
+def head_answers(timeout_s: float) -> bool:
+    """Return whether the cluster's head answers within ``timeout_s``; True if this Ray offers no way to ask it."""
+    from ray.exceptions import RayError
+
+    api = WORKER.find()
+    try:
+        with suppress(AttributeError):
+            if api:
+                api[0].gcs_client.check_alive([], timeout=timeout_s)
+    except RayError:
+        return False
+    return True
+
+
+def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
+    """Return the bytes that the object store of each node holds, and those that it has room for, by the node's ID.
+
+    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
+    """
+    uses: dict[str, tuple[int, int]] = {}
+    with suppress(AttributeError):
+        for node in _resource_usage(timeout_s).batch:
+            total = node.resources_total.get(_OBJECT_STORE, 0.0)
+            uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
+    return uses
+
+
+def num_waiting_tasks(cpus: float, timeout_s: float) -> int:
+    """Return how many tasks in the cluster wait for room, of those that take ``cpus`` CPUs and nothing else.
+
+    0 if this Ray does not say. Raises RayError if the head does not answer.
+    """
+    waiting = 0
+    with suppress(AttributeError):
+        for demand in _resource_usage(timeout_s).resource_load_by_shape.resource_demands:
+            if demand.shape.keys() == {"CPU"} and abs(demand.shape["CPU"] - cpus) < _CPU_STEP:
+                waiting += demand.num_ready_requests_queued + demand.num_infeasible_requests_queued
+    return waiting
+
+
+def _resource_usage(timeout_s: float) -> Any:
+    """Return what the head knows of the nodes' resources; an AttributeError means that this Ray has another form."""
+    api = WORKER.find()
+    reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
+    return reply.resource_usage_data
+
+
+def autoscaler_problems() -> list[str]:
+    """Return why machines do not start, in the cloud's words, for each type that does not; [] without an autoscaler.
+
+    Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
+    """
+    api = AUTOSCALER_STATUS.find()
+    status: bytes | None = api[0](_AUTOSCALER_STATUS) if api else None
+    report: Any = json.loads(status or b"{}").get("autoscaler_report") or {}
+    node_types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
+    problems = [(node_type["node_type"], node_type.get("unavailable_node_information")) for node_type in node_types]
+    return [f"{name}: {problem['description']}" for name, problem in problems if problem]

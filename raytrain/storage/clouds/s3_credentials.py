@@ -1,0 +1,177 @@
+"""Credentials for S3, from the standard chain of AWS as boto3 walks it: variables, profiles, programs, roles.
+
+Each step of the chain may be the user's or that of the machine: keys in variables or in a file, a program that prints
+them (``credential_process``), a token of another service (web identity), a sign-in in the browser (SSO), or the role
+that EC2, ECS or EKS give to a node. boto3 finds the first that is set and renews what expires. What is added here:
+the role of a node without a request where there can be none, and sentences that name the program or file at fault.
+"""
+
+# boto3 and botocore have no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import StorageError
+from raytrain.storage.clouds.s3_sentences import DAMAGED_SIGN_IN, SENTENCES
+from raytrain.storage.credentials import BucketCredentials, Credentials, CredentialSource
+
+_EC2_MARKS = (
+    ("/sys/class/dmi/id/sys_vendor", "amazon ec2"),  # Nitro
+    ("/sys/hypervisor/uuid", "ec2"),  # Xen
+)
+"""Files that exist on EC2 instances, and how their content starts."""
+
+_ROLE_VARIABLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")  # what boto3 calls credentials of roles
+
+
+def resolve_credentials() -> Credentials | None:
+    """Return this process's credentials from the standard AWS chain.
+
+    Raises botocore's exceptions if it is broken, and StorageError if a program or file that it names is.
+    """
+    with _source_named():
+        credentials = _chain(aws_configuration())
+        if not hasattr(credentials, "refresh_needed"):
+            _chain.cache_clear()  # static credentials are read again each time: their file may have been rewritten
+        return _frozen(credentials)
+
+
+def credential_method() -> str:
+    """Return boto3's name for the step of the chain that has this process's credentials; empty if none has."""
+    with _source_named():
+        return getattr(aws_session().get_credentials(), "method", "")
+
+
+def own_role() -> Credentials | None:
+    """Return the credentials of the role that this node or container has (EC2, ECS, EKS), unless a user set others.
+
+    Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
+    AWS_EC2_METADATA_DISABLED is true. Raises the same as :func:`resolve_credentials` if a role gives no credentials.
+    """
+    # ECS and EKS set variables; otherwise only an EC2 instance can have a role.
+    is_disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if os.environ.keys().isdisjoint(_ROLE_VARIABLES) and (is_disabled or not _is_on_ec2()):
+        return None
+    with _source_named():
+        credentials = _chain(aws_configuration())
+        return _frozen(credentials) if credentials is not None and credentials.method in _ROLES else None
+
+
+def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
+    """Return the credentials of the role of the node where this is called, or those of ``fallback`` without one."""
+    return own_role() or fallback()
+
+
+@lru_cache(maxsize=1)
+def _chain(_: object) -> Any:
+    return aws_session().get_credentials()
+
+
+def _frozen(credentials: Any) -> Credentials | None:
+    """Return boto3's ``credentials`` as they are now."""
+    if credentials is None:
+        return None
+    keys = credentials.get_frozen_credentials()  # refreshes them first if they expire soon
+    expires_at = getattr(credentials, "_expiry_time", None)  # boto3 has no public attribute for it
+    # obstore accepts only the standard library's UTC, and botocore uses another.
+    return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
+
+
+def _is_on_ec2() -> bool:
+    """Return whether this machine is an EC2 instance, without a request: elsewhere nobody would answer it."""
+    for file, start in _EC2_MARKS:
+        with suppress(OSError):
+            if Path(file).read_text().lower().startswith(start):
+                return True
+    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ
+
+
+def aws_configuration() -> tuple[frozenset[tuple[str, str]], float]:
+    """Return the variables of AWS and the time of the configuration file, for caches: both may change in a notebook."""
+    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    modified = file.stat().st_mtime if file.exists() else 0.0
+    return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")), modified
+
+
+def aws_session() -> Any:
+    """Return a session of boto3, also in the region that only other programs of AWS read from AWS_REGION."""
+    import boto3  # takes half a second, and folders do not need it
+
+    return boto3.Session(region_name=os.environ.get("AWS_REGION"))
+
+
+@contextmanager
+def _source_named() -> Generator[None]:
+    """Raise StorageError, which names the program or file at fault, if a source of credentials fails.
+
+    botocore passes on whatever comes of a program that cannot be started, of a missing token or of a damaged cache,
+    such as FileNotFoundError, JSONDecodeError or KeyError, and the caller would take it for an error of the bucket.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, ParamValidationError
+    from botocore.session import Session
+
+    try:
+        yield
+        return
+    except ClientError as raised:  # AWS STS refuses a role, for example
+        code = raised.response.get("Error", {}).get("Code", "")
+        if code in SENTENCES.by_code and code != "AccessDenied":  # which says of S3 what is missing there
+            raise
+        error, reason = raised, str(raised)
+    except CredentialRetrievalError as raised:
+        if raised.kwargs.get("provider") != "custom-process":
+            raise
+        error, reason = raised, raised.kwargs["error_msg"]
+    except ParamValidationError as raised:  # an empty token
+        error, reason = raised, ""
+    except BotoCoreError:
+        raise
+    except OSError as raised:
+        error, reason = raised, raised.strerror or str(raised)
+    except Exception as raised:
+        error, reason = raised, ""
+
+    # The settings of the profile, and of those that it takes its credentials from. The first of them counts.
+    session = Session()
+    profiles: dict[str, dict[str, str]] = session.full_config.get("profiles", {})
+    settings: dict[str, str] = {}
+    name, names = session.get_config_variable("profile") or "default", set[str]()
+    while name in profiles and name not in names:
+        names.add(name)
+        settings = {**profiles[name], **settings}
+        name = profiles[name].get("source_profile", "")
+    program = settings.get("credential_process", "")
+    with suppress(ValueError, IndexError):
+        program = shlex.split(program)[0]  # its arguments may be secret
+    variable = "AWS_WEB_IDENTITY_TOKEN_FILE"
+    setting = variable if os.environ.get(variable) else "web_identity_token_file"
+    token_file = os.environ.get(variable) or settings.get(setting)
+
+    # Without a reason, the first source counts that botocore asks: a token, a sign-in, a program.
+    reason = reason.strip().partition("\n")[0].rstrip(".")
+    if isinstance(error, ClientError):
+        detail = reason
+    elif token_file and (getattr(error, "filename", None) == token_file or not reason):
+        detail = f"{setting} {token_file}: {reason or 'it contains no token'}"
+    elif not reason and not settings.keys().isdisjoint(("sso_start_url", "sso_session")):
+        raise StorageError(DAMAGED_SIGN_IN) from error
+    elif program:
+        detail = f"credential_process {program}: {reason or 'it does not print keys as JSON'}"
+    else:
+        detail = reason or f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise StorageError(SENTENCES.not_obtained.format(detail=detail)) from error
