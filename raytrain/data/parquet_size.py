@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,38 +14,53 @@ _MAX_RATIO = 300
 """Keys with long prefixes in common compress a hundredfold. Equal rows are stored once, however many there are."""
 _MAX_BYTES = 64 << 20  # what any file may take in memory
 _ROWS_AT_A_TIME = 1 << 16
-_OFFSET_BYTES = 8  # of a string, beside its characters
+_STRING = "BYTE_ARRAY"
+_VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _STRING: 8}  # of a string, its offset
 
 
-def read_columns(data: bytes, names: list[str]) -> pa.Table:
-    """Return those of the columns ``names`` that a file has. Raise ValueError if they would take too much memory.
+def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
+    """Return those of the columns ``names`` that a file has, numbers or strings, or else all, of any type.
 
-    A file may take 64 MiB, or 300 times its own size.
+    Raises ValueError if they would take too much memory: a file may take 64 MiB, or 300 times its own size.
 
     Example:
         >>> read_columns(manifest, ["key", "label"])["key"]
     """
     file = pq.ParquetFile(pa.BufferReader(data))
-    fields = [field for field in file.schema_arrow if field.name in names]
-    strings = [field.name for field in fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
+    fields = [field for field in file.schema_arrow if names is None or field.name in names]
+    for field in fields if names is not None else ():
+        is_string = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+        if not is_string and not pa.types.is_primitive(field.type):
+            raise ValueError(f"its column {field.name} holds {field.type}")
 
-    # What the file says itself: its size without compression, and the numbers and offsets of its rows.
+    # What the file says itself: its size without compression, and the numbers of its values. A column of lists or of
+    # records is stored in columns of single values.
+    chosen = {field.name for field in fields}
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     check_memory(sum(group.total_byte_size for group in groups), data)
-    for field in fields:
-        if field.name not in strings and not pa.types.is_primitive(field.type):
-            raise ValueError(f"its column {field.name} holds {field.type}")
-    row_bytes = sum(_OFFSET_BYTES if field.name in strings else field.type.bit_width // 8 for field in fields)
-    num_bytes = file.metadata.num_rows * row_bytes
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.partition(".")[0] in chosen]
+    num_bytes = sum(column.num_values * _VALUE_BYTES.get(column.physical_type, 1) for column in columns)
     check_memory(num_bytes, data)
 
     # A string that occurs often is in the file once. Read like that, it takes little memory, too.
+    strings = sorted({column.path_in_schema for column in columns if column.physical_type == _STRING})
     once = pq.ParquetFile(pa.BufferReader(data), read_dictionary=strings)
     for batch in once.iter_batches(_ROWS_AT_A_TIME, columns=strings) if strings else ():
-        for column in batch.columns:
-            num_bytes += pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+        num_bytes += sum(map(_bytes_of_strings, batch.columns))
         check_memory(num_bytes, data)
     return file.read(columns=[field.name for field in fields])
+
+
+def _bytes_of_strings(column: Any) -> int:
+    """Return how many bytes the strings in ``column``, also in lists and records, take if each is stored by itself."""
+    if pa.types.is_dictionary(column.type):
+        return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+    if pa.types.is_struct(column.type):
+        return sum(map(_bytes_of_strings, column.flatten()))
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return _bytes_of_strings(column.flatten())
+    return column.nbytes
 
 
 def check_memory(num_bytes: int, data: bytes) -> None:

@@ -1,4 +1,10 @@
-"""Labelled images in archives that people have already: Parquet files, and tars of WebDataset or of class folders."""
+"""Labelled images in archives that people have already: Parquet files, and tars of WebDataset or of class folders.
+
+Three forms are read. A Parquet file has a row for each image, with columns for its content and its label. A tar of
+WebDataset has a *sample* in files that follow each other and share the name up to the first dot: ``17.jpg`` with
+``17.cls`` or ``17.json``, and perhaps ``17.seg.png``, a mask that is not meant. Any other tar has a folder for each
+class. All may be damaged in ways that their own readers do not notice, such as zeros in place of lost content.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +49,7 @@ _LABEL_SUFFIXES = (".cls", ".json")
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
 _CHUNK_BYTES = 1 << 20
+_HOLE_ROWS = 8  # so many empty images in a row are lost content: a system returns zeros for it, which read as empty
 
 
 class ArchivedImage(NamedTuple):
@@ -70,10 +77,9 @@ class Archive:
     def read(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images, in the archive's order; count those without label or content, and other files.
 
-        Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
-        the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
-        17.jpg and 17.cls; a label is the text of .cls, or "label" or "cls" in .json. Of several images with one label
-        the JPEG is taken, or the one that ``image_suffix`` names. Other tars: class folders.
+        In Parquet, images are bytes, or structs of bytes and path as Hugging Face writes them, who also writes the
+        names of the classes into the metadata. In WebDataset, a label is the text of .cls, or "label" or "cls" in
+        .json; of several images with one label the JPEG is taken, or the one that ``image_suffix`` names.
 
         Raises UsageError if it cannot be read whole, has no images or labels where they are looked for, or if it does
         not say which of several images has the label.
@@ -129,12 +135,19 @@ class Archive:
 
         keys = self._keys(parquet, image)
         split = self._split_column(parquet, label) or image
-        row = 0
+        row = num_empty = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
             labels = as_text(batch.column(label)).to_pylist()
             for values, text in zip(batch.select(list({image, split})).to_pylist(), labels, strict=True):
                 content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
                 part = "" if split == image else str(values[split] or "").lower()
+                num_empty = num_empty + 1 if content == b"" else 0
+                if num_empty == _HOLE_ROWS:
+                    raise UsageError(
+                        f"{self.name} has images of 0 bytes in row {row + 2 - num_empty:,} and the next "
+                        f"{num_empty - 1}, as zeros in place of its content read: check the file, or leave these rows "
+                        "out."
+                    )
                 if content:
                     # A label without a class, such as -1, is left to the caller.
                     if classes and text and text not in _NO_LABELS:
@@ -234,7 +247,7 @@ class Archive:
     def _with_label_files(
         self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
     ) -> ArchivedImages:
-        """Yield images with a label file beside each, as WebDataset has them."""
+        """Yield the images of a tar that has files with labels: those with one beside them, as in WebDataset."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
             images: dict[str, list[tarfile.TarInfo]] = {}  # by the names without suffix

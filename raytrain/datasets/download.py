@@ -73,7 +73,7 @@ def _download_cifar10(temp_folder: Path, console: Console) -> Path:
         folders = [images / split / name for name in dataset.classes]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        for number in track(range(len(dataset)), f"Writing {split}", console=console):
+        for number in track(range(len(dataset)), f"Writing {split}", console=console, disable=console.is_jupyter):
             image, label = dataset[number]
             image.save(folders[label] / f"{number:05d}.png")
     return images

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.data.blocks import string_array
-from raytrain.data.images.decode import BadImage, shrink
+from raytrain.data.images.decode import shrink
+from raytrain.data.images.image_format import BadImage
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
 from raytrain.data.shards import assign_shards, encode_shard, is_shard_of, packed_manifest, shard_path
@@ -189,7 +190,9 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str
     """Call ``function`` with each item, a few at a time, beside a progress bar; return the results in order."""
     pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack")
     try:
-        return list(track(pool.map(function, items), description, total=len(items), console=console))
+        return list(
+            track(pool.map(function, items), description, total=len(items), console=console, disable=console.is_jupyter)
+        )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C ends it at once
 

@@ -78,7 +78,8 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
         return True
 
     console = console or Console(stderr=True)
-    num_sent = sum(track(_map_in_threads(send, paths), f"Uploading to {url}", total=len(paths), console=console))
+    sent, in_notebook = _map_in_threads(send, paths), console.is_jupyter  # which would keep each frame of a bar
+    num_sent = sum(track(sent, f"Uploading to {url}", total=len(paths), console=console, disable=in_notebook))
 
     # Everything is compared once more, with what the bucket lists now.
     arrived = {stored.path: stored for stored in target.list()}

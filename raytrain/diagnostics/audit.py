@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet
 
 from raytrain.config.values import Location
 from raytrain.data.dataset import training_plan
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.parquet_size import read_columns
 from raytrain.data.plan.batch_plan import BatchPlan, samples_of
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.runs.documents import MANIFEST, TRACE, open_run, read_resolved_config
 from raytrain.runs.history import read_skipped
 from raytrain.storage.store import Store
@@ -95,7 +94,10 @@ def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
         if isinstance(content, Exception):
             raise content
-        tables.append(pyarrow.parquet.read_table(io.BytesIO(content)))
+        try:
+            tables.append(read_columns(content, ["step", "sample"]).select(["step", "sample"]))
+        except (ValueError, OSError, KeyError) as error:
+            raise StorageError(f"The trace of run {run!r} is damaged ({error}); it cannot be audited.") from None
     if not tables:
         raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
     table = pa.concat_tables(tables)

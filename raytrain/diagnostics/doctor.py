@@ -16,7 +16,8 @@ from raytrain.launch.placement import Hardware, Placement, place
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.ray.private_api import missing
-from raytrain.storage.clouds.s3 import S3, credential_method
+from raytrain.storage.clouds.s3 import S3
+from raytrain.storage.clouds.s3_credentials import credential_method
 from raytrain.storage.open import open_store
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import Store

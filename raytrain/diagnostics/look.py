@@ -17,9 +17,11 @@ from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, count_left_out, open_dataset, random_order
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
-from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
+from raytrain.data.images.decode import read_header
 from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.image_format import BadImage, ImageHeader
 from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
+from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
@@ -195,15 +197,12 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     """Read the images of ``draws``, (n,), in a process of its own, and augment them as the first step would."""
     plan = data.plan(config)
-    samples = samples_of(draws, plan.num_samples)
-    wanted = data.train.select(samples)
-    crops = data.train_format.cropping.crops(draws, epoch=0)
     with ImageReader(data.train_store, *data.train_format, isolated=True) as reader:
-        images, bad = reader.read(wanted, crops)
-    good = np.delete(np.arange(len(draws)), list(bad))
-    local = LocalBatch(
-        plan.batch(0), images[good], wanted.labels[good].astype(np.int64), samples[good], draws[good], (len(good),)
-    )
+        block, _ = reader.read_draws(data.train, draws, epoch=0)
+    readable = block.labels >= 0
+    images, labels, draws = block.images[readable], block.labels[readable], draws[readable]
+    samples = samples_of(draws, plan.num_samples)
+    local = LocalBatch(plan.batch(0), images, labels, samples, draws, (len(draws),))
     augment = Augment(config, build_transforms(config, load_optional("--transforms", config.transforms)))
     return to_batch(local, augment, torch.device("cpu"), training=True, label_sets=_label_sets(data))
 

@@ -21,10 +21,12 @@ from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.launch.placement import Gpu, cores, fastest_precision, gpus
+from raytrain.launch.placement import Gpu, fastest_precision, gpus
 from raytrain.launch.ray.connection import Connection, uses_cluster
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
-from raytrain.storage.clouds.s3 import S3, own_role
+from raytrain.loader.machine import cores
+from raytrain.storage.clouds.s3 import S3
+from raytrain.storage.clouds.s3_credentials import own_role
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import Store

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import profiler as torch_profiler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
@@ -29,6 +28,7 @@ from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch
+from raytrain.training.optimizer_steps import optimizer_hooks
 from raytrain.training.run import WAIT_FOR_DATA, Epoch, Run
 
 Interval = tuple[float, float]  # start and end, in microseconds
@@ -277,12 +277,8 @@ def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
         wait()
         phases.pop().__exit__(None, None, None)
 
-    hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-    try:
+    with optimizer_hooks(begin, end):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:

@@ -1,8 +1,9 @@
 """Transfer learning: initial weights from a file or a run, frozen layers, and a head that learns faster.
 
-Weights come from many places, whose files differ: a plain state_dict, one inside of a dictionary, or one whose names
-all begin with a prefix. :func:`initial_weights` finds the tensors and gives them the names of the network, if it can.
-:func:`initial_model` then refuses whatever does not fit, except for the head, which is for other classes in most cases.
+Weights come from many places, whose files differ: a plain state_dict, one inside of a dictionary, or one with other
+names (see :mod:`raytrain.training.weight_names`). :func:`initial_weights` finds the tensors and gives them the names of
+the network, if it can. :func:`initial_model` then refuses whatever does not fit, except for the head, which is for
+other classes in most cases.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from raytrain.errors import UsageError, did_you_mean, some_of
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
+from raytrain.training.weight_names import named_as_in_network
 from raytrain.training.weights_source import (
     DEFAULT,
     SUFFIX,
@@ -33,21 +35,28 @@ _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", 
 """Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
 _CLASSES_IN = ("classes", "class_names", "class_to_idx")
 """Where training scripts keep the names of the classes beside the weights."""
-_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
-"""Prefixes that DataParallel, torch.compile and modules of Lightning put before all names."""
 
 
-class UnnamedWeights(dict[str, Tensor]):
-    """Weights that do not say which class each output of their head stands for."""
+class GivenWeights(dict[str, Tensor]):
+    """Weights from outside, by the names of the network's parameters and buffers; they travel to the workers.
+
+    ``name_classes`` tells whether they say which class each output of their head stands for. ``note`` says what was
+    done to give them these names, if that is no matter of course.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], name_classes: bool, note: str | None = None) -> None:
+        super().__init__(weights)
+        self.name_classes = name_classes
+        self.note = note
 
 
-def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
+def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> GivenWeights | None:
     """Return the weights that ``--weights`` names, on the CPU, by the names of the network's parameters and buffers.
 
     ``DEFAULT`` means the weights that torchvision or timm has for it. A file, an s3:// object or hf://owner/name[/file]
     holds a state_dict, written by torch.save or as safetensors, or is a checkpoint of a run; code in it is never run.
     If a file says that it is for other classes than ``classes``, or has them in another order, its head is left out.
-    If it does not say, the weights are :class:`UnnamedWeights`.
+    A file with other names than the network's is taken if it is certain which tensor is which.
 
     Returns None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps
     needs no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
@@ -62,17 +71,18 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
     if config.weights == DEFAULT:
         weights = build_pretrained(config.model, config.channels, config.full_image_size).state_dict()
         # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
-        return UnnamedWeights({name: value for name, value in weights.items() if not name.startswith("AuxLogits.")})
+        plain = {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
+        return GivenWeights(plain, name_classes=False)
     weights, old_classes = _read_weights(config.weights)
-    if old_classes is None:
-        return UnnamedWeights(weights)
-    if old_classes == tuple(classes):
-        return weights
+
     # The head's names are those of a network with as many outputs as the file has classes.
-    num_old = len(old_classes)
+    num_old = len(classes if old_classes is None else old_classes)
     model = build_model(config.model, num_old, config.channels, config.seed, config.full_image_size)
     head = _head_weights(model, num_old)
-    return {name: value for name, value in weights.items() if name not in head}
+    weights, note = named_as_in_network(weights, model.state_dict(), head, f"--weights {config.weights}")
+    if old_classes not in (None, tuple(classes)):
+        weights = {name: value for name, value in weights.items() if name not in head}
+    return GivenWeights(weights, name_classes=old_classes is not None, note=note)
 
 
 def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
@@ -96,7 +106,7 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
         except Exception:  # of many kinds, some of which advise to run the code in the file
             content = None
         checkpoint = checkpoint_in(content)
-        weights = checkpoint.weights if checkpoint else _find_state_dict(content)
+        weights = checkpoint.weights if checkpoint else _find_state_dict(content, location)
         classes = checkpoint.identity.classes if checkpoint else _find_classes(content)
     if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(
@@ -106,26 +116,32 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
     return weights, classes
 
 
-def _find_state_dict(content: Any) -> Any:
-    """Return the weights in a file of another trainer, by the names of the network; None if there are none.
+def _find_state_dict(content: Any, location: str) -> dict[str, Tensor]:
+    """Return the weights in a file of another trainer, which may hold them in a dictionary of more; empty without any.
 
-    It may hold them in a dictionary of more, or with a prefix before every name.
+    Raises UsageError if it holds several, none of which has a usual name.
     """
     # Descend until all values are tensors: a file may hold {"model": {"state_dict": ...}}.
-    while isinstance(content, Mapping) and not all(isinstance(value, Tensor) for value in content.values()):
+    while isinstance(content, Mapping) and not _holds_tensors(content):
         inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
         if inner is None:
-            return None
+            several = {name: value for name, value in content.items() if _holds_tensors(value)}
+            if len(several) > 1:
+                raise UsageError(
+                    f"--weights {location} holds {len(several)} state_dicts, {some_of(list(map(str, several)))}; save "
+                    "one of them with torch.save."
+                )
+            tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+            inner = next(iter(several.values()), tensors)
         content = inner
     if not isinstance(content, Mapping):
-        return None
-    weights = {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
-    # Wrappers may stand around each other, so several prefixes may follow each other.
-    while prefix := next(
-        (prefix for prefix in _PREFIXES if weights and all(name.startswith(prefix) for name in weights)), None
-    ):
-        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
+        return {}
+    return {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
+
+
+def _holds_tensors(content: Any) -> bool:
+    """Return whether ``content`` is a dictionary of tensors and nothing else, as a state_dict is."""
+    return isinstance(content, Mapping) and all(isinstance(value, Tensor) for value in content.values())
 
 
 def _find_classes(content: Any) -> tuple[str, ...] | None:
@@ -140,20 +156,24 @@ def _find_classes(content: Any) -> tuple[str, ...] | None:
     return None
 
 
-def kept_head_note(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> str | None:
-    """Return a note on the order of the classes if the head of unnamed weights is kept; None if there is none."""
-    if not isinstance(weights, UnnamedWeights):
-        return None
+def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> list[str]:
+    """Return what a run has to say about its initial weights: guessed names, and the order of classes without any."""
+    if not isinstance(weights, GivenWeights):
+        return []
+    notes = [weights.note] if weights.note else []
+    if weights.name_classes:
+        return notes
     model = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
     expected = model.state_dict()
     head = _head_weights(model, len(classes))
-    if not head or any(name not in weights or weights[name].shape != expected[name].shape for name in head):
-        return None
-    return (
-        f"--weights {config.weights}: the head is kept, since it has {len(classes):,} outputs, one per class, and the "
-        f"weights do not name their classes: the outputs are taken in this order: {first_names(tuple(classes))}. If "
-        "they were trained in another one, rename the classes so that they sort like that."
-    )
+    if head and all(name in weights and weights[name].shape == expected[name].shape for name in head):
+        notes.append(
+            f"--weights {config.weights}: the head is kept, since it has {len(classes):,} outputs, one per class, and "
+            "the weights do not name their classes: the outputs are taken in this order: "
+            f"{first_names(tuple(classes))}. If they were trained in another one, rename the classes so that they sort "
+            "like that."
+        )
+    return notes
 
 
 def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, Tensor] | None) -> nn.Module:
@@ -172,29 +192,33 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     if any(name not in weights or weights[name].shape != expected[name].shape for name in head):
         weights = {**weights, **{name: expected[name] for name in head}}
     if difference := _difference(weights, expected):
-        raise UsageError(
-            f"--weights {config.weights} do not fit --model {config.model}: {difference}; give weights of the same "
-            "network."
-        )
+        raise UsageError(f"--weights {config.weights} do not fit --model {config.model}: {difference}.")
     model.load_state_dict(weights)
     return model
 
 
 def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return a text on the names and shapes in which ``weights`` are not as ``expected``; None if they match."""
+    """Return a text on the names and shapes in which ``weights`` are not as ``expected``, and what to do; or None."""
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     reshaped = [name for name, value in expected.items() if name in weights and weights[name].shape != value.shape]
     differences: list[str] = []
+    advice = "give weights of the same network"
     if missing:
-        differences.append(f"they have no {some_of(missing)}")
+        differences.append(f"they have no {some_of([f'{name} ({_shape_text(expected[name])})' for name in missing])}")
     if unknown:
-        differences.append(f"they have {some_of(unknown)}, which the network lacks")
+        shown = some_of([f"{name} ({_shape_text(weights[name])})" for name in unknown])
+        differences.append(f"they have {shown}, which the network lacks")
     if reshaped:
         first, *rest = reshaped
         shapes = f"their {first} is {_shape_text(weights[first])}, and the network's is {_shape_text(expected[first])}"
         differences.append(f"{shapes}, and so differ {some_of(rest)}" if rest else shapes)
-    return "; ".join(differences) or None
+    if missing and unknown:
+        advice += (
+            ", or, if it is the same and only the names differ, save them under the network's, such as "
+            f'torch.save({{"{missing[0]}": weights["{unknown[0]}"], …}}, FILE)'
+        )
+    return "; ".join([*differences, advice]) if differences else None
 
 
 def _shape_text(value: Tensor) -> str:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import re
+import ssl
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer  # in Python 3.10 it is not the builtin one
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, cast
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from safetensors import SafetensorError
 
+from raytrain.config.network import timm_name
 from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
@@ -29,6 +38,7 @@ _CLASSES = "classes"  # their key in the metadata
 _HUB = "hf://"
 _IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?")
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository, the better kind first
+_ANSWERS_WITHIN_S = 4.0
 _MAX_RATIO = 10
 """torch.save does not compress, and compressed weights lose some ten percent. A zip bomb grows a thousand times."""
 # The records of a zip archive, by their first four bytes, and the length of those at its end.
@@ -45,6 +55,106 @@ def check_weights_source(location: str) -> None:
         _parse_hub(location)
     elif location != DEFAULT and "://" not in location and not Path(location).expanduser().is_file():
         raise _no_file(location)
+
+
+def check_downloads(model: str, location: str) -> None:
+    """Raise UsageError or StorageError if the weights at ``location`` for ``model`` surely cannot be had.
+
+    That is so if a bucket has no such object, and if they are neither kept on this machine nor does the server answer
+    from which they would be downloaded. Asked before a worker starts, it takes seconds at most.
+    """
+    if location.startswith(_HUB):
+        address = _parse_hub(location)
+        names = (address["file"],) if address["file"] else _HUB_FILES
+        is_here = _is_in_hub_cache(address["repository"], *names)
+        if not is_here and (silent := _silent_server(_hub_server())):
+            raise StorageError(
+                f"--weights {location} cannot be downloaded ({silent}), and is not below HF_HOME on this machine; "
+                "check the network connection, or give a file."
+            )
+    elif location != DEFAULT:
+        folder, slash, name = location.rpartition("/")
+        if "://" in location and not open_store(folder + slash).exists(name):
+            raise _no_file(location)
+    elif ":" not in model:
+        # torchvision's files are called after its networks, but resnet18-f37072fd.pth: their names are compared.
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        home = Path(os.environ.get("TORCH_HOME") or f"{cache}/torch").expanduser()
+        begins = _letters(model).rstrip("0")
+        is_here = any(_letters(file.name).startswith(begins) for file in home.glob("hub/checkpoints/*"))
+        if not is_here:
+            from torchvision.models import get_model_weights  # deferred: it imports torch, which takes seconds
+
+            if silent := _silent_server(get_model_weights(model)["DEFAULT"].url):
+                raise not_downloaded("torchvision", model, silent)
+    elif (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
+        # Only timm knows from which repository they come, and its import takes seconds.
+        if any(_hub_cache().glob("models--*")):
+            from timm.models import get_pretrained_cfg
+
+            pretrained = get_pretrained_cfg(in_timm)
+            repository = pretrained and pretrained.hf_hub_id
+            if not repository or _is_in_hub_cache(repository, *_HUB_FILES):
+                return
+        raise not_downloaded("timm", in_timm, silent)
+
+
+def not_downloaded(library: str, name: str, reason: object) -> StorageError:
+    """Return the error for the weights of a ``library``'s network that are not here and cannot be downloaded."""
+    return StorageError(
+        f"{library}'s weights for {name} cannot be downloaded ({reason}); save them on a machine with a network "
+        "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
+    )
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[._-]", "", name)
+
+
+def _hub_server() -> str:
+    from huggingface_hub import constants
+
+    return "" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _is_in_hub_cache(repository: str, *names: str) -> bool:
+    """Return whether Hugging Face's client keeps one of the files ``names`` of a repository on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(repository, name), str) for name in names)
+
+
+def _silent_server(url: str) -> str | None:
+    """Return why the server of ``url`` cannot be reached; None if it answers anything. Empty: the user forbids to ask.
+
+    Proxies of the environment are used. A certificate that only this check does not trust is an answer.
+    """
+    if not url:
+        return "HF_HUB_OFFLINE is set"
+    answer: Future[str | None] = Future()
+
+    def ask() -> None:
+        try:
+            urlopen(Request(url, method="HEAD"), timeout=_ANSWERS_WITHIN_S).close()
+            answer.set_result(None)
+        except HTTPError:
+            answer.set_result(None)
+        except Exception as error:
+            reason = getattr(error, "reason", error)
+            answer.set_result(None if isinstance(reason, ssl.SSLError) else f"{urlsplit(url).hostname}: {reason}")
+
+    # To look up a name may take longer than any limit of a connection, and cannot be interrupted.
+    Thread(target=ask, daemon=True, name="weights").start()
+    try:
+        return answer.result(_ANSWERS_WITHIN_S)
+    except NoAnswer:
+        return f"{urlsplit(url).hostname} does not answer within {_ANSWERS_WITHIN_S:g} s"
 
 
 def read_weights_file(location: str) -> tuple[str, bytes]:

@@ -17,8 +17,9 @@ from PIL import Image
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.decode import decode
 from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.image_format import BadImage, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store

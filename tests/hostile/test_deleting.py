@@ -46,7 +46,12 @@ def test_files_of_others_and_what_links_lead_to_stay(tmp_path: Path) -> None:
 
 def test_what_a_run_writes_is_its_own() -> None:
     own = [METRICS, f"{METRICS}.000001", "checkpoints/step-000000100.pt", "checkpoints/step-000000100.pt.json"]
-    own += ["logs/worker-0-20260101T000000a1.err", "trace/000000001-000000009-00001.parquet", "trackers/mlflow.json"]
+    own += [
+        "logs/worker-0-20260101T000000a1.err",
+        "trace/000000001-000000009-00001.parquet",
+        "trackers/mlflow.json",
+        "rate.png",
+    ]
     others = ["checkpoints/my-backup/step-000000100.pt", "checkpoints/step-1.pt", "x/config.json", "metrics.jsonl.bak"]
     assert all(map(is_run_file, own)) and not any(map(is_run_file, others))
 

@@ -120,7 +120,7 @@ def test_the_command_refuses_it(folder: Path, tmp_path: Path, s3_url: str, capsy
 # Pipes and devices.
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_pipes_and_devices_are_no_files(folder: Path) -> None:
     os.mkfifo(folder / "red" / "pipe.png")
     (folder / "red" / "endless.png").symlink_to("/dev/zero")
@@ -131,7 +131,7 @@ def test_pipes_and_devices_are_no_files(folder: Path) -> None:
             store.get(name)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_pipe_as_index_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "packed.parquet")
     with pytest.raises(StorageError, match=r"packed.parquet is not a file but a pipe or a device"):
@@ -164,7 +164,7 @@ def abandoned(temporary: Path) -> Path:
     return Path(done.stdout.strip())
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_pipe_instead_of_a_lock_holds_nobody_up(temporary: Path) -> None:
     for name in ("raytrain-abcdefgh", "raytrain-other"):
         (temporary / name).mkdir()

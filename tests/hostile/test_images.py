@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.decode import decode
+from raytrain.data.images.image_format import BadImage, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
@@ -24,7 +25,8 @@ TRANSPARENT_PNG, EXIF = 6, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.decode import decode
+from raytrain.data.images.image_format import BadImage, ImageShape
 shape = ImageShape(32, 32, 3)
 for example in sys.argv[2:]:
     decode(Path(example).read_bytes(), shape)

@@ -130,6 +130,30 @@ def test_a_listing_that_breaks_off_is_refused(
         assert len(requests) < 10
 
 
+def without_token_later(keys: list[str], request: Request) -> bytes:
+    is_first = "continuation-token" not in request.path and "start-after" not in request.path
+    return listing(keys, request) if is_first else without_token(keys, request)
+
+
+@pytest.mark.parametrize("folders", ["cat", "cat dog", "cat dog/a dog/b"])
+@pytest.mark.parametrize("number", [60, 121])
+def test_a_listing_that_breaks_off_later_goes_on_behind_its_last_name(folders: str, number: int) -> None:
+    keys = [f"prefix/{folder}/{image:03d}.jpg" for folder in folders.split() for image in range(number)]
+    with scripted_s3(lambda request: Answer(body=without_token_later(keys, request))) as (url, _):
+        assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == keys
+
+
+def test_folders_whose_listing_breaks_off_later_are_all_found() -> None:
+    keys = [f"prefix/{folder:03d}/{image}.jpg" for folder in range(130) for image in range(2)]
+
+    def answer(request: Request) -> Answer:
+        later = "delimiter" in request.path and "continuation-token" in request.path
+        return Answer(body=without_token(keys, request) if later else listing(keys, request))
+
+    with scripted_s3(answer) as (url, _):
+        assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == keys
+
+
 @pytest.mark.parametrize("source", ["s3://bucket/tars/*.tar", "s3://bucket/tars"])
 @pytest.mark.parametrize("answer", [without_token, the_first_page_for_ever])
 def test_archives_of_a_listing_that_breaks_off_are_refused(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
@@ -134,7 +134,7 @@ def test_a_shard_of_other_content_costs_its_images(column: pa.Array, packed: Pat
     assert reasons(packed) == {"its shard is damaged; pack the images again"}
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_pipe_as_shard_is_an_error(packed: Path) -> None:
     (shard,) = (packed / "shards").iterdir()
     shard.unlink()

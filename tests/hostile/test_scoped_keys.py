@@ -19,7 +19,8 @@ from raytrain.errors import UsageError
 from raytrain.launch.prepare import prepare, settle_options
 from raytrain.launch.ray.coordinator import lend_credentials
 from raytrain.storage import lent_credentials
-from raytrain.storage.clouds.s3 import S3, resolve_credentials
+from raytrain.storage.clouds.s3 import S3
+from raytrain.storage.clouds.s3_credentials import resolve_credentials
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.lent_credentials import Scope, ScopedCredentials
 from raytrain.storage.open import open_store

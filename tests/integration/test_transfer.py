@@ -29,7 +29,7 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import parameter_groups
-from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, kept_head_note
+from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, notes_on_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
@@ -132,18 +132,18 @@ def test_a_head_is_kept_only_if_its_classes_are_in_the_same_order(
     state = initial_model(settings, 4, weights).state_dict()
     assert_equal(of_head(state), of_head(before if is_kept else fresh))
     assert_equal(of_head(state, inside=False), of_head(before, inside=False))
-    assert kept_head_note(settings, SORTED, weights) is None
+    assert notes_on_weights(settings, SORTED, weights) == []
 
 
 def test_a_note_says_in_which_order_the_outputs_of_a_head_without_names_are_taken(tmp_path: Path) -> None:
     before = build_model("squeezenet1_1", 4, 3, seed=1).state_dict()
     settings = options(weights=save(before, tmp_path / "weights.pt"))
     weights = initial_weights(settings, SORTED, first_step=0)
-    note = kept_head_note(settings, SORTED, pickle.loads(pickle.dumps(weights)))  # as Ray sends them to workers
-    assert note is not None and "the outputs are taken in this order: 0, 1, 10, 2. If" in note
-    assert kept_head_note(settings, SORTED, None) is None
+    (note,) = notes_on_weights(settings, SORTED, pickle.loads(pickle.dumps(weights)))  # as Ray sends them to workers
+    assert "the outputs are taken in this order: 0, 1, 10, 2. If" in note
+    assert notes_on_weights(settings, SORTED, None) == []
     # A new head needs no note.
-    assert kept_head_note(settings, SORTED[:3], initial_weights(settings, SORTED[:3], first_step=0)) is None
+    assert notes_on_weights(settings, SORTED[:3], initial_weights(settings, SORTED[:3], first_step=0)) == []
 
 
 def test_a_run_says_that_it_keeps_a_head_without_names(images: Path, tmp_path: Path) -> None:
@@ -289,11 +289,11 @@ def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda state: state.pop("features.0.bias"), r"they have no features\.0\.bias"),
-        (lambda state: state.update({"more": torch.zeros(1)}), "they have more, which the network lacks"),
+        (lambda state: state.pop("features.0.bias"), r"they have no features\.0\.bias \(64\);"),
+        (lambda state: state.update({"more": torch.zeros(1)}), r"they have more \(1\), which the network lacks"),
         (
             lambda state: [state.pop(name) for name in list(state)[:5]],
-            r"they have no features\.0\.weight, features\.0\.bias, features\.3\.squeeze\.weight and 2 more;",
+            r"they have no features\.0\.weight \(64×3×3×3\), features\.0\.bias \(64\), .* and 2 more;",
         ),
         (
             lambda state: state.update({f"features.{each}": torch.zeros(2) for each in ("0.weight", "0.bias")}),

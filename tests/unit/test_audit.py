@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from raytrain import UsageError, audit
+from raytrain import StorageError, UsageError, audit
 from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
@@ -85,3 +85,14 @@ def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
     write_config(open_store(str(tmp_path / "run")), OPTIONS)
     with pytest.raises(UsageError, match="has no trace; train with --trace"):
         audit("run", storage=str(tmp_path))
+
+
+@pytest.mark.parametrize("columns", [None, {"other": pa.array([1])}, {"step": pa.nulls(2 * 10**7, pa.int64())}])
+def test_a_damaged_trace_is_refused(columns: dict[str, pa.Array] | None, storage: Path) -> None:
+    path = min((storage / "run/trace").glob("*.parquet"))
+    if columns is None:
+        path.write_bytes(path.read_bytes()[:-10])
+    else:
+        pyarrow.parquet.write_table(pa.table(columns), path)
+    with pytest.raises(StorageError, match=r"The trace of run 'run' is damaged \(.*\); it cannot be audited"):
+        audit("run", storage=str(storage))

@@ -458,3 +458,25 @@ def test_a_class_that_is_a_link_is_told_like_a_folder(tmp_path: Path, caplog: py
     assert opened(folder, tmp_path).train.classes == ("cat", "dog", "owl")
     assert "2 links that lead nowhere; 1 empty folder. No image is left in 'elk', 'fox', 'yak'." in caplog.text
     assert len(list_images(open_store(str(folder)))) == 12
+
+
+@pytest.mark.parametrize("pair", [("Cat", "cat"), ("hot dog", "hot_dog"), ("1", "01"), ("cat", "cat\u200b")])
+def test_classes_that_are_called_nearly_alike_are_told(
+    pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_manifest(open_store(str(tree(tmp_path, "other", *pair))))
+    first, second = sorted(pair)
+    assert f"The classes {first!r}, {second!r} of {tmp_path} are called nearly alike." in caplog.text
+
+
+def test_a_table_beside_class_folders_that_is_not_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path, "a", "b")
+    put(tmp_path / "README.md", "text")
+    put(tmp_path / "a/boxes.csv", "x,y\n1,2\n")
+    build_manifest(open_store(str(tmp_path)))
+    assert not caplog.text
+    put(tmp_path / "labels.csv", "path,label\na/0.png,c\n")
+    build_manifest(open_store(str(tmp_path)))
+    assert f"Not read beside the images of {tmp_path}: labels.csv. If it says their classes" in caplog.text

@@ -271,3 +271,30 @@ def test_numbers_that_do_not_say_their_classes_are_refused(labels: Any, tmp_path
         named = json.dumps({"classes": ["cat", "dog", "cow"], "data": json.loads(rows)})
         with pytest.raises(UsageError, match="numbers 0 or 1, which do not say"):
             read(tmp_path, "labels.json", named, separator=" ")
+
+
+def repeated(text: str, number: int) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * number, pa.int32()), [text])
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        repeated("x" * 10**5, 10**4),
+        pa.ListArray.from_arrays(pa.array(range(10**4 + 1), pa.int32()), repeated("x" * 10**5, 10**4)),
+        pa.StructArray.from_arrays([repeated("x" * 10**5, 10**4)], ["name"]),
+        pa.FixedSizeListArray.from_arrays(pa.array([7] * 10**7), 1000),
+    ],
+)
+def test_parquet_of_some_kilobytes_that_would_take_a_gigabyte_is_refused(label: Any, tmp_path: Path) -> None:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"key": [f"{number}" for number in range(len(label))], "label": label})
+    pq.write_table(table, sink, compression="zstd", store_schema=False)
+    content = sink.getvalue().to_pybytes()
+    assert len(content) < 200_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(
+        UsageError, match=r"labels.parquet cannot be read as a table \(its .* bytes would take over .* MB"
+    ):
+        read(tmp_path, "labels.parquet", content)
+    assert pa.total_allocated_bytes() - before < 10_000_000

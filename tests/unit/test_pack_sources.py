@@ -240,6 +240,20 @@ def test_missing_labels_and_bytes_are_left_out_and_told(
     assert "2 rows without the bytes of an image; 2 images without a label" in caplog.text
 
 
+def test_a_parquet_file_with_a_hole_that_no_checksum_shows_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    table = pa.table({"image": [bytes([number]) * 500 for number in range(1, 101)], "label": ["a", "b"] * 50})
+    pq.write_table(table, file, compression="none", use_dictionary=False)
+    start = file.read_bytes().index(bytes([31]) * 500) + 100
+    with file.open("r+b") as opened:
+        opened.seek(start)
+        opened.write(bytes(4096))
+    with pytest.raises(
+        UsageError, match=r"a\.parquet has images of 0 bytes in row 32 and the next 7, as zeros in place"
+    ):
+        packed(file, tmp_path / "packed")
+
+
 @pytest.mark.parametrize(
     "names",
     [

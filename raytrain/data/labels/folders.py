@@ -35,6 +35,7 @@ _STRAY = "images that are in no class folder"
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
+_ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
 _SIGNS = re.compile(r"[\W_]+")
 
@@ -99,8 +100,13 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
 def _check_tables_below(files: Listing) -> None:
     """Raise UsageError if a label file such as site_A/metadata.csv gives the images of one folder several classes.
 
-    Only one directly below ``--data`` is read. Without it, the folders would be the classes.
+    Only one directly below ``--data`` is read. Without it, the folders would be the classes. Log which tables directly
+    below ``--data`` are not read, since their names are others.
     """
+    unread = sorted(path for path in files.left_out[TABLES] if "/" not in path and path.lower().endswith(_ROW_TABLES))
+    if unread := [path for path in unread if path not in METADATA]:
+        sentence = "Not read beside the images of %s: %s. If it says their classes, give it with --labels."
+        _log.warning(sentence, files.url, first_names(unread))
     tables = sorted(path for path in files.left_out[TABLES] if posixpath.basename(path) in METADATA)
     for path in tables[:_MOST_TABLES]:
         url, folder = files.url.rstrip("/"), posixpath.dirname(path)
@@ -334,8 +340,9 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
 
 
 def report_alike(classes: Sequence[str], url: str) -> None:
-    """Log which classes differ in upper and lower case, or in signs, only."""
+    """Log which classes differ in upper and lower case, in signs, or in zeros before a number, only."""
     plain = {name: _SIGNS.sub(" ", name.casefold()).strip() or name for name in classes}
+    plain = {name: text.lstrip("0") if text.isdecimal() else text for name, text in plain.items()}
     counts = Counter(plain.values())
     if alike := [repr(name) for name in classes if counts[plain[name]] > 1]:
         _log.warning("The classes %s of %s are called nearly alike.", first_names(alike), url)

@@ -114,8 +114,8 @@ class LabelTable:
         if rows is not None:
             return rows
 
-        # Or keys of another machine, such as C:/photos/cat/1.jpg, which lead through a folder of the same name. They
-        # say nothing if a path comes below two such folders.
+        # Or keys are paths of another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
+        # name: then what comes after it counts. If two keys end alike, it is not known which of them is meant.
         folder = posixpath.basename(images.url.rstrip("/"))
         below = [(f"/{key}".partition(f"/{folder}/")[2], row) for row, key in enumerate(self.keys)]
         by_path = {path: row for path, row in below if path}
@@ -242,7 +242,10 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
 
 
 def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
-    """Return the column that says which images are tested on, by its name or else by its values; None without one."""
+    """Return the column that says which images are tested on: split, or one with such texts; None if none does.
+
+    Raises UsageError if several do. Columns that look like one and are not read are logged.
+    """
     label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
     other_columns = [
         (name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label
@@ -251,8 +254,8 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     named = [name for name, _ in other_columns if name.lower() == "split"]
     saying, doubtful = list(named), list[str]()
     for name, column in () if named else other_columns:
-        # A column says it if it has few texts, and some of them are names of training and some of test images. There
-        # may be as many others, such as extra or unassigned: their rows are not used, and counted.
+        # A column says it if it has few different texts, of which some mean training and some test images. As many may
+        # mean neither, such as extra or unassigned: rows with these are counted, and not used.
         is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
         distinct = column.cast(pa.string()).unique() if is_text else ()
         values = {str(value).strip() for value in distinct[:MOST_SPLITS]} - NO_LABELS
@@ -270,6 +273,7 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
         )
     if saying and not named:
         _log.warning("The column %r of %s says which images are tested on.", saying[0], url)
+    # Without any, whoever has meant a column to say it should know that it is not read.
     for name in () if saying else [name for name, _ in other_columns]:
         if not (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
             continue

@@ -22,10 +22,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet as pq
 
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.part_names import is_part
+from raytrain.data.parquet_size import read_columns
 from raytrain.errors import UsageError
 from raytrain.storage.open import read_input
 
@@ -74,7 +74,7 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table
     # Each reader raises what its library does for a file that is damaged or of another form.
     try:
         if suffix == ".parquet":
-            return pq.read_table(pa.BufferReader(content))
+            return read_columns(content)
         if suffix.startswith(".json"):
             return _read_json(text, suffix, key_names, label_names)
         return _read_lines(text, suffix, key_names)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.blocks import number_array, string_array
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.labels.listing import Listing, check_folder, list_files, report_left_out
 from raytrain.data.parquet_size import check_memory, read_columns
 from raytrain.data.plan.partition import rows_per_block
