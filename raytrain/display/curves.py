@@ -19,7 +19,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord
 from raytrain.runs.redact import one_line
-from raytrain.storage.open import check_output, write_output
+from raytrain.storage.open import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,7 @@ _COMPARED: tuple[tuple[str, Kind, str], ...] = (
 
 
 def save_png(figure: Figure, output: str) -> None:
-    """Write ``figure`` to a file or an ``s3://`` object. Raises UsageError if its name does not end in ``.png``."""
-    check_output(output, (".png",), "--png")
+    """Write ``figure`` to a file, whose folder is made, or to an ``s3://`` object."""
     write_output(output, png_bytes(figure))
 
 

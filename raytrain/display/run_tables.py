@@ -39,6 +39,7 @@ from raytrain.runs.outcome import TrainResult, resume_command, shell_command, tr
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 
+LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
 _LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")  # columns that go first if there is no room
@@ -311,17 +312,21 @@ class LogLines:
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
-    """Return one run of the list as plain values."""
-    status = dataclasses.asdict(run.status)
-    return {
-        "name": run.name,
-        "recipe": run.recipe,
-        **status,
-        "test_accuracy": run.test_accuracy,
-        "tags": run.tags,
-        "note": run.config and run.config.note,
-        "problems": run.problems,
-    }
+    """Return one run of the list as plain values: how it stands, and the options that tell most runs apart."""
+    options = {name: getattr(run.config, name, None) for name in LISTED_OPTIONS}
+    return plain(
+        {
+            "name": run.name,
+            "recipe": run.recipe,
+            **dataclasses.asdict(run.status),
+            **options,
+            "test_accuracy": run.test_accuracy,
+            "seconds": run.seconds,
+            "tags": run.tags,
+            "note": run.config and run.config.note,
+            "problems": run.problems,
+        }
+    )
 
 
 def run_record_json(record: RunRecord) -> dict[str, Any]:

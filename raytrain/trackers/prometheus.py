@@ -9,15 +9,54 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from collections.abc import Mapping
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Thread
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app  # pyright: ignore[reportUnknownVariableType]
 
 from raytrain.trackers.tracker import TrackedRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9464  # OpenTelemetry's
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_]")
+_MAX_CONNECTIONS, _CONNECTION_S = 16, 5.0
+"""Connections at a time, and seconds that one may be silent: each takes a descriptor and a thread of the run."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CONNECTION_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a stranger's request is no line in the terminal of the run."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers a few scrapers at a time, and hangs up on the others."""
+
+    daemon_threads = True
+    request_queue_size = 64  # while one is hung up on, others arrive
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.getaddrinfo(*address)[0][0]
+        self._free = BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there is room for another connection; see :mod:`socketserver`."""
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request in a thread of its own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a scraper that has hung up."""
 
 
 class PrometheusTracker:
@@ -29,13 +68,16 @@ class PrometheusTracker:
         self._gauges: dict[str, Gauge] = {}
         host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", DEFAULT_HOST)
         port = int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", DEFAULT_PORT))
+        app: Any = make_wsgi_app(self._registry)  # pyright: ignore[reportUnknownVariableType]
         try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
+            self._server = make_server(host, port, app, _Server, _Handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             # Another run on this machine has the port: take any free one.
-            self._server, self._thread = start_http_server(0, host, self._registry)
+            self._server = make_server(host, 0, app, _Server, _Handler)
+        self._thread = Thread(target=self._server.serve_forever, daemon=True, name="prometheus")
+        self._thread.start()
         self.place = f"http://{host}:{self._server.server_port}/metrics"
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:

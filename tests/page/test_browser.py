@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from raytrain.demo.demo import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
+from raytrain.experiments.find_rate import stored_suggestion
 from raytrain.monitor.events import Note, TrainingStarted
-from raytrain.runs.documents import CONFIG, EVALUATION, MACHINE_HISTORY, STOP_REQUEST, SWEEP, read_json, write_json
+from raytrain.runs.documents import (
+    CONFIG,
+    EVALUATION,
+    MACHINE_HISTORY,
+    STATUS,
+    STOP_REQUEST,
+    SWEEP,
+    read_json,
+    run_store,
+    write_json,
+)
 from raytrain.runs.machine_history import MachineHistory, MachineUse
 from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy
@@ -139,6 +152,37 @@ def test_a_run_whose_rate_rises_is_drawn_over_the_rate(visit: Visit, tmp_path: P
         expect(page.locator(".where").first).to_have_text("learning rate 2.00e-6")
         page.get_by_role("button", name="over the learning rate").click()
         expect(page.get_by_role("button", name="over steps")).to_be_visible()
+        expect(page.locator(".tiles")).to_contain_text("Suggested rate…")  # it is known at the end
+        end_run(run_store(str(tmp_path), "rate"), "finished", 20, None)
+        expect(page.locator(".pill")).to_have_text("finished")
+        expect(page.locator(".banner")).to_contain_text("No learning rate is suggested: the loss still falls")
+
+
+def test_a_run_that_looked_for_a_rate_shows_the_one_that_it_suggests(visit: Visit, tmp_path: Path) -> None:
+    losses = [*(2.5 - step / 20 for step in range(30)), *(1.0 + step / 4 for step in range(10))]
+    rows = [replace(step_row(step, loss=loss), learning_rate=1e-5 * 1.5**step) for step, loss in enumerate(losses, 1)]
+    end_run(store_run(tmp_path, "rate", rows, schedule="rising"), "finished", 40, None)
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        expect(page.locator(".home tbody tr")).to_contain_text("looks for a learning rate")
+        page.get_by_role("link", name="rate", exact=True).click()
+        expect(page.locator(".pill")).to_have_text("finished")
+        suggestion = f"{stored_suggestion(rows)[0]:g}"
+        expect(page.locator(".banner")).to_contain_text(f"Suggested learning rate: {suggestion}.")
+        expect(page.locator(".tiles")).to_contain_text(f"Suggested rate{suggestion}")
+        expect(page.locator("figure.chart", has_text="Loss")).to_contain_text(f"suggested {suggestion}")
+        assert "Test accuracy" not in page.locator(".tiles").inner_text()
+
+
+def test_the_page_of_a_run_begins_with_its_model_epochs_and_rate(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(1, loss=1.0)], learning_rate=0.0003, tag=("good",), note="a try")
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url, viewport={"width": 390, "height": 800})
+        options = page.locator(".options")
+        for known in ("Modeldigits", "Epochs20", "Rate0.0003", "Tagsgood", "Notea try", "Last activetoday"):
+            expect(options).to_contain_text(known)
+        box = options.bounding_box()
+        assert box is not None and box["y"] + box["height"] < 400, "seen without scrolling"
 
 
 def test_a_wrong_token_shows_nothing_but_what_to_do(visit: Visit, tmp_path: Path) -> None:
@@ -276,14 +320,65 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         page.get_by_role("link", name="All runs").click()
         page.get_by_role("link", name="rates", exact=True).click()
         expect(page.locator("article.comparison tbody tr")).to_have_count(2)
-        phone = visit(server.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
-        expect(phone.locator(".home tbody tr")).to_have_count(3)
-        assert phone.evaluate("document.documentElement.scrollWidth") <= 375
-        last = phone.locator(".home tbody tr:first-child td:nth-child(3)").bounding_box()
-        assert last is not None and last["x"] + last["width"] <= 375, "a long name leaves room for the status"
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_the_home_shows_all_runs_at_once_on_every_screen(visit: Visit, tmp_path: Path, width: int) -> None:
+    for number in range(17):
+        name = f"run-with-a-name-of-many-words-{number:02d}"
+        store_run(tmp_path, name, [evaluation_row(1, accuracy=0.5 + number / 100)], learning_rate=0.03 * (number + 1))
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(
+            server.url, viewport={"width": width, "height": 800}, color_scheme="dark" if width < 400 else "light"
+        )
+        lines = page.locator(".home tbody tr")
+        expect(lines).to_have_count(17)
+        for known in ("running", "66.0 %", "digits", "0.51", "today"):
+            expect(lines.filter(has_text="words-16")).to_contain_text(known)
+
+        # Nothing is cut off: neither in a box of its own, nor at the side. A name is not broken letter by letter.
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        boxes = page.evaluate(
+            "[...document.querySelectorAll('.home *')].filter(e => e.scrollHeight > e.clientHeight + 1"
+            " && getComputedStyle(e).overflowY !== 'visible').map(e => e.className)"
+        )
+        assert boxes == []
+        name = lines.first.locator(".name a").bounding_box()
+        assert name is not None and name["height"] < 60, "two lines at most"
         if folder := os.environ.get("RAYTRAIN_PICTURES"):
-            phone.screenshot(path=f"{folder}/home-phone.png")
-            visit(server.url, viewport={"width": 1200, "height": 500}).screenshot(path=f"{folder}/home.png")
+            page.screenshot(path=f"{folder}/home-{width}.png", full_page=True)
+
+
+def test_the_home_is_sorted_by_any_column_and_compares_the_runs_that_are_chosen(visit: Visit, tmp_path: Path) -> None:
+    for name, rate, accuracy in (("a", 0.1, 0.3), ("b", 0.01, 0.9), ("c", 1.0, 0.6)):
+        store_run(tmp_path, name, [evaluation_row(1, accuracy=accuracy)], learning_rate=rate)
+    store_run(tmp_path, "d", [])  # never evaluated
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        names = page.locator(".home tbody .name a")
+        page.get_by_role("button", name="Best accuracy").click()
+        expect(names).to_have_text(["b", "c", "a", "d"])
+        page.get_by_role("button", name="Best accuracy").click()
+        expect(names).to_have_text(["a", "c", "b", "d"])
+        page.get_by_role("button", name="Rate").click()
+        expect(names.first).to_have_text("c")
+        page.get_by_role("checkbox", name="compare a").check()
+        page.get_by_role("checkbox", name="compare c").check()
+        page.get_by_role("link", name="Compare 2 runs").click()
+        expect(page.locator("article.comparison tbody tr")).to_have_count(2)
+
+
+def test_the_home_says_what_it_leaves_out_and_shows_the_others(visit: Visit, tmp_path: Path) -> None:
+    for name in ("good", "without-status"):
+        store_run(tmp_path, name, [evaluation_row(1, accuracy=0.5)])
+    shutil.copytree(tmp_path / "good", tmp_path / "good (copy)")
+    (tmp_path / "without-status" / STATUS).unlink()
+    (tmp_path / "loop").symlink_to("loop")
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        expect(page.locator(".home tbody .name a")).to_have_text(["good", "without-status"])
+        expect(page.locator(".left-out li")).to_have_count(2)
+        expect(page.locator(".left-out")).to_contain_text("no run may be called 'good (copy)'")
 
 
 def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from raytrain.display.page import connections
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
@@ -198,13 +199,16 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
             pass
 
 
-def test_a_sweep_or_a_study_is_all_of_its_runs(tmp_path: Path) -> None:
-    for name in ("rates-00", "scaling-1", "scaling-2", "scaling-10", "scaling-final", "alone"):
+def test_a_sweep_is_all_of_its_trials(tmp_path: Path) -> None:
+    for name in ("rates-00", "alone", "alone-1", "other-1", "other-2"):
         store_run(tmp_path, name, [])
     write_json(store_run(tmp_path, "rates", []), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
     assert names_of(str(tmp_path), "rates") == ["rates-00", "rates-01"]
-    assert names_of(str(tmp_path), "scaling") == ["scaling-1", "scaling-2", "scaling-10"]
     assert names_of(str(tmp_path), "alone") == ["alone"]
+    with HomeRuns(str(tmp_path)) as runs:
+        groups = {run["name"]: run["group"] for run in runs.all_runs()["runs"]}
+    assert {name for name, group in groups.items() if group == "rates"} == {"rates-00"}
+    assert groups["other-1"] is None, "no address shows runs that are no sweep"
     with pytest.raises(UsageError, match="There is no run 'none'"):
         names_of(str(tmp_path), "none")
 
@@ -227,4 +231,80 @@ def test_names_that_are_none_are_no_traceback(tmp_path: Path, name: str, caplog:
         for path in ("documents", "machines", "curves", "stop", "open"):
             method = "POST" if path in ("stop", "open") else "GET"
             assert status_of(server, f"/api/{path}?run={name}&first=0&last=1", method) in (400, 404, 405, 409)
+    assert not caplog.records
+
+
+def strangers(server: PageServer, count: int, words: bytes = b"") -> list[socket.socket]:
+    """Connections of somebody without the token, oldest first, who sends ``words`` and listens to nothing."""
+    opened = [socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), 60) for _ in range(count)]
+    for connection in opened:
+        connection.sendall(words)
+    return opened
+
+
+def wait_until_ended(connection: socket.socket) -> None:
+    """Read until the server has hung up; fails after a minute."""
+    with connection, suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+
+
+def test_connections_of_strangers_are_few_and_cut_off_nobody_who_watches(tmp_path: Path) -> None:
+    runs = WatchedRuns(str(tmp_path), ["run"])
+    with PageServer(runs, port=0) as server:
+        runs.update(snapshot([step_row(1, loss=1.0)]))
+        viewer = run_messages(server)
+        assert next(viewer)["state"]["step"] == 1
+        crowd = strangers(server, 10 * connections.MAX_STRANGERS)
+        for connection in crowd[: -connections.MAX_STRANGERS]:
+            wait_until_ended(connection)
+        runs.update(snapshot([step_row(2, loss=1.0)], first_row=1))
+        assert next(viewer)["state"]["step"] == 2
+        assert status_of(server, "/") == 200  # whoever comes now is served, too
+        for connection in crowd:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /api/stop HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n",
+        b"GET /uPlot.iife.min.js HTTP/1.1\r\nHost: x\r\n\r\n" * 500,
+    ],
+    ids=["nothing", "half a head", "one question", "half a body", "many answers that it does not read"],
+)
+def test_a_stranger_is_hung_up_on_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
+    monkeypatch.setattr(connections, "STRANGER_S", 0.5)
+    with PageServer(WatchedRuns(str(tmp_path), ["run"]), port=0) as server:
+        (stranger,) = strangers(server, 1, words)
+        wait_until_ended(stranger)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET *\x1b]0;OWNED\x07\x1b[31mraytrain:\xc2\x9b HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nA\x1b[31m: b\r\n\r\n",
+        b"GET http://[\xc2\x9b2J HTTP/1.1\r\n\r\n",
+        b"GET //[\x1b[2J HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"\x1b[31mX / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",
+        bytes(range(256)) * 20,
+    ],
+)
+def test_a_malformed_request_says_nothing_in_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, words: bytes
+) -> None:
+    monkeypatch.setattr(connections, "STRANGER_S", 1.0)
+    with PageServer(WatchedRuns(str(tmp_path), ["run"]), port=0) as server:
+        (stranger,) = strangers(server, 1, words)
+        wait_until_ended(stranger)
+        assert status_of(server, "/") == 200
     assert not caplog.records

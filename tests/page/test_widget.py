@@ -13,8 +13,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from playwright.sync_api import Page, expect
+from rich.text import Text
 
 from raytrain.demo.demo import render_digits
+from raytrain.display.notebook import as_html
 from raytrain.display.page.widget import RunWidget
 from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
@@ -29,16 +31,36 @@ config = raytrain.recipes.digits(
 )
 handle = raytrain.start(config)
 """
+MISTAKES = (
+    """
+import raytrain
+config = raytrain.recipes.digits(data="digits/train", test_data="digits/test", backend="local", workers=1, max_steps=1)
+""",
+    """
+raytrain.train(raytrain.recipes.digits(data="nowhere", backend="local", workers=1))
+""",
+    """
+handle = raytrain.start(raytrain.recipes.digits(data="nowhere", backend="local", workers=1))
+await handle
+""",
+    """
+def loop(run):
+    for epoch in run.epochs():
+        for batch in epoch:
+            batch.images.reshape(3, 5, 7)
+raytrain.train(config, loop=loop)
+""",
+)
 FRAMES = """
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import step_row
-with View() as view:
+with View(CONSOLE) as view:
     for step in range(1, 50):
         view.update(snapshot([step_row(step)], first_row=step - 1, step=step, num_steps=50))
 """
 TRIALS = """
 from raytrain.experiments.trials import TrialResult
-with View() as view:
+with View(CONSOLE) as view:
     for epoch in range(1, 50):
         view.update([TrialResult(name="rates-00", values={}, run_dir="", status="running", epoch=epoch, num_epochs=50)])
 """
@@ -67,15 +89,41 @@ def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
     assert "finished" in shown[0].data["text/html"] and "evaluated after epoch 2" in shown[0].data["text/html"]
 
 
-@pytest.mark.parametrize("view", ["terminal.TerminalView", "sweep.SweepTerminalView"])
-def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone(view: str) -> None:
+@pytest.mark.parametrize(
+    ("view", "console"),
+    [
+        ("terminal.TerminalView", "None"),
+        ("terminal.TerminalView", "__import__('rich.console').console.Console(force_jupyter=False)"),
+        ("sweep.SweepTerminalView", "None"),
+    ],
+)
+def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone(view: str, console: str) -> None:
     update = {"terminal.TerminalView": FRAMES, "sweep.SweepTerminalView": TRIALS}[view]
     module, _, name = view.partition(".")
-    source = f"from raytrain.display.{module} import {name} as View\n{update}"
+    source = f"from raytrain.display.{module} import {name} as View\nCONSOLE = {console}\n{update}"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     shown = NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute().cells[0].outputs
     assert len(shown) == 1 and "49" in shown[0].data["text/html"]
     assert ">48" not in shown[0].data["text/html"]
+
+
+def test_an_error_in_a_notebook_is_a_sentence_with_its_line(tmp_path: Path) -> None:
+    render_digits(tmp_path / "digits", num_images=100)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source.strip()) for source in MISTAKES])
+    client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True)
+    errors = [cell.outputs[-1].traceback for cell in client.execute().cells[1:]]
+    assert all(len(lines) == 2 and len(lines[0]) < 500 for lines in errors), errors
+    assert all(lines[0].startswith("StorageError: There is no folder") for lines in errors[:2])
+    assert errors[0][1] == 'cell In[2], line 1: raytrain.train(raytrain.recipes.digits(data="nowhere", ' + (
+        'backend="local", workers=1))'
+    )
+    assert errors[1][1] == "cell In[3], line 2: await handle"
+    assert "(cell In[4], line 4: `batch.images.reshape(3, 5, 7)`)" in errors[2][0]
+
+
+def test_each_dot_of_a_picture_has_the_width_of_a_letter() -> None:
+    html = as_html(Text("│\u28ff\u2800\u2801│"))
+    assert html.count("width:1ch") == 2 and ">\u28ff</i> <i" in html  # no font of a browser need have the dots
 
 
 def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 import raytrain
 from raytrain.errors import UsageError
 from raytrain.recipes import cifar10
-from raytrain.runs.documents import METRICS, SKIPPED, encode_lines, run_store, write_config
+from raytrain.runs.documents import (
+    METRICS,
+    SKIPPED,
+    UNUSED_OPTIONS,
+    encode_lines,
+    run_store,
+    write_config,
+    write_json,
+)
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 
 ROWS = [
@@ -41,6 +49,22 @@ def test_only_the_options_that_differ_are_compared(storage: str) -> None:
     assert first.options == {"learning_rate": 0.2, "translate": 4}
     assert second.options == {"learning_rate": 0.05, "translate": 0}
     assert [run.options for run in raytrain.compare(["first", "third"], storage=storage)] == [{}, {}]
+
+
+def test_options_that_a_loop_does_not_use_are_no_difference(storage: str) -> None:
+    # The second run has a loop of its own, which builds another optimizer: the rate of its recipe changes nothing.
+    write_json(run_store(storage, "second"), UNUSED_OPTIONS, {"options": ["learning_rate", "momentum"]})
+    first, second = raytrain.compare(["first", "second"], storage=storage)
+    assert (first.options, second.options) == ({"translate": 4}, {"translate": 0})
+
+    # Of three runs, the two that use it differ; a document of another version is left out.
+    make_run(storage, "fourth", ROWS, learning_rate=0.3)
+    options = [
+        run.options.get("learning_rate") for run in raytrain.compare(["first", "second", "fourth"], storage=storage)
+    ]
+    assert options == [0.2, None, 0.3]
+    write_json(run_store(storage, "second"), UNUSED_OPTIONS, {"options": 7})
+    assert "learning_rate" in raytrain.compare(["first", "second"], storage=storage)[0].options
 
 
 def test_the_results_come_from_the_history(storage: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from raytrain.trackers.prometheus import PrometheusTracker
 from raytrain.trackers.tracker import TrackedRun
 from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.not_quick
 
@@ -223,6 +226,32 @@ def test_prometheus_scrapes_the_last_row_of_each_run(store: Store, monkeypatch: 
         tracker.finalize("success")
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(tracker.place)
+
+
+def test_strangers_take_few_connections_of_a_run_that_prometheus_scrapes(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
+    tracker = PrometheusTracker(TrackedRun("first", store))
+    address = ("127.0.0.1", int(tracker.place.split(":")[2].partition("/")[0]))
+    with socket.create_connection(address, timeout=60) as malformed:
+        malformed.sendall(b"\x1b[31mX / HTTP/1.1\r\nA\x1b[31m: b\r\n\r\n")
+        assert malformed.recv(1000)
+    crowd = [socket.create_connection(address, timeout=60) for _ in range(100)]
+    for connection in crowd[20:]:  # the first ones are answered, if they ask
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    for connection in crowd:
+        connection.close()
+    wait_for(lambda: _is_scraped(tracker.place), "the strangers have left room")
+    tracker.finalize("success")
+    assert capfd.readouterr().err == ""
+
+
+def _is_scraped(url: str) -> bool:
+    with suppress(OSError):
+        return scraped(url) == {}
+    return False
 
 
 def test_two_runs_of_a_machine_have_a_port_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

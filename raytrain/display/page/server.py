@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,9 +20,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from raytrain.display.page.connections import BACKLOG, KEPT_ALIVE_S, Connections
 from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.display.page.watched_runs import HomeRuns, WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
+from raytrain.runs.documents import warn_once
+from raytrain.runs.redact import one_line
 
 DEFAULT_PORT = 8266  # next to that of Ray's dashboard
 TOKEN_HEADER = "X-Raytrain-Token"
@@ -41,6 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+_QUIET = logging.Logger("aiohttp.server", logging.CRITICAL)  # aiohttp logs each malformed request with a traceback
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Query = Mapping[str, str]
 
@@ -106,14 +111,21 @@ class PageServer:
         for (method, path), ask in questions.items():
             app.router.add_route(method, f"/api/{path}", partial(_answer, ask))
 
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_WORDS_S)
+        # Nothing that a stranger sends, and no accident of a connection, may fill the terminal of the run.
+        self._loop.set_exception_handler(lambda loop, context: _warn_of(context.get("exception"), context["message"]))
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_QUIET, keepalive_timeout=KEPT_ALIVE_S, shutdown_timeout=_LAST_WORDS_S
+        )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server)
 
         # Without a wish for a port it is the usual one, or any if another page has that.
         for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
             with suppress(OSError):
-                await web.TCPSite(self._runner, _HOST, port).start()
-                return self._runner.addresses[0][1]
+                self._listener = await self._loop.create_server(self._connections, _HOST, port, backlog=BACKLOG)
+                return self._listener.sockets[0].getsockname()[1]
+        await self._runner.cleanup()
         raise UsageError(f"--port is {self._port}, which another program uses; give another one, or leave it out.")
 
     async def _stop(self) -> None:
@@ -123,6 +135,7 @@ class PageServer:
         if self._viewers:
             await asyncio.wait(self._viewers, timeout=_LAST_WORDS_S)
             await asyncio.sleep(_LAST_QUESTIONS_S)
+        self._listener.close()
         await self._runner.cleanup()
 
     def _end_thread(self) -> None:
@@ -142,10 +155,17 @@ class PageServer:
         token = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
         has_token = secrets.compare_digest(token, self._token.encode())
         is_allowed = not request.path.startswith("/api/") or (has_token and _is_same_origin(request))
+        if is_allowed and has_token:
+            self._connections.trust(request.protocol)
         try:
             response = await handler(request) if is_allowed else web.json_response({"error": "wrong token"}, status=403)
         except web.HTTPException as error:
             response = web.Response(status=error.status, text=error.reason)
+        except (ConnectionError, asyncio.TimeoutError):
+            raise  # the viewer is gone
+        except Exception as error:
+            _warn_of(error, f"{request.method} {request.path}")
+            response = web.json_response({"error": "unexpected; the terminal says more"}, status=500)
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
@@ -222,6 +242,11 @@ async def _file(request: web.Request) -> web.Response:
     name = request.path.rpartition("/")[2] or "index.html"
     text = (_STATIC / name).read_text("utf-8")
     return web.Response(text=text, content_type=_TYPES.get(name.rpartition(".")[2], "text/plain"))
+
+
+def _warn_of(error: BaseException | None, where: str) -> None:
+    """Warn of what nobody expects, in one line and once in each process."""
+    warn_once(one_line(f"the page, {where}: {type(error).__name__}: {error}" if error else f"the page: {where}"))
 
 
 def _is_same_origin(request: web.Request) -> bool:

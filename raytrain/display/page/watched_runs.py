@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import run_info_json
 from raytrain.errors import RaytrainError, StorageError
+from raytrain.experiments.find_rate import stored_suggestion
 from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
@@ -23,7 +23,8 @@ from raytrain.runs.documents import EVALUATION, TEST_MANIFEST, ignore, plain, re
 from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.records import RunInfo, list_runs
+from raytrain.runs.records import RunInfo, list_runs, read_unused_options
+from raytrain.runs.status import read_status
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,11 +77,20 @@ class WatchedRuns:
         return [feed for feed in self.feeds if chosen is None or feed.name in chosen]
 
     def documents(self, name: str) -> dict[str, Any]:
-        """Return the options of a run, and what its last evaluation showed; what cannot be read is left out."""
+        """Return the options of a run, when it was last heard of, and what its last evaluation showed.
+
+        Of a run that looks for a learning rate, it is the one that its losses suggest. What cannot be read is left out.
+        """
         store = run_store(self.storage, name)
-        config = None
+        config, suggestion, unused, heartbeat_at = None, None, (), ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
+            unused = read_unused_options(store)
+            status = read_status(store)
+            heartbeat_at = status.heartbeat_at
+            if config.is_range_test and not status.active:
+                rate, reason = stored_suggestion(read_metrics(store))
+                suggestion = {"rate": rate, "reason": reason}
 
         # An evaluation knows test images by their numbers. Their keys are read once for each run.
         evaluation: dict[str, Any] = {}
@@ -92,7 +102,15 @@ class WatchedRuns:
             with suppress(KeyError, IndexError, TypeError, ValueError):
                 for example in evaluation["worst"]:
                     example["key"] = self._keys[name][example["sample"]].as_py()
-        return plain({"config": config, "evaluation": evaluation})
+        return plain(
+            {
+                "config": config,
+                "unused_options": unused,
+                "heartbeat_at": heartbeat_at,
+                "suggestion": suggestion,
+                "evaluation": evaluation,
+            }
+        )
 
     def machine_history(self, name: str) -> dict[str, Any]:
         """Return the use of the workers' machines over the time of a run; none if it cannot be read."""
@@ -142,7 +160,7 @@ class StoredRuns(WatchedRuns):
             try:
                 if reader.exists():  # a trial of a sweep may start later
                     self.update(reader.snapshot(feed.rows))
-            except StorageError as error:
+            except RaytrainError as error:
                 feed.report(str(error))
                 self.on_change()
             # A long history is read without a pause between its pieces.
@@ -156,7 +174,7 @@ class HomeRuns(StoredRuns):
     def __init__(self, storage: str) -> None:
         super().__init__(storage, [])
         self._opening = threading.Lock()
-        self._curves: dict[str, tuple[str, list[float | None]]] = {}  # with the heartbeat that they are of
+        self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the heartbeat that they are of
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return what a viewer gets first; without a choice it is the list of runs."""
@@ -167,7 +185,7 @@ class HomeRuns(StoredRuns):
         return super().feeds_of(chosen or [])
 
     def open(self, name: str) -> list[str]:
-        """Read the run, or the runs of the sweep or study, from now on. Return their names. Raise UsageError."""
+        """Read the run, or the trials of the sweep, from now on. Return their names. Raise UsageError."""
         names = names_of(self.storage, name)
         with self._opening:
             for new in set(names).difference(feed.name for feed in self.feeds):
@@ -176,16 +194,17 @@ class HomeRuns(StoredRuns):
         return names
 
     def all_runs(self) -> dict[str, Any]:
-        """Return all runs, the newest first. ``group`` is the sweep or study of a run. Raise StorageError."""
-        runs = list_runs(self.storage)
+        """Return all runs, the newest first. ``group`` is the sweep of a run. Raise StorageError."""
+        left_out: list[str] = []
+        runs = list_runs(self.storage, left_out.append)
 
-        # rates-00 and rates-01 belong to the group rates, as does a single rates-00 beside a sweep called rates.
+        # rates-00 and rates-01 belong to the sweep rates, which is in the list too.
         prefixes = {run.name: match[1] for run in runs if (match := re.fullmatch(r"(.+)-\d+", run.name))}
-        names, counts = {run.name for run in runs}, Counter(prefixes.values())
-        groups = {prefix for prefix, count in counts.items() if prefix in names or count > 1}
+        groups = {run.name for run in runs}.intersection(prefixes.values())
 
         return {
             "storage": self.storage,
+            "left_out": left_out,
             "runs": [
                 {
                     **run_info_json(run),
@@ -198,10 +217,10 @@ class HomeRuns(StoredRuns):
 
     def _accuracies(self, run: RunInfo) -> list[float | None]:
         """Return the accuracy of each evaluation, which is read again only if the run has gone on."""
-        heartbeat, curve = self._curves.get(run.name, ("", []))
-        if heartbeat != run.status.heartbeat_at:
-            with suppress(StorageError):
+        read_at, curve = self._curves.get(run.name, (None, []))
+        if read_at != run.status.heartbeat_at:
+            with suppress(RaytrainError):
                 rows = read_metrics(run_store(self.storage, run.name).fail_fast(), ignore)
-                curve = [row.accuracy for row in rows if row.kind == "evaluation"]
-            self._curves[run.name] = run.status.heartbeat_at, curve[-_NUM_POINTS:]
-        return self._curves[run.name][1]
+                curve = plain([row.accuracy for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
+            self._curves[run.name] = run.status.heartbeat_at, curve
+        return curve

@@ -125,7 +125,7 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high)) } },
+      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, this.axis === "rate" ? 0.75 : 0.97)) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 64, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
@@ -180,10 +180,10 @@ function nearest(column, index) {
   return null;
 }
 
-/** The upper end of an axis that a few much higher values do not decide on: they are cut off. */
-function withoutOutliers(plot, low, high) {
+/** The upper end of an axis that few much higher values, above a `share` of all, do not decide on: they are cut off. */
+function withoutOutliers(plot, low, high, share) {
   const values = plot.data.slice(1).flat().filter((value) => value != null).sort((a, b) => a - b);
-  const most = values[Math.floor(0.97 * (values.length - 1))];
+  const most = values[Math.floor(share * (values.length - 1))];
   return values.length >= 20 && high - low > 4 * (most - low) && most > low ? most + (most - low) / 4 : high;
 }
 

@@ -29,7 +29,7 @@ export class Comparison {
       { class: "comparison" },
       el("div", { class: "charts large" }, ...this.charts.map((chart) => chart.element)),
       this.coordinates.element,
-      el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, this.head), this.body)),
+      el("div", { class: "scroll" }, el("table", { class: "runs cards" }, el("thead", {}, this.head), this.body)),
     );
   }
 
@@ -38,7 +38,7 @@ export class Comparison {
     if (!this.runs.has(message.run)) {
       const run = { view, color: `--run-${this.runs.size % NUM_COLORS}`, config: null };
       this.runs.set(message.run, run);
-      this.api.documents(message.run).then(({ config }) => { run.config = config; this.schedule(); }).catch(() => {});
+      this.api.documents(message.run).then(({ config, unused_options }) => { run.config = used(config, unused_options); this.schedule(); }).catch(() => {});
     }
     this.schedule();
   }
@@ -68,8 +68,8 @@ export class Comparison {
   /** The options whose values differ between the runs. */
   differing() {
     const configs = [...this.runs.values()].map(({ config }) => config).filter(Boolean);
-    const names = Object.keys(configs[0] ?? {}).filter((name) => !NOT_COMPARED.has(name));
-    return names.filter((name) => new Set(configs.map((config) => JSON.stringify(config[name]))).size > 1);
+    const names = [...new Set(configs.flatMap(Object.keys))].filter((name) => !NOT_COMPARED.has(name));
+    return names.filter((name) => new Set(configs.filter((config) => name in config).map((config) => JSON.stringify(config[name]))).size > 1);
   }
 
   drawTable(options) {
@@ -84,12 +84,12 @@ export class Comparison {
     return el(
       "tr",
       { "aria-selected": String(this.selected === name) },
-      el("th", { scope: "row" }, open),
-      el("td", {}, el("span", { class: "pill", "data-status": state.status }, state.status)),
-      el("td", {}, el("progress", { max: 1, value: state.step / state.num_steps })),
-      ...options.map((option) => el("td", {}, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
-      el("td", {}, formatPercent(best(view))),
-      el("td", {}, formatNumber(state.latest?.images_per_s)),
+      el("th", { scope: "row", class: "name" }, open),
+      el("td", { class: "state" }, el("span", { class: "pill", "data-status": state.status }, state.status)),
+      el("td", { class: "progress", "data-title": "Progress" }, el("progress", { max: 1, value: state.step / state.num_steps })),
+      ...options.map((option) => el("td", { "data-title": option.replaceAll("_", "-") }, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
+      el("td", { class: "accuracy", "data-title": "Best accuracy" }, formatPercent(best(view))),
+      el("td", { "data-title": "Images/s" }, formatNumber(state.latest?.images_per_s)),
     );
   }
 
@@ -103,6 +103,11 @@ export class Comparison {
     for (const chart of this.charts) chart.rebuild();
     this.draw();
   }
+}
+
+/** The options of a run without those that its own loop does not use. */
+function used(config, unused) {
+  return config && Object.fromEntries(Object.entries(config).filter(([name]) => !unused.includes(name)));
 }
 
 /** The best accuracy on the test images. */

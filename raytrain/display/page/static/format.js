@@ -64,6 +64,28 @@ export function formatClock(seconds) {
   return [s / 3600, (s / 60) % 60, s % 60].map((part) => String(Math.floor(part)).padStart(2, "0")).join(":");
 }
 
+/** A moment as an engineer says it: 14:05 today, 3 Nov 14:05 in this year, otherwise 3 Nov 2025. */
+export function formatDate(text) {
+  const date = new Date(text), now = new Date();
+  if (Number.isNaN(date.getTime())) return UNKNOWN;
+  const time = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" }, day = { day: "numeric", month: "short" };
+  if (date.toDateString() === now.toDateString()) return `today ${date.toLocaleTimeString("en-GB", time)}`;
+  if (date.getFullYear() === now.getFullYear()) return `${date.toLocaleDateString("en-GB", day)} ${date.toLocaleTimeString("en-GB", time)}`;
+  return date.toLocaleDateString("en-GB", { ...day, year: "numeric" });
+}
+
+/** A learning rate as a user types it: 0.0004, 1e-7, 0.1/worker. */
+export function formatRate(rate) {
+  return typeof rate === "number" ? String(Number(rate.toPrecision(4))) : (rate ?? UNKNOWN);
+}
+
+/** A network without where its code is: mobilenet_v3_small, digits for raytrain.models:digits, net.py:Net. */
+export function formatModel(model) {
+  if (!model) return UNKNOWN;
+  const [place, name] = [model.slice(0, model.lastIndexOf(":")), model.slice(model.lastIndexOf(":") + 1)];
+  return place.endsWith(".py") ? `${place.slice(place.lastIndexOf("/") + 1)}:${name}` : name;
+}
+
 /** The value of an option, as a user types it. */
 export function formatOption(value) {
   if (value == null) return UNKNOWN;

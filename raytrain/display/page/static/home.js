@@ -1,33 +1,68 @@
-// The list of all runs: searched, sweeps and studies grouped, each a link to the page of the run.
+// The list of all runs: searched, sorted by any column, those of a sweep grouped, each a link to the page of the run.
 
-import { el, fill, formatPercent, svg } from "./format.js";
+import { el, fill, formatDate, formatDuration, formatModel, formatNumber, formatPercent, formatRate, svg, UNKNOWN } from "./format.js";
 
 const REFRESH_MS = 3000;
 const WIDTH = 90, HEIGHT = 22;
 
+// The columns: heading, class, content, and what they are sorted by, the largest first. A phone shows the cells of a
+// run below each other, with the heading before the content.
+const COLUMNS = [
+  { title: "State", name: "state", cell: state, key: ({ status }) => status, ascending: true },
+  { title: "Best accuracy", name: "accuracy", cell: (run) => (score(run) < 0 ? UNKNOWN : formatPercent(score(run))), key: score },
+  { title: "", name: "curve", cell: (run) => sparkline(run.accuracies) },
+  { title: "Model", name: "model", cell: (run) => el("span", { title: run.model }, formatModel(run.model)), key: ({ model }) => model ?? "", ascending: true },
+  { title: "Epochs", name: "epochs", cell: epochs, key: ({ epoch }) => epoch },
+  { title: "Rate", name: "rate", cell: (run) => (looksForRate(run) ? "rising" : formatRate(run.learning_rate)), key: ({ learning_rate }) => Number.parseFloat(learning_rate) },
+  { title: "Batch", name: "batch", cell: ({ batch_size }) => batch_size ?? UNKNOWN, key: ({ batch_size }) => Number.parseFloat(batch_size) },
+  { title: "Optimizer", name: "optimizer", cell: ({ optimizer }) => optimizer ?? UNKNOWN, key: ({ optimizer }) => optimizer ?? "", ascending: true },
+  { title: "Time", name: "time", cell: ({ seconds }) => formatDuration(seconds), key: ({ seconds }) => seconds },
+  { title: "Last active", name: "date", cell: (run) => el("time", { datetime: run.heartbeat_at, title: run.heartbeat_at }, formatDate(run.heartbeat_at)), key: ({ heartbeat_at }) => Date.parse(heartbeat_at) },
+];
+const NAME = { title: "Run", name: "name", key: ({ name }) => name, ascending: true };
+
 export class Home {
-  /** `address(name)` is where a run is shown. */
+  /** `address(...names)` is where runs are shown. */
   constructor(api, address) {
     this.api = api;
     this.address = address;
     this.runs = [];
+    this.answer = ""; // of the server, as it was last
     this.opened = new Set(); // groups
-    this.search = el("input", { type: "search", placeholder: "name, recipe, status or tag", "aria-label": "search", input: () => this.draw() });
+    this.chosen = new Set(); // runs to compare
+    this.order = { column: COLUMNS.at(-1), descending: true };
+    this.search = el("input", { type: "search", placeholder: "Search name, model, recipe, state, tag, note", "aria-label": "search", input: () => this.draw() });
+    this.compare = el("a", { class: "button", hidden: true });
     this.body = el("tbody");
+    this.head = el("tr");
     this.note = el("p", { class: "note" });
-    const head = ["Run", "Recipe", "Status", "Progress", "Last accuracy", "Accuracies", "Tags"].map((name) => el("th", { scope: "col" }, name));
-    this.element = el("article", { class: "home" }, this.search, this.note, el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, ...head)), this.body)));
+    this.leftOut = el("ul", { class: "left-out" });
+    this.element = el(
+      "article",
+      { class: "home" },
+      el("div", { class: "heading" }, el("h1", {}, "Runs"), this.note, this.compare, this.search),
+      el("table", { class: "runs cards" }, el("thead", {}, this.head), this.body),
+      this.leftOut,
+    );
     this.refresh();
   }
 
   async refresh() {
     for (;;) {
       try {
-        const { runs, storage } = await this.api.runs();
-        this.runs = runs;
-        fill(this.note, runs.length ? `${runs.length} runs in ${storage}` : `There are no runs in ${storage} yet.`);
-        this.draw();
+        const answer = await this.api.runs();
+        // Nothing is drawn anew without a change: it would take the focus from whoever uses the keyboard.
+        if (JSON.stringify(answer) !== this.answer) {
+          this.answer = JSON.stringify(answer);
+          this.runs = answer.runs;
+          const groups = new Set(answer.runs.map(({ group }) => group)); // a sweep has a folder of its own beside its runs
+          const count = answer.runs.filter(({ name }) => !groups.has(name)).length;
+          fill(this.note, count ? `${count === 1 ? "1 run" : `${count} runs`} in ${answer.storage}` : `There are no runs in ${answer.storage} yet.`);
+          fill(this.leftOut, ...answer.left_out.map((line) => el("li", {}, line)));
+          this.draw();
+        }
       } catch (error) {
+        this.answer = "";
         fill(this.note, error.message);
       }
       await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
@@ -35,30 +70,80 @@ export class Home {
   }
 
   draw() {
+    this.drawHead();
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = this.runs.filter((run) => words.every((word) => [run.name, run.recipe, run.status, ...run.tags].join(" ").toLowerCase().includes(word)));
-    const rows = [];
-    const groups = new Set();
-    for (const run of found) {
-      if (!run.group || words.length) rows.push(row(run, this.address));
-      else if (!groups.has(run.group)) {
-        groups.add(run.group);
-        rows.push(...this.group(run.group, found.filter(({ group }) => group === run.group)));
-      }
-    }
-    fill(this.body, ...rows.filter((each) => !groups.has(each.dataset.name)));
+    const found = this.runs.filter((run) => words.every((word) => searchable(run).includes(word)));
+
+    // A sweep is one line, which stands where its best run does; a search shows the runs themselves.
+    const groups = new Map();
+    if (!words.length) for (const run of found) if (run.group) groups.set(run.group, [...(groups.get(run.group) ?? []), run]);
+    const leaders = new Map([...groups].map(([name, runs]) => [runs.reduce((a, b) => (score(b) > score(a) ? b : a)), name]));
+    const single = found.filter((run) => leaders.has(run) || (!groups.has(run.group) && !groups.has(run.name)));
+    const lines = this.sorted(single).flatMap((run) => (leaders.has(run) ? this.group(leaders.get(run), run, groups.get(run.group)) : [this.row(run)]));
+    fill(this.body, ...lines);
   }
 
-  /** A row for all runs of a sweep or a study and, if it is opened, one for each. */
-  group(name, runs) {
-    const best = runs.reduce((a, b) => (score(b) > score(a) ? b : a));
-    const about = `${runs.length} runs${score(best) < 0 ? "" : `, best ${best.name}`}`;
-    const training = runs.filter(({ status }) => status === "running" || status === "starting").length;
+  drawHead() {
+    const heading = (column) => {
+      if (!column.key) return el("th", { scope: "col", class: column.name }, column.title);
+      const isSorted = this.order.column === column;
+      const direction = isSorted ? (this.order.descending ? "descending" : "ascending") : "none";
+      const sort = () => {
+        this.order = { column, descending: isSorted ? !this.order.descending : !column.ascending };
+        this.draw();
+        [...this.head.querySelectorAll("button")].find(({ dataset }) => dataset.column === column.name)?.focus();
+      };
+      return el("th", { scope: "col", class: column.name, "aria-sort": direction }, el("button", { type: "button", class: "link", "data-column": column.name, click: sort }, column.title));
+    };
+    fill(this.head, el("th", { class: "choice" }), heading(NAME), ...COLUMNS.map(heading));
+  }
+
+  /** The runs in the chosen order; those whose value is unknown come last. */
+  sorted(runs) {
+    const { column, descending } = this.order;
+    const known = (value) => value !== undefined && value !== null && !Number.isNaN(value) && value !== -1;
+    const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+    return [...runs].sort((first, second) => {
+      const a = column.key(first), b = column.key(second);
+      if (known(a) !== known(b)) return known(a) ? -1 : 1;
+      return known(a) ? (descending ? -1 : 1) * compare(a, b) : 0;
+    });
+  }
+
+  /** A line for all runs of a sweep and, if it is opened, one for each. */
+  group(name, best, runs) {
+    const training = runs.some(({ status }) => status === "running" || status === "starting");
     const open = this.opened.has(name);
-    const toggle = el("button", { type: "button", class: "quiet", "aria-expanded": String(open), click: () => { open ? this.opened.delete(name) : this.opened.add(name); this.draw(); } }, open ? "▾" : "▸");
-    const line = row({ ...best, name, status: training ? "running" : best.status, tags: [about] }, this.address, toggle);
-    line.dataset.name = "";
-    return [line, ...(open ? runs.map((run) => row(run, this.address, "  ")) : [])];
+    const toggle = () => {
+      open ? this.opened.delete(name) : this.opened.add(name);
+      this.draw();
+      [...this.body.querySelectorAll("button")].find(({ dataset }) => dataset.group === name)?.focus();
+    };
+    const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
+    const about = `${runs.length} runs${score(best) < 0 ? "" : `, best ${best.name}`}`;
+    const line = this.row({ ...best, name, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
+    return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
+  }
+
+  row(run, { choice = this.choice(run), about = describe(run), member = false } = {}) {
+    const link = el("a", { href: this.address(run.name) }, run.name);
+    const problems = run.problems.map((problem) => el("span", { class: "problem" }, problem));
+    const name = el("th", { scope: "row", class: "name" }, link, about ? el("span", { class: "about" }, about) : null, ...problems);
+    const cells = COLUMNS.map((column) => el("td", { class: column.name, "data-title": column.title }, column.cell(run)));
+    return el("tr", { class: member ? "member" : null }, el("td", { class: "choice" }, choice), name, ...cells);
+  }
+
+  /** A box that takes the run into a comparison. */
+  choice({ name }) {
+    const box = el("input", { type: "checkbox", "aria-label": `compare ${name}`, change: () => { box.checked ? this.chosen.add(name) : this.chosen.delete(name); this.showCompare(); } });
+    box.checked = this.chosen.has(name);
+    return box;
+  }
+
+  showCompare() {
+    this.compare.hidden = this.chosen.size < 2;
+    this.compare.href = this.address(...this.chosen);
+    fill(this.compare, `Compare ${this.chosen.size} runs`);
   }
 }
 
@@ -67,21 +152,27 @@ function score(run) {
   return Math.max(-1, run.test_accuracy ?? -1, ...run.accuracies.map((value) => value ?? -1));
 }
 
-function row(run, address, before = null) {
-  const progress = run.num_steps ? el("progress", { max: 1, value: run.step / run.num_steps, title: `step ${run.step} of ${run.num_steps}` }) : null;
-  const line = el(
-    "tr",
-    {},
-    el("th", { scope: "row" }, before, el("a", { href: address(run.name) }, run.name)),
-    el("td", {}, run.recipe),
-    el("td", {}, el("span", { class: "pill", "data-status": run.status }, run.status)),
-    el("td", {}, progress),
-    el("td", {}, formatPercent(run.test_accuracy ?? run.accuracies.at(-1))),
-    el("td", {}, sparkline(run.accuracies)),
-    el("td", {}, run.tags.join(" ")),
-  );
-  line.dataset.name = run.name;
-  return line;
+function searchable({ name, recipe, model, status, tags, note, optimizer }) {
+  return [name, recipe, model, status, optimizer, note, ...tags].join(" ").toLowerCase();
+}
+
+/** What the author says of a run: its tags and its note. */
+function describe(run) {
+  return [looksForRate(run) ? "looks for a learning rate" : null, run.tags.join(" "), run.note].filter(Boolean).join(" · ");
+}
+
+function looksForRate({ schedule }) {
+  return schedule?.startsWith("rising") ?? false;
+}
+
+function state(run) {
+  const isActive = run.status === "running" || run.status === "starting";
+  const progress = isActive && run.num_steps ? el("progress", { max: 1, value: run.step / run.num_steps, title: `step ${formatNumber(run.step)} of ${formatNumber(run.num_steps)}` }) : null;
+  return el("div", {}, el("span", { class: "pill", "data-status": run.status }, run.status), progress);
+}
+
+function epochs({ epoch, num_epochs, epochs }) {
+  return num_epochs ? `${formatNumber(epoch)} of ${formatNumber(num_epochs)}` : formatNumber(epochs);
 }
 
 /** The accuracies of a run's evaluations as a small line; a dot if there is one. */

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView } from "./evaluation_view.js";
-import { el, fill, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
+import { el, fill, formatClock, formatDate, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
 import { MachineCurves, machineTable } from "./machines.js";
 import { StopPanel } from "./stop_panel.js";
 
@@ -48,6 +48,8 @@ export class RunView {
     this.title = el("h1", {}, this.name);
     this.status = el("span", { class: "pill", role: "status" });
     this.facts = el("p", { class: "facts" });
+    this.options = el("dl", { class: "options", hidden: true });
+    this.suggestion = null;
     this.bar = el("progress", { max: 1, value: 0, "aria-label": "progress" });
     this.progress = el("p", { class: "progress-text" });
     this.stopPanel = new StopPanel(() => this.api.stop(this.name), Boolean(this.api.stop));
@@ -63,7 +65,7 @@ export class RunView {
     this.element = el(
       "article",
       { class: "run" },
-      el("header", {}, el("div", { class: "heading" }, this.title, this.status, this.stopPanel.button), this.facts, this.bar, this.progress),
+      el("header", {}, el("div", { class: "heading" }, this.title, this.status, this.stopPanel.button), this.options, this.facts, this.bar, this.progress),
       this.stopPanel.element,
       this.banner,
       this.tiles,
@@ -95,13 +97,13 @@ export class RunView {
 
   /** Take a message of the server: the state, new events, new buckets. */
   apply(message) {
-    const evaluatedBefore = this.state?.evaluation?.step, isFirst = this.state === null;
+    const evaluatedBefore = this.state?.evaluation?.step, wasOver = this.state?.over;
     this.state = message.state;
     for (const event of message.events) this.events.set(event.number, event);
     for (const kind of ["step", "evaluation"]) this.curves[kind].apply(message.curves[kind]);
     this.showState();
     this.draw();
-    if (isFirst || this.state.evaluation?.step !== evaluatedBefore) this.readDocuments();
+    if (wasOver !== this.state.over || this.state.evaluation?.step !== evaluatedBefore) this.readDocuments();
     this.readMachines();
   }
 
@@ -114,7 +116,7 @@ export class RunView {
     const skipped = state.num_skipped ? `${formatNumber(state.num_skipped)} images skipped` : null;
     const retried = state.num_retries ? `${formatNumber(state.num_retries)} requests retried` : null;
     fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, skipped, retried, state.problem].filter(Boolean).join(" · "));
-    this.bar.value = state.step / state.num_steps;
+    this.bar.value = state.status === "finished" ? 1 : state.step / state.num_steps;
     const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
     const waiting = state.status === "starting" ? "waiting for the workers … · " : "";
     fill(this.progress, `${waiting}${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${state.epoch} of ${state.num_epochs} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`);
@@ -126,14 +128,15 @@ export class RunView {
   }
 
   showBanner() {
-    const { over, result, status, step } = this.state;
+    const { over, result, status, step } = this.state, { suggestion } = this;
     this.banner.hidden = !over;
     this.banner.dataset.status = status;
     if (!over) return;
     const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
     const reason = result?.error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
     const words = { finished: "Finished", stopped: result?.checkpoint ? "Stopped with a checkpoint" : "Stopped", failed: "Failed", interrupted: "Interrupted" };
-    fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, checkpoint);
+    const rate = suggestion && el("p", { class: "suggestion" }, suggestion.rate === null ? "No learning rate is suggested: " : el("strong", {}, `Suggested learning rate: ${formatRate(suggestion.rate)}. `), printable(suggestion.reason));
+    fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, rate, checkpoint);
   }
 
   showTiles() {
@@ -146,6 +149,10 @@ export class RunView {
       ["Images/s", formatNumber(latest?.images_per_s)],
       ["Waiting for data", formatPercent(latest?.data_wait_fraction)],
     ];
+    if (this.rateRises) {
+      tiles.splice(0, 2); // nothing is tested
+      tiles.unshift(["Suggested rate", this.suggestion ? formatRate(this.suggestion.rate) : "…"]);
+    }
     fill(this.tiles, ...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }
 
@@ -163,6 +170,7 @@ export class RunView {
 
   drawChart(name) {
     const series = this.series(name);
+    if (this.charts.has(name)) this.charts.get(name).element.hidden = !series.length;
     if (!series.length) return;
     if (!this.charts.has(name)) {
       const { title = name.replaceAll("_", " "), format = formatNumber } = KNOWN[name] ?? {};
@@ -175,6 +183,7 @@ export class RunView {
 
   series(name) {
     const { step, evaluation } = this.zoomed ?? this.curves;
+    if (name === "learning_rate" && this.axis === "rate") return []; // over itself
     const series = [], train = step.get(name), test = evaluation.get(name);
     const smoothed = !name.endsWith("learning_rate");
     if (train?.mean.some((value) => value != null)) {
@@ -185,6 +194,9 @@ export class RunView {
     }
     if (test?.mean.some((value) => value != null)) {
       series.push({ label: "test", x: evaluation.x(this.axis), y: test.mean, color: COLORS.test, points: true });
+    }
+    if (name === "loss" && this.axis === "rate" && this.suggestion?.rate) {
+      series.push({ label: `suggested ${formatRate(this.suggestion.rate)}`, x: [this.suggestion.rate], y: [lossAt(step, this.suggestion.rate, this.strength)], color: COLORS.test, points: true });
     }
     if (!FIRST.includes(name) && !test) for (const one of series) one.label = "";
     return series;
@@ -218,8 +230,13 @@ export class RunView {
   async readDocuments() {
     const documents = await this.api.documents?.(this.name).catch(() => null);
     if (!documents) return;
+    this.suggestion = documents.suggestion;
     fill(this.evaluation, evaluationView(documents.evaluation));
     if (documents.config) this.showConfig(documents.config);
+    this.showOptions(documents);
+    this.showBanner();
+    this.showTiles();
+    this.draw();
   }
 
   /** Read the use of the machines now and then, while somebody looks, and once more when the run is over. */
@@ -232,6 +249,16 @@ export class RunView {
     if (!history) return;
     this.machinesComplete = over;
     this.machineCurves.show(history);
+  }
+
+  /** What tells most runs apart, above everything else. */
+  showOptions({ config, heartbeat_at }) {
+    const { tag = [], note, model, epochs, batch_size, learning_rate, optimizer, schedule } = config ?? {};
+    const rate = typeof learning_rate === "number" && !this.rateRises ? formatRate(learning_rate) : null;
+    const options = [["Model", formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Last active", formatDate(heartbeat_at)]];
+    const known = options.filter(([, value]) => value != null && value !== "");
+    this.options.hidden = !config;
+    fill(this.options, ...known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, formatOption(value)))));
   }
 
   showConfig(config) {
@@ -250,4 +277,11 @@ export class RunView {
     this.machineCurves.redraw();
     this.readMachines();
   }
+}
+
+/** The loss that the smoothed curve has at the step whose rate comes closest. */
+function lossAt(curves, rate, strength) {
+  const rates = curves.x("rate"), losses = smooth(curves.step, curves.get("loss").mean, strength);
+  const distance = (i) => Math.abs(Math.log(rates[i] / rate));
+  return losses[losses.reduce((best, _, i) => (distance(i) < distance(best) ? i : best), 0)];
 }
