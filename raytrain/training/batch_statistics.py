@@ -17,15 +17,15 @@ class NormaliseTogether(torch.autograd.Function):
 
     dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
     values of a channel on all ranks (Ioffe and Szegedy 2015). That is for a dy of the global batch's loss, and a rank
-    has the dy of the mean over its own images. So its sums are multiplied by its ``share`` of the images before they
-    are added up, and divided by it afterwards: whatever is computed from dx will be multiplied by the share, as all
+    has the dy of the mean over its own m_j images. So its sums are multiplied by ``weight_of_loss``, m_j, before they
+    are added up, and divided by it afterwards: whatever is computed from dx will be multiplied by m_j / M, as all
     gradients are. The gradients of weight and bias are this rank's.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, bias, mean, variance, total, share, ctx.eps, ctx.placeholder = inputs
-        ctx.save_for_backward(x, weight, mean, variance, total, share)
+        x, weight, bias, mean, variance, total, weight_of_loss, ctx.eps, ctx.placeholder = inputs
+        ctx.save_for_backward(x, weight, mean, variance, total, weight_of_loss)
         return F.batch_norm(x, mean, variance, weight, bias, eps=ctx.eps)
 
     @staticmethod
@@ -33,9 +33,9 @@ class NormaliseTogether(torch.autograd.Function):
         if torch.is_grad_enabled():  # for create_graph=True
             raise UsageError(
                 "A gradient of gradients cannot pass batch norm that is joined over the workers; use a network without "
-                "batch norm, or --batch-norm aggregate."
+                'batch norm, or --batch-norm aggregate (batch_norm="aggregate").'
             )
-        x, weight, mean, variance, total, share = ctx.saved_tensors
+        x, weight, mean, variance, total, weight_of_loss = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
         if ctx.placeholder:  # or no image: torch's kernel ends the process. A loss of the loop's own may count it.
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
@@ -44,12 +44,14 @@ class NormaliseTogether(torch.autograd.Function):
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
             )
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([dweight, dbias]).mul_(share)  # (2, C)
+            sums = torch.stack([dweight, dbias]).mul_(weight_of_loss)  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
             if not ctx.placeholder:  # whose images are no part of the statistics
-                sums *= -weight * invstd / (total * share)
+                sums *= -weight * invstd / (total * weight_of_loss)
                 dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
+            else:
+                dx += sums.sum() * 0  # torch.compile leaves out a collective whose result is not used
         return dx, dweight, dbias, None, None, None, None, None, None
 
 

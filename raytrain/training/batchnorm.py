@@ -22,8 +22,8 @@ x̂ = (x - μ)/σ and the gradient g of the loss for the output, the gradient fo
 
 where the sums are over the global batch: an all-reduce in the backward. The loss that a worker differentiates is
 the mean over its own images, which counts m_j / M in the global batch. So what a worker adds to these sums is weighted
-by that share, and divided by its own afterwards. The gradients of γ and β are the local sums, which are joined later
-like those of all parameters (:mod:`raytrain.training.gradients`).
+by m_j, and divided by its own afterwards: M cancels. The gradients of γ and β are the local sums, which are joined
+later like those of all parameters (:mod:`raytrain.training.gradients`).
 
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
 timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation, and so are subclasses.
@@ -35,7 +35,7 @@ with torch's lazy modules), so that hooks and references to it stay valid. The n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -80,26 +80,25 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def set_num_used(layers: Iterable[nn.Module], num_used: int, share: Callable[[], Tensor | float] | None = None) -> None:
+def set_num_used(layers: Iterable[nn.Module], num_used: int, weight: float | None = None) -> None:
     """Set, before a forward, how many images of this rank's batch count: all of them, or 0 if they are a placeholder.
 
     A placeholder (any images) takes part in the collectives of the step, and changes nothing.
 
     Args:
-        share: returns the part of the global batch's images that this rank has, m_j / M, for a loss that is the mean
-            over these m_j images; by default the loss is this rank's term of a sum over the global batch. Only
-            synchronised layers ask for it.
+        weight: of this rank's loss in that of the global batch, relative to the other ranks' weights: m_j, if the loss
+            is the mean over this rank's m_j images. None leaves it as it was; a new layer has 1, for a loss that is
+            this rank's term of a sum over the global batch.
     """
     joined = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
     for layer in joined:
         if layer.placeholder != (num_used == 0):
             layer.placeholder = num_used == 0
     synchronised = [layer for layer in joined if isinstance(layer, SynchronisedBatchNorm)]
-    if share is not None and synchronised and world_size() > 1:
-        value = share()
-        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if weight is not None and synchronised and world_size() > 1:
+        value = torch.tensor(weight, dtype=torch.float64)  # a number would be compiled into the network
         for layer in synchronised:
-            layer.share = value
+            layer.weight_of_loss = value
 
 
 def count_once(model: nn.Module) -> None:
@@ -158,7 +157,7 @@ def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[i
     if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), world_size()):
         raise UsageError(
             "The workers call a layer of aggregated batch norm different numbers of times in a step; call it equally "
-            "often on every worker, or use --batch-norm sync."
+            'often on every worker, or use --batch-norm sync (batch_norm="sync").'
         )
     count = sums[0].clamp(min=1)
     mean = sums[1] / count
@@ -275,10 +274,10 @@ class FrozenBatchNorm(ConvertedBatchNorm):
 class SynchronisedBatchNorm(ConvertedBatchNorm):
     """Normalises with the statistics of the global batch, and differentiates through them."""
 
-    share: Tensor  # float64 (), see set_num_used
+    weight_of_loss: Tensor  # float64 (), see set_num_used
 
     def prepare(self) -> None:
-        self.share = torch.ones((), dtype=torch.float64)
+        self.weight_of_loss = torch.ones((), dtype=torch.float64)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised ``input``: (B, C, ...) -> (B, C, ...)."""
@@ -292,7 +291,7 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
             self.update_running(mean, unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
-        statistics = mean, variance, total, self.share
+        statistics = mean, variance, total, self.weight_of_loss
         return cast(Tensor, NormaliseTogether.apply(input, weight, bias, *statistics, self.eps, count == 0))
 
 

@@ -12,7 +12,7 @@ are: they draw from torch's generator, other numbers on another number of worker
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -43,10 +43,14 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def begin(layers: Iterable[nn.Module], samples: Tensor, seed: int, step: int) -> None:
-    """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on."""
+def begin(layers: Iterable[nn.Module], samples: Tensor | Callable[[], Tensor], seed: int, step: int) -> None:
+    """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on.
+
+    A function that returns the samples is called only if it is needed: one of the layers is in training mode.
+    """
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
-    if converted:
+    if converted and (isinstance(samples, Tensor) or any(layer.training for layer in converted)):
+        samples = samples if isinstance(samples, Tensor) else samples()
         keys = splitmix64(mix(seed, step, _KEY), samples) << (64 - _BITS)
         for layer in converted:
             layer.keys = keys
@@ -65,11 +69,11 @@ class _SampledDropout(nn.Module):
         rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p  # timm's, or torch's
         if not self.training or rate == 0:
             return input
-        kept = self.draws(input) >= rate
+        kept = self.random_numbers(input) >= rate
         scale = 1 / (1 - rate) if getattr(self, "scale_by_keep", True) and rate < 1 else 1.0
         return input * kept.to(input.dtype).mul_(scale)
 
-    def draws(self, input: Tensor) -> Tensor:
+    def random_numbers(self, input: Tensor) -> Tensor:
         """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``.
 
         Rows of the input that belong to one sample, such as the windows of an image, follow each other. If the first
@@ -77,7 +81,7 @@ class _SampledDropout(nn.Module):
         """
         num_dimensions = self.drawn_dimensions or input.ndim
         shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
-        if self.keys is None or shape[0] % len(self.keys):
+        if self.keys is None or not len(self.keys) or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
         # torch.compile takes arange for an index, with which it computes in too few bits, or fails; but not this.
         positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ self.key ^ self.key

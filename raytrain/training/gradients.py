@@ -40,7 +40,7 @@ from torch.autograd.graph import get_gradient_edge
 from raytrain.errors import UsageError
 from raytrain.training.protocols import Worker
 
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 HOOK_NOTE = (
     "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what "
@@ -90,6 +90,10 @@ class ExactGradients:
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients of ``parameters`` exact from now on; also of those that are frozen at the moment."""
+        # All parameters of a network that moves to another device or type stay, and get other nodes.
+        known = next((each for each in parameters if each.requires_grad and each in self._nodes), None)
+        if known is not None and get_gradient_edge(known).node is not self._nodes[known]:
+            self._nodes, self._parameters = {}, []
         if len(parameters) == len(self._nodes) and all(parameter in self._nodes for parameter in parameters):
             return
         nodes: dict[Tensor, Any] = {}
@@ -342,13 +346,13 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
     """
     ids = set(map(id, parameters))
     objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if _WRAPPERS & {base.__name__ for base in kind.__mro__}}
+    kinds = {kind for kind in set(map(type, objects)) if WRAPPERS & {base.__name__ for base in kind.__mro__}}
     for wrapper in (candidate for candidate in (objects if kinds else ()) if type(candidate) in kinds):
         if not ids.isdisjoint(map(id, wrapper.parameters())):
             raise UsageError(
-                f"The loop puts a network of run.prepare, or a layer of one, into a {type(wrapper).__name__}, which "
-                "would join gradients a second time; leave that out and call the network itself: it trains on any "
-                "number of workers."
+                f"The loop puts a network of run.prepare or raytrain.parallel, or a layer of one, into a "
+                f"{type(wrapper).__name__}, which would join gradients a second time; leave that out and call the "
+                "network itself: it trains on any number of workers."
             )
 
 

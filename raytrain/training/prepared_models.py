@@ -1,15 +1,13 @@
-"""Networks that a loop has prepared: exact gradients and batch norm, gradient checkpointing, compilation, averages.
+"""Networks that a loop has prepared: in checkpoints, with gradient checkpointing, compilation, averages, evaluation.
 
 ``run.prepare(network)`` changes a network in place, so that N workers compute with it what one would:
 
-1. Its batch norm and dropout layers get other classes, which join the statistics of all workers, and draw random
-   numbers that belong to a sample and not to a worker.
+1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.data_parallel`).
 2. It is moved to the device, gets the weights of a checkpoint, and then those of worker 0.
 3. The options follow that change how it computes: gradient checkpointing, mixed precision, compilation.
 
 From then on :meth:`PreparedModels.begin_microbatch` tells its layers, before each microbatch, which samples come next
-and how many of them count. It also has :class:`~raytrain.training.gradients.ExactGradients` follow all parameters. A
-loop may add, freeze or replace layers at any time, so the layers are collected anew for each microbatch.
+and how many of them count.
 """
 
 from __future__ import annotations
@@ -24,17 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
-from raytrain.training import batchnorm, dropout
-from raytrain.training.agreement import broadcast_weights, digest_of_tensors, find_differing
+from raytrain.training import batchnorm
+from raytrain.training.agreement import digest_of_tensors, find_differing
 from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
-from raytrain.training.gradients import ExactGradients
+from raytrain.training.data_parallel import ExactNetworks, make_layers_exact
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
@@ -110,7 +106,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from [child] if is_block else _blocks(child)
 
 
-class PreparedModels:
+class PreparedModels(ExactNetworks):
     """All networks that a loop has prepared, ``trained``: on this worker's device, in checkpoints, exact over workers.
 
     Args:
@@ -126,48 +122,30 @@ class PreparedModels:
         share: Callable[[], Tensor | float],
         report: Callable[[str], None],
     ) -> None:
-        self.trained: list[nn.Module] = []
+        super().__init__(worker, share, report)
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
-        self.parameter_ids: set[int] = set()  # id() of each parameter of a prepared network
         self.built_by_options: set[str] = set()  # the layers of networks that are as the options name them, as text
-        self.gradients = ExactGradients(worker, share, self.join_statistics, report)
         self._config = config
-        self._worker = worker
         self._state = state
-        self._share = share
         self._average: WeightAverage | None = None  # of the first network
         self._called: dict[str, StateDict | None] = {}  # in the last evaluation, with weights that it may have swapped
-        self._counts = _ImageCounts()
-        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, when the microbatch began
-        self._parameters: list[Tensor] = []  # of all networks, each once
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model`` in place, and return it."""
-        # Nobody could join the batch norm of a network of TorchScript, or see its layers.
-        scripts = [layer for layer in model.modules() if isinstance(layer, torch.jit.ScriptModule)]
-        if any(list(script.parameters()) for script in scripts):
-            raise UsageError(
-                "run.prepare got a network of torch.jit, whose batch norm and dropout cannot be joined over the "
-                "workers; prepare the network that was scripted or traced, with --compile if it is to be compiled."
-            )
         is_built_by_options = str(model) in self.built_by_options
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
-        batchnorm.convert(model, self._config.batch_norm)
-        dropout.convert(model)
+        make_layers_exact(model, self._config.batch_norm, "run.prepare")
         # Complex parameters stay complex: float and double change real ones only.
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
         # Weights of a checkpoint are loaded after the cast, which would round them.
         name = self._state.add("model", model)
-        if self._worker.world_size > 1:
-            broadcast_weights(model)
+        # With --compile a hook before the forward would be compiled, too.
+        self.join(model, sees_forwards=self._worker.world_size > 1 and not self._config.compile)
         apply_options(model, self._config)
         if is_built_by_options:
             self.built_by_options.add(str(model))  # its layers have other classes by now
-        if self._worker.world_size > 1 and not self._config.compile:  # a hook would be compiled, too
-            model.register_forward_pre_hook(self._counts)
-        self.trained.append(model)
         self.named[name] = model.module if isinstance(model, AveragedModel) else model
         return model
 
@@ -183,37 +161,21 @@ class PreparedModels:
 
         ``is_whole``: it holds all of this worker's images of the step.
         """
-        self.join_statistics()
-        self._collect_layers()
-        self._counts.begin(self._layers, microbatch, self._share)
-        for number, model in enumerate(self.trained):
-            dropout.begin(self._layers[model], microbatch.samples, mix(self._config.seed, number), microbatch.step)
-        self.gradients.reset()
-        # One worker's gradients of a whole batch are those of the global batch already.
-        if self._worker.world_size > 1 or not is_whole or not microbatch.num_used:
-            self.gradients.follow(self._parameters)
-
-    def _collect_layers(self) -> None:
-        """Collect the layers and parameters of all networks.
-
-        The walk costs measurable time in a step of a small network, so both are collected together.
-        """
-        self._layers = {model: list(model.modules()) for model in self.trained}
-        owners = (layer._parameters for layers in self._layers.values() for layer in layers)  # pyright: ignore[reportPrivateUsage]
-        self._parameters = list(dict.fromkeys(each for owner in owners for each in owner.values() if each is not None))
-        self.parameter_ids = set(map(id, self._parameters))
-
-    def join_statistics(self) -> None:
-        """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
-        for layers in self._layers.values():
-            batchnorm.update_running_statistics(layers)
+        self.begin(
+            microbatch.num_used,
+            microbatch.samples,
+            step=microbatch.step,
+            seed=self._config.seed,
+            # One worker's gradients of a whole batch are those of the global batch already.
+            scales_gradients=self._worker.world_size > 1 or not is_whole or not microbatch.num_used,
+        )
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
         """Raise UsageError if ``optimizer`` trains a parameter of no prepared network, or of a layer that is new."""
         unknown = self._unknown_parameters(optimizer)
         if not unknown:
             return
-        self._collect_layers()  # the loop may have changed a network since the microbatch began
+        self.collect_layers()  # the loop may have changed a network since the microbatch began
         for parameter in self._unknown_parameters(optimizer):
             raise UsageError(
                 f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
@@ -336,47 +298,6 @@ class PreparedModels:
             state = {**buffers, **model.state_dict(keep_vars=True)}
             tensors.update({prefix + name: value for name, value in state.items() if isinstance(value, Tensor)})
         return tensors
-
-
-class _ImageCounts:
-    """How many images batch norm counts in the forwards of all networks: those of the microbatch, or none.
-
-    A loop may call a network with images that it has kept from an earlier microbatch, in which this worker had images
-    and now has none, or the other way round. So this is a hook before each forward, and counts by the images that it
-    gets.
-
-    A network that was prepared just now is not known yet, and counts all its images, which is the state of a new layer.
-    A copy or a pickle of a network gets a hook without content, which does nothing: nobody has prepared the copy.
-    """
-
-    def __init__(self) -> None:
-        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, when the microbatch began
-        self._num_counted: dict[nn.Module, int] = {}  # what the layers of each network count at the moment
-        self._num_used = 0  # images of this worker in the microbatch
-        self._num_used_of: Any = WeakIdKeyDictionary()  # by the images, also of earlier microbatches
-
-    def begin(
-        self, layers: dict[nn.Module, list[nn.Module]], microbatch: Batch, share: Callable[[], Tensor | float]
-    ) -> None:
-        """Count the images of ``microbatch`` from now on, in the ``layers`` of each network."""
-        self._layers = layers
-        self._num_used_of[microbatch.images] = self._num_used = microbatch.num_used
-        self._num_counted = dict.fromkeys(layers, microbatch.num_used)
-        for layers_of_network in layers.values():
-            batchnorm.set_num_used(layers_of_network, microbatch.num_used, share)
-
-    def __call__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if model not in self._layers:
-            return
-        images = next((each for each in inputs if isinstance(each, Tensor)), None)
-        num_used = self._num_used if images is None else self._num_used_of.get(images, self._num_used)
-        # Only none or all makes a difference to the layers.
-        if (num_used == 0) != (self._num_counted[model] == 0):
-            batchnorm.set_num_used(self._layers[model], num_used)
-            self._num_counted[model] = num_used
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ImageCounts, ()
 
 
 def _note_call(called: dict[str, StateDict | None], keeps_weights: bool, name: str, model: nn.Module, *_: Any) -> None:

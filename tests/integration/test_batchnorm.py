@@ -83,7 +83,7 @@ def train_slice(case: Case) -> Outcome:
             images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
         images = images.detach().requires_grad_()
         share = used / len(whole)
-        batchnorm.set_num_used(model.modules(), used, lambda share=share: share)
+        batchnorm.set_num_used(model.modules(), used, weight=used)
         logits = model(images)
         loss = F.cross_entropy(logits, labels)  # the mean of this slice
         model.zero_grad()
@@ -403,3 +403,27 @@ def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dic
 def test_a_wrong_shape_is_refused_as_by_torchs_layer() -> None:
     with pytest.raises(ValueError, match="expected 4D input"):
         batchnorm.convert(nn.BatchNorm2d(2), "aggregate")(torch.randn(3, 2))
+
+
+def test_a_compiled_placeholder_takes_part_in_the_sums_of_the_backward() -> None:
+    """One process compiles as if there were another, and looks at the graph: a real one would wait for ever."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    graphs: list[str] = []
+
+    def keep(graph: Any, _: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = batchnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "sync")
+        batchnorm.set_num_used(model.modules(), 0, weight=0)
+        compiled = torch.compile(
+            model, backend=aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=keep)
+        )
+        compiled(torch.ones(1, 3, 6, 6)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert "all_reduce" in graphs[0]

@@ -1,0 +1,384 @@
+"""``raytrain.parallel`` in plain loops: any number of processes trains what one does, in float64 to 1e-12.
+
+Each loop is run by one process with whole batches, and by two and three with slices of them: even, uneven and empty.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+import raytrain
+from raytrain.errors import UsageError
+from raytrain.training.batch import Batch
+from tests.helpers.gloo_processes import run_in_processes
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    1: [(7,), (6,), (5,), (8,)],
+    2: [(4, 3), (0, 6), (5, 0), (1, 7)],
+    3: [(3, 2, 2), (0, 1, 5), (5, 0, 0), (2, 3, 3)],
+}
+NUM_STEPS = 20
+Slice = tuple[Tensor, Tensor, Tensor]
+"""Images, float64 (m, 3, 6, 6), labels and samples, int64 (m,)."""
+
+
+def num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def slices(num_steps: int = NUM_STEPS) -> Iterator[Slice]:
+    """Yield this process's slice of each global batch."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in range(num_steps):
+        sizes = SIZES[num_processes()][step % 4]
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(sum(sizes), 3, 6, 6, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 4, (sum(sizes),), generator=generator)
+        samples = torch.randperm(1000, generator=generator)[: sum(sizes)]
+        yield images.split(sizes)[rank], labels.split(sizes)[rank], samples.split(sizes)[rank]
+
+
+def body(width: int = 5) -> nn.Module:
+    torch.manual_seed(width)
+    layers = (nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout2d(0.3), nn.Flatten())
+    return nn.Sequential(*layers).double()
+
+
+def network(*, normed: bool = True) -> nn.Module:
+    first = body() if normed else nn.Sequential(nn.Flatten(), nn.Linear(108, 80), nn.Dropout(0.2)).double()
+    return nn.Sequential(first, nn.Linear(80, 4).double())
+
+
+def weights(*networks: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all weights and running statistics, and of the last gradients."""
+    found: dict[str, Tensor] = {}
+    for number, each in enumerate(networks):
+        found |= {f"{number} {name}": value.clone() for name, value in each.state_dict().items()}
+        found |= {f"{number} {name}.grad": p.grad for name, p in each.named_parameters() if p.grad is not None}
+    return found
+
+
+def plain(*, normed: bool = True) -> dict[str, Tensor]:
+    model = raytrain.parallel(network(normed=normed))
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for images, labels, _ in slices():
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return weights(model)
+
+
+def without_batch_norm() -> dict[str, Tensor]:
+    return plain(normed=False)
+
+
+def several_losses_and_a_penalty() -> dict[str, Tensor]:
+    model = raytrain.parallel(network())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        logits = model(images)
+        F.cross_entropy(logits, labels).backward(retain_graph=True)
+        (0.1 * logits.square().mean() + 0.01 * next(model.parameters()).square().sum()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return weights(model)
+
+
+def accumulation(*, sends_late: bool = True) -> dict[str, Tensor]:
+    model = raytrain.parallel(network())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, (images, labels, _) in enumerate(slices(), start=1):
+        with raytrain.no_sync(model, enabled=sends_late and number % 4 != 0):
+            (F.cross_entropy(model(images), labels) / 4).backward()
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def accumulation_sent_each_time() -> dict[str, Tensor]:
+    return accumulation(sends_late=False)
+
+
+def accumulation_sent_by_the_step() -> dict[str, Tensor]:
+    model = raytrain.parallel(network())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        with raytrain.no_sync(model):
+            F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def body_and_head() -> dict[str, Tensor]:
+    """Features of several windows of each image go through the head, so it gets other numbers of rows."""
+    backbone, head = raytrain.parallel(body(), nn.Sequential(nn.Dropout(0.2), nn.Linear(20, 4)).double())
+    optimizer = SGD([*backbone.parameters(), *head.parameters()], lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        logits = head(backbone(images).view(4 * len(images), 20)).view(len(images), 4, 4).mean(1)
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+    return weights(backbone, head)
+
+
+def adversaries(*, together: bool = True) -> dict[str, Tensor]:
+    """As in a GAN, each network learns in its turn, from a backward through both."""
+    maker, judge = nn.Sequential(nn.Flatten(), nn.Linear(108, 108), nn.BatchNorm1d(108)).double(), network()
+    if together:
+        maker, judge = raytrain.parallel(maker, judge)
+    else:
+        maker, judge = raytrain.parallel(maker), raytrain.parallel(judge)
+    of_maker, of_judge = SGD(maker.parameters(), lr=0.05), SGD(judge.parameters(), lr=0.05)
+    for images, labels, _ in slices():
+        made = maker(images.flip(-1)).view_as(images)
+        of_judge.zero_grad()
+        (F.cross_entropy(judge(images), labels) - judge(made.detach())[:, 0].mean()).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        F.cross_entropy(judge(made), labels).backward()
+        of_maker.step()
+    return weights(maker, judge)
+
+
+def adversaries_apart() -> dict[str, Tensor]:
+    return adversaries(together=False)
+
+
+def evaluated_by_one_process() -> dict[str, Tensor]:
+    """Process 0 measures with gradients on, and looks at the network's graph, which the others do not."""
+    model = raytrain.parallel(network(normed=False))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step, (images, labels, _) in enumerate(slices()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        if step in (4, 5) and (not dist.is_initialized() or dist.get_rank() == 0):
+            model.eval()(torch.ones(3, 3, 6, 6, dtype=torch.float64))
+            model.train()
+    return weights(model)
+
+
+def moved_and_partly_frozen() -> dict[str, Tensor]:
+    model = raytrain.parallel(network().float()).double()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step, (images, labels, _) in enumerate(slices()):
+        model.get_submodule("0").requires_grad_(step % 3 != 1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        model = model.float().double() if step == 9 else model
+    return weights(model)
+
+
+def checkpointed_whole() -> dict[str, Tensor]:
+    model = raytrain.parallel(network(normed=False))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        logits: Any = checkpoint(model, images, use_reentrant=False)
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def named_samples() -> dict[str, Tensor]:
+    """The batches name their samples, in an order of each process's own, and an empty one has a placeholder."""
+    model = raytrain.parallel(network(), seed=3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step, (images, labels, samples) in enumerate(slices()):
+        num_used = len(images)
+        if not num_used:
+            images, labels, samples = images.new_full((1, 3, 6, 6), 5.0), labels.new_zeros(1), samples.new_zeros(1)
+        order = torch.arange(len(images)).roll(num_processes())
+        images, labels, samples = images[order], labels[order], samples[order]
+        images, labels = Batch(images, labels, labels, samples, step, 0, num_used, (num_used,))
+        optimizer.zero_grad()
+        logits = model(images) + model(images * 2)  # the second tensor is another one
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def compiled() -> dict[str, Tensor]:
+    """Called through ``torch.compile``, which compiles again on a process that gets another number of images."""
+    model = raytrain.parallel(network())
+    call, optimizer = torch.compile(model, backend="aot_eager"), SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices(3):
+        optimizer.zero_grad()
+        F.cross_entropy(call(images), labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
+LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
+    plain,
+    without_batch_norm,
+    several_losses_and_a_penalty,
+    accumulation,
+    accumulation_sent_each_time,
+    accumulation_sent_by_the_step,
+    body_and_head,
+    adversaries,
+    adversaries_apart,
+    evaluated_by_one_process,
+    moved_and_partly_frozen,
+    checkpointed_whole,
+    named_samples,
+)
+
+
+def run_loops() -> dict[str, dict[str, Tensor]]:
+    return {loop.__name__: loop() for loop in LOOPS}
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> dict[str, dict[str, Tensor]]:
+    return run_loops()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_processes_train_what_one_does(of_one_process: dict[str, dict[str, Tensor]], world_size: int) -> None:
+    first, *others = run_in_processes(world_size, run_loops)
+    for name, wanted in of_one_process.items():
+        torch.testing.assert_close(first[name], wanted, rtol=1e-12, atol=1e-12, msg=f"{{}}\n{name}".format)
+        for other in others:
+            torch.testing.assert_close(other[name], first[name], rtol=0, atol=0)
+
+
+def test_one_process_trains_what_plain_torch_does() -> None:
+    models = [nn.Sequential(body()[:3], nn.Flatten(), nn.Linear(80, 4)).double() for _ in range(2)]  # type: ignore
+    raytrain.parallel(models[0])
+    for model in models:
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for images, labels, _ in slices():
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_network_keeps_its_names_and_its_copies_are_free() -> None:
+    plain_network, model = network(), raytrain.parallel(network())
+    assert list(model.state_dict()) == list(plain_network.state_dict())
+    assert raytrain.parallel(model) is model  # a cell of a notebook that is run again
+    images, labels, _ = next(slices())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        F.cross_entropy(copied(images), labels).backward()
+        assert copied.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def backward_of(model: nn.Module, called: Callable[[Tensor], Tensor] | None = None, **options: Any) -> None:
+    (called or model)(torch.ones(3, 3, 6, 6, dtype=torch.float64)).square().sum().backward(**options)
+
+
+def mistakes() -> list[str]:
+    """Return what is said to mistakes that all processes make alike, or find out alike."""
+    rank = dist.get_rank()
+    wrapped = raytrain.parallel(network())
+    return [
+        error_of(lambda: raytrain.parallel(body(width=5 + rank))),
+        error_of(lambda: raytrain.parallel(body(), seed=rank)),
+        error_of(lambda: raytrain.parallel(DistributedDataParallel(network()))),
+        error_of(lambda: backward_of(wrapped, DistributedDataParallel(wrapped))),
+        error_of(lambda: backward_of(raytrain.parallel(network(normed=False)), create_graph=True)),
+    ]
+
+
+def test_mistakes_of_all_processes_are_refused() -> None:
+    for shapes, options, inside, around, twice in run_in_processes(2, mistakes):
+        assert "networks of other shapes or types, or other options, on worker 1 than on worker 0" in shapes
+        assert options == shapes
+        assert "raytrain.parallel got a DistributedDataParallel" in inside
+        assert "into a DistributedDataParallel, which would join gradients a second time" in around
+        assert "create_graph=True" in twice
+
+
+def called_by_process_0_alone() -> str:
+    model = raytrain.parallel(network(normed=False))
+    if dist.get_rank() == 0:
+        model(torch.ones(1, 3, 6, 6, dtype=torch.float64))
+    try:
+        return error_of(partial(backward_of, model))
+    except RuntimeError as error:  # the other process has ended
+        return str(error)
+    finally:
+        del model
+        gc.collect()  # closes the connections of its groups, as the end of a process does
+
+
+def test_a_forward_of_one_process_alone_is_refused() -> None:
+    of_first, _ = run_in_processes(2, called_by_process_0_alone)
+    assert "Worker 0 calls network 1 in training mode while worker 1 runs a backward" in of_first
+
+
+def more_batches_on_process_0() -> str:
+    model = raytrain.parallel(network(normed=False))
+    backward_of(model)
+    said = error_of(partial(backward_of, model)) if dist.get_rank() == 0 else ""
+    del model
+    gc.collect()  # closes the connections of its groups, as the end of a process does
+    return said
+
+
+def test_a_process_with_more_batches_than_the_others_says_so() -> None:
+    of_first, _ = run_in_processes(2, more_batches_on_process_0)
+    assert "every worker needs the same number of batches" in of_first
+
+
+def test_mistakes_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = raytrain.parallel(network())
+    assert "has not been called" in error_of(lambda: backward_of(model, model.get_submodule("0")))
+    assert "got a str" in error_of(lambda: raytrain.parallel("resnet18"))  # pyright: ignore
+    assert "got no network" in error_of(raytrain.parallel)
+    assert "lazy layers" in error_of(lambda: raytrain.parallel(nn.LazyLinear(3)))
+    assert "'none'" in error_of(lambda: raytrain.parallel(network(), batch_norm="none"))  # pyright: ignore
+    assert "raytrain.no_sync got a Sequential" in error_of(lambda: raytrain.no_sync(network()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call in (lambda: raytrain.parallel(network()), lambda: backward_of(model)):
+        assert "init_process_group() first" in error_of(call)
+
+
+def test_the_script_of_the_page_prints_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/from-pytorch.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(next(re.finditer(r"```python\n(.*?)```", page, flags=re.DOTALL))[1])
+    printed = []
+    for num_processes in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", str(script)]
+        ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+        assert not ended.returncode, ended.stderr.decode()
+        printed.append(ended.stdout.decode())
+    assert printed[0] == printed[1]
+    assert "loss" in printed[0]
