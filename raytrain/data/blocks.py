@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.data.images.decode import ImageShape, Pixels
+from raytrain.data.images.image_format import ImageShape
+from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.batch_plan import GlobalBatch, samples_of
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s
@@ -59,11 +60,11 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     return Block(images, numbers(table.column("label")), numbers(table.column("draw")))
 
 
-def to_table(pixels: Pixels, labels: Int64s, draws: Int64s) -> pa.Table:
-    """Return decoded images as a table, without a copy: the columns are image (H*W*C bytes), label and draw."""
-    kind = pa.binary(pixels[0].size)
-    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
-    return pa.table({"image": column, "label": number_array(labels), "draw": number_array(draws)})
+def to_table(block: Block) -> pa.Table:
+    """Return a block as a table, without a copy: the columns are image (H*W*C bytes), label and draw."""
+    kind = pa.binary(block.images[0].size)
+    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(block.images), [None, pa.py_buffer(block.images)])
+    return pa.table({"image": column, "label": number_array(block.labels), "draw": number_array(block.draws)})
 
 
 class Buffers:
@@ -175,7 +176,7 @@ class LocalBatch:
     labels: Int64s  # (m,)
     samples: Int64s  # (m,), indices into the manifest
     draws: Int64s  # (m,), what random numbers depend on: see BatchPlan.draws
-    part_sizes: tuple[int, ...]  # how many of the m are in each part of the global batch
+    microbatch_sizes: tuple[int, ...]  # how many of the m are in each microbatch
 
 
 def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_step: int) -> Iterator[LocalBatch]:
@@ -185,22 +186,22 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     buffers = Buffers()
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
-        parts: list[Block] = []
-        num_missing = sum(partition.part_sizes(batch))
+        pieces: list[Block] = []
+        num_missing = sum(partition.microbatch_sizes(batch))
         while num_missing > 0:
             block = next(source) if remaining is None else remaining
             head, tail = block.split(min(num_missing, len(block)))
-            parts.append(head)
+            pieces.append(head)
             num_missing -= len(head)
             remaining = tail if len(tail) else None
 
         # Rows of one block are used where they are; those of several are copied into one array.
-        rows = parts[0] if parts else _NO_ROWS
-        if len(parts) > 1:
-            images = buffers.take((sum(map(len, parts)), *parts[0].images.shape[1:]))
-            np.concatenate([part.images for part in parts], out=images)
-            labels = np.concatenate([part.labels for part in parts])
-            rows = Block(images, labels, np.concatenate([part.draws for part in parts]))
+        rows = pieces[0] if pieces else _NO_ROWS
+        if len(pieces) > 1:
+            images = buffers.take((sum(map(len, pieces)), *pieces[0].images.shape[1:]))
+            np.concatenate([piece.images for piece in pieces], out=images)
+            labels = np.concatenate([piece.labels for piece in pieces])
+            rows = Block(images, labels, np.concatenate([piece.draws for piece in pieces]))
         yield _local_batch(partition, batch, rows)
 
 
@@ -214,13 +215,14 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
 
 def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block) -> LocalBatch:
     """Return the local batch of these rows, without the images that could not be read."""
-    part_sizes: Sequence[int] = partition.part_sizes(batch)
+    microbatch_sizes: Sequence[int] = partition.microbatch_sizes(batch)
     images, labels, draws = rows.images, rows.labels, rows.draws
     readable = labels >= 0
     if not readable.all():
         images, labels, draws = images[readable], labels[readable], draws[readable]
-        part_sizes = [int(part.sum()) for part in np.split(readable, np.cumsum(part_sizes)[:-1])]
-    return LocalBatch(batch, images, labels, samples_of(draws, partition.plan.num_samples), draws, tuple(part_sizes))
+        microbatch_sizes = [int(rows.sum()) for rows in np.split(readable, np.cumsum(microbatch_sizes)[:-1])]
+    samples = samples_of(draws, partition.plan.num_samples)
+    return LocalBatch(batch, images, labels, samples, draws, tuple(microbatch_sizes))
 
 
 class Prefetch(Iterator[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import readable_images
 from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.labelled_images import training_and_test_images
@@ -92,8 +93,11 @@ def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
     run_store.put(CLASSES, json.dumps(list(train.classes)).encode())
 
 
-def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
-    """List the images, or read the stored manifests, and measure statistics; UsageError if there are no images."""
+def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset:
+    """List the images, or read the manifests that a run has stored, and measure statistics.
+
+    Raises UsageError if there are no images.
+    """
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
     urls = [train_store.url, test_store.url]
@@ -105,10 +109,9 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
         table, test_table = table.tested_on(test_table), None
 
     # A run that resumes has manifests. They are used unless other images or labels are asked for now.
-    try:
-        stored = [Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST)]
-    except FileNotFoundError:  # it is new
-        stored = []
+    stored: list[Manifest] = []
+    with suppress(FileNotFoundError):  # it is new
+        stored = [Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST)] if run_store else []
     digests = [labels.digest if labels else "" for labels in (table, test_table or table)]
     asked_for = list(zip(urls, digests, strict=True))
     if [(manifest.url, manifest.labels_digest) for manifest in stored] == asked_for:

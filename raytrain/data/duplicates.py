@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from raytrain.data.images.decode import BadImage
+from raytrain.data.images.image_format import BadImage
 from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s

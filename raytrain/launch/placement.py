@@ -5,26 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import Precision
 from raytrain.errors import UsageError
+from raytrain.loader.machine import cores, image_memory
 from raytrain.training.precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
 _log = logging.getLogger("raytrain")
 
-_CACHE_FRACTION = 0.3  # of the memory that is available, as Ray's object store
-_FREE_FRACTION = 0.8  # of a folder's free space that images may take
-_SHARED_MEMORY = "/dev/shm"
-_MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 _WORKERS_PER_CPU = 4  # CPU workers that may share a core of a single machine
 _ELASTIC_CPUS = 0.99
 """CPUs of a worker if Ray decides how many fit: one worker per CPU, and a little of each CPU left for reading data."""
@@ -84,11 +76,6 @@ def visible_gpus(chosen: str) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": chosen}
 
 
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
     """Return what a run may use of this machine.
 
@@ -99,26 +86,6 @@ def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
     if chosen is not None:  # CUDA takes an empty name or -1 for none
         num_gpus = min(num_gpus, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
     return Hardware(1, cores(), num_gpus, image_memory()[1])
-
-
-def image_memory() -> tuple[str, int]:
-    """Return the folder for files of decoded images, and the bytes that they may take."""
-    wanted_bytes = int(_CACHE_FRACTION * available_bytes())
-    best_folder, most_bytes = _SHARED_MEMORY, -1
-    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):  # of equals, the first is faster
-        room_bytes = 0
-        with suppress(OSError):
-            room_bytes = min(wanted_bytes, int(_FREE_FRACTION * shutil.disk_usage(folder).free))
-        if room_bytes > most_bytes:
-            best_folder, most_bytes = folder, room_bytes
-    return best_folder, most_bytes
-
-
-def available_bytes() -> int:
-    """Return the memory that can be taken without swapping, within the limit of the container, in bytes."""
-    # The limit of the container, by cgroups of either version; "max" if it has none.
-    limits = [Path(path).read_text().strip() for path in _MEMORY_LIMITS if os.access(path, os.R_OK)]
-    return min([psutil.virtual_memory().available, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def fastest_precision(device: str) -> Precision:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from raytrain.data.blocks import LocalBatch
+from raytrain.training import local_images
 from raytrain.training.augment import Augment
+from raytrain.training.local_images import LocalImages
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This worker's slice of a global batch, ready for the network.
+    """This worker's slice of a global batch, ready for the network: ``images, labels = batch``.
 
     A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what
     it logs count as nothing.
@@ -30,29 +32,43 @@ class Batch:
     step: int  # counted from 0
     epoch: int  # counted from 0
     num_used: int  # m, or 0 for a placeholder
-    part_sizes: tuple[int, ...]  # number of the m images in each part of the global batch
+    microbatch_sizes: tuple[int, ...]  # number of the m images in each microbatch
     is_last: bool = True  # of the microbatches; a whole batch is one
-    begin_part: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # the run's
+    begin_microbatch: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # the run's
+
+    def __post_init__(self) -> None:
+        local_images.remember(self.images, LocalImages(len(self.images), self.num_used, self.samples, self.step))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the images and the labels, as a pair of torch's ``DataLoader``."""
+        local_images.expect(self.images)
+        return iter((self.images, self.labels))
+
+    def to(self, *device: Any, **options: Any) -> Batch:
+        """Return the batch with its tensors moved, as ``Tensor.to`` does: trainers of other libraries call this."""
+        names = "images", "labels", "targets", "samples"
+        return replace(self, **{name: getattr(self, name).to(*device, **options) for name in names})
 
     def microbatches(self) -> Iterator[Batch]:
-        """Yield this worker's slice of each part of the global batch that ``--accumulate`` asks for, in order.
+        """Yield this worker's slice of each microbatch that ``--accumulate`` asks for, in order.
 
         Compute the mean loss of each, as of a whole batch, and call its ``backward()``: the gradients add up to that of
-        the mean over the global batch. Batch norm treats each part as a batch. A slice may be a placeholder. With
-        ``run.no_sync(not part.is_last)`` around a backward, the gradients travel between the workers once, not P times.
+        the mean over the global batch. Batch norm treats each microbatch as a batch. A slice may be a placeholder.
+        With ``run.no_sync(not microbatch.is_last)`` around a backward, the gradients travel between the workers once,
+        not P times.
         """
-        if len(self.part_sizes) == 1:
+        if len(self.microbatch_sizes) == 1:
             yield self
             return
         start = 0
-        for number, size in enumerate(self.part_sizes, start=1):
+        for number, size in enumerate(self.microbatch_sizes, start=1):
             rows = slice(start, start + size) if size else slice(0, 1)
             tensors = {name: getattr(self, name)[rows] for name in ("images", "labels", "targets", "samples")}
-            is_last = number == len(self.part_sizes)
-            part = replace(self, **tensors, num_used=size, part_sizes=(size,), is_last=is_last)
-            if self.begin_part is not None:
-                self.begin_part(part, is_whole=False)
-            yield part
+            is_last = number == len(self.microbatch_sizes)
+            microbatch = replace(self, **tensors, num_used=size, microbatch_sizes=(size,), is_last=is_last)
+            if self.begin_microbatch is not None:
+                self.begin_microbatch(microbatch, is_whole=False)
+            yield microbatch
             start += size
 
 
@@ -95,7 +111,7 @@ def to_batch(
     else:
         images = augment.evaluate(images)
     targets = labels if label_sets is None else label_sets[labels].to(images.dtype)
-    return Batch(images, labels, targets, samples, step, epoch, len(local.labels), local.part_sizes)
+    return Batch(images, labels, targets, samples, step, epoch, len(local.labels), local.microbatch_sizes)
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:

@@ -6,7 +6,7 @@ it asks for,
 1. ``_begin_step`` takes a local batch that was read ahead, starts the step's all-reduce (``Steps.begin``), seeds the
    random number generators, and augments and mixes the images on the device;
 2. the loop's own code runs with the batch, in the precision of the run; its gradients, batch norm and dropout ask
-   which images they are of (``_begin_part``), and ``log``, ``mean``, ``gather`` and ``total`` which count;
+   which images they are of (``_begin_microbatch``), and ``log``, ``mean``, ``gather`` and ``total`` which count;
 3. ``Steps.end_batch`` reads the totals of all workers when the loop asks for the next batch, and does what is due.
 
 What is due is decided in :mod:`raytrain.training.steps`. Evaluations are measured here, where the loop may call one.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -31,23 +30,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.blocks import LocalBatch, Prefetch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors, on_host, to_batch
+from raytrain.training.batch import Batch, HostTensors
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
+from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.gallery import Gallery
 from raytrain.training.gather import gather_rows
 from raytrain.training.logged_values import logged_fractions
-from raytrain.training.mixup import mix_batch
 from raytrain.training.optimisation import Loss, build_optimizer, build_scheduler, check_answers, check_logits
 from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, shapes_of
-from raytrain.training.protocols import BatchSource, Reporter, Worker
+from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
 from raytrain.training.steps import Steps
 from raytrain.training.weight_average import WeightAverage
@@ -80,12 +79,12 @@ class Run:
     config: ResolvedConfig
     classes: tuple[str, ...]
     plan: BatchPlan
-    source: BatchSource
     reporter: Reporter
     worker: Worker
     weights: Mapping[str, Tensor] | None  # initial weights; None if the seed or a checkpoint decides them
     label_sets: Tensor | None  # (K, C), bool: the classes of each label; None if a label is a class
     augment: Augment
+    batches: DeviceBatches
     loss: Loss
     models: PreparedModels  # what the loop trains
     state: CheckpointState  # all that the loop has prepared
@@ -97,7 +96,7 @@ class Run:
         self.thresholds = self.progress.thresholds
         self.evaluating = False
         self.own_evaluation: Callable[[], dict[str, float]] | None = None  # the loop's
-        self.part: Batch | None = None  # what the loop computes: its batch, or a part of it
+        self.microbatch: Batch | None = None  # what the loop computes: its batch, or a microbatch of it
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
@@ -197,10 +196,7 @@ class Run:
             return
         per_epoch, num_steps = self.plan.steps_per_epoch, self.plan.num_steps
 
-        # Local batches are read ahead, and brought to memory that the device can copy from, while the loop computes.
-        ready = partial(on_host, augment=self.augment, device=self.device)
-        read = self.source.train(self.progress.step)
-        local_batches = Prefetch(((local, ready(local)) for local in read), self.config.prefetch)
+        local_batches = self.batches.read_ahead(self.progress.step)
         try:
             while not self.steps.is_over:
                 number = self.progress.step // per_epoch
@@ -237,19 +233,16 @@ class Run:
             local, tensors = next(local_batches)
         self.steps.begin(local, time.perf_counter() - started)
         seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
-        mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
-        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
-        if mixup or cutmix:
-            batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
-        batch = replace(batch, begin_part=self._begin_part)
-        self._begin_part(batch, is_whole=True)
+        batch = self.batches.prepare(local, tensors)
+        batch = replace(batch, begin_microbatch=self._begin_microbatch)
+        self._begin_microbatch(batch, is_whole=True)
         return batch
 
-    def _begin_part(self, part: Batch, *, is_whole: bool) -> None:
-        """Tell all that depends on the images whose loss the loop computes that they are those of ``part`` now."""
-        self.part = part
-        self.steps.begin_part(part.num_used)
-        self.models.begin_microbatch(part, is_whole=is_whole)
+    def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
+        """Have ``microbatch``, or a whole batch, weight all that the loop computes from now on."""
+        self.microbatch = microbatch
+        self.steps.begin_microbatch(microbatch.num_used)
+        self.models.begin_microbatch(microbatch, is_whole=is_whole)
 
     def leave_batch(self) -> None:
         """Leave the context of a batch and close the reader, if a loop has left both open."""
@@ -266,9 +259,9 @@ class Run:
 
         Example::
 
-            for part in batch.microbatches():
-                with run.no_sync(not part.is_last):
-                    cross_entropy(model(part.images), part.labels).backward()
+            for microbatch in batch.microbatches():
+                with run.no_sync(not microbatch.is_last):
+                    cross_entropy(model(microbatch.images), microbatch.labels).backward()
         """
         return self.models.gradients.deferred() if enabled else nullcontext()
 
@@ -288,7 +281,7 @@ class Run:
 
             run.log(loss=loss, accuracy=(logits.argmax(1) == batch.labels).float().mean(), recall=(hits, positives))
         """
-        num_used = self._current_part("log").num_used
+        num_used = self._current_microbatch("log").num_used
         fractions = logged_fractions(values, num_used, self.classes, self.world_size)
         self.steps.metrics.log(fractions, counts=num_used > 0)
 
@@ -304,18 +297,18 @@ class Run:
             losses = cross_entropy(logits, batch.labels, weights, reduction="sum")
             loss = run.mean(losses, weights[batch.labels].sum())
         """
-        part = self._current_part("mean")
+        num_used = self._current_microbatch("mean").num_used
         self.steps.check_all("means")
         with self.steps.watch.paused():
             divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
-            totals = torch.stack([divisor * (part.num_used > 0), torch.full_like(divisor, part.num_used)])
+            totals = torch.stack([divisor * (num_used > 0), torch.full_like(divisor, num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)
             total, num_images = totals.to(numerator.dtype).clamp(min=torch.finfo(numerator.dtype).tiny)
-            return numerator / total * (num_images / max(part.num_used, 1))
+            return numerator / total * (num_images / max(num_used, 1))
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the fraction of right answers in a batch, or a part of one, (); ``logits`` are (m, C).
+        """Return the fraction of right answers in a batch, or a microbatch, (); ``logits`` are (m, C).
 
         If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
 
@@ -329,7 +322,7 @@ class Run:
         return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean()
 
     def show(self, batch: Batch, logits: Tensor) -> None:
-        """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a part of one.
+        """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a microbatch.
 
         Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
         It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
@@ -354,9 +347,7 @@ class Run:
 
             logits = [model(batch.images) for batch in run.test_batches()]
         """
-        for local in self.source.test():
-            if len(local.labels):
-                yield to_batch(local, self.augment, self.device, training=False, label_sets=self.label_sets)
+        return self.batches.test()
 
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
@@ -395,16 +386,17 @@ class Run:
     @property
     def _is_placeholder(self) -> bool:
         """True in a batch that has none of this worker's images."""
-        return self.part is not None and self.steps.in_batch and not self.evaluating and not self.part.num_used
+        microbatch = self.microbatch
+        return self.steps.in_batch and not self.evaluating and microbatch is not None and not microbatch.num_used
 
-    def _current_part(self, call: str) -> Batch:
-        """Return the part of the batch that the loop computes. Raises UsageError before it has got a batch."""
-        if self.part is None:
+    def _current_microbatch(self, call: str) -> Batch:
+        """Return the batch or microbatch that the loop computes. Raises UsageError before it has got a batch."""
+        if self.microbatch is None:
             raise UsageError(
                 f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, inside of `for "
                 "epoch in run.epochs():`."
             )
-        return self.part
+        return self.microbatch
 
     def evaluate(self) -> dict[str, float]:
         """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history.

@@ -25,11 +25,13 @@ Name = Literal[
     "plan",
     "switches",
     "watch",
+    "parallel",
     "line",
     "network",
     "feed",
     "whole",
     "photographs",
+    "reader",
 ]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from raytrain.data.blocks import to_table
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.blocks import Block, to_table
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition
@@ -184,7 +184,7 @@ class Workers:
 
 def at_once(*_: object, **__: object) -> Any:
     """A block of one black image, which is large enough for the object store."""
-    return to_table(np.zeros((1, 224, 224, 3), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return to_table(Block(np.zeros((1, 224, 224, 3), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)))
 
 
 @contextmanager

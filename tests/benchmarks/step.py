@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -268,7 +268,7 @@ def through_ray(url: str, num_images: int, precision: str, folder: str) -> list[
 
 def train_when_cached(run: Run, folder: str) -> None:
     run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
-    for _ in run.source.train(0):  # Wait until all images are cached.
+    for _ in run.batches.source.train(0):  # Wait until all images are cached.
         pass
     times = _step_times()
     train(run)

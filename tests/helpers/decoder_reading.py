@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from concurrent.futures import Future
 
 import numpy as np
 
 from raytrain.data.blocks import Block
-from raytrain.data.images.decode import Pixels
+from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.launch.decoders import Decoders
+from raytrain.loader.decoders import Decoders, Report
 from raytrain.runs.metric_row import SkippedImage
 
 ROWS, ROW_BYTES = 3, 4
-FAILS, FAILS_STRANGELY = 100, 200
+FAILS, FAILS_STRANGELY, DIES = 100, 200, 300
 
 
 class Recorder:
@@ -38,23 +39,40 @@ class Strange(Exception):
         super().__init__(text, lock)
 
 
-class Reading:
+class Reader:
     """Reads blocks whose pixels are the samples' numbers, and whose labels tell which process has read them."""
 
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES)
+    def __init__(self, report: Report) -> None:
+        self.report = report
 
-    def read(self, samples: Int64s, epoch: int, pixels: Pixels | None) -> Block:
-        if samples[0] == FAILS:
+    def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
+        if draws[0] == FAILS:
             raise UsageError("no such image")
-        if samples[0] == FAILS_STRANGELY:
+        if draws[0] == FAILS_STRANGELY:
             raise Strange("out of order", threading.Lock())
+        if draws[0] == DIES:
+            os.kill(os.getpid(), signal.SIGSEGV)
         assert pixels is not None
-        images = pixels[: len(samples) * ROW_BYTES].reshape(len(samples), 2, 2, 1)
-        images[:] = samples[:, None, None, None] + epoch
-        self.decoders.report([SkippedImage("a.jpg", "it is empty")], num_retries=2)
-        return Block(images, np.full(len(samples), os.getpid()), samples)
+        images = pixels[: len(draws) * ROW_BYTES].reshape(len(draws), 2, 2, 1)
+        images[:] = draws[:, None, None, None] + epoch
+        self.report([SkippedImage("a.jpg", "it is empty")], 2)
+        return Block(images, np.full(len(draws), os.getpid()), draws)
+
+    def read_ahead(self) -> None:
+        pass
+
+
+def open_readers(report: Report) -> list[Reader]:
+    return [Reader(report)]
+
+
+class Reading:
+    """Processes that have started, and what they report."""
+
+    def __init__(self, *, forks: bool = True) -> None:
+        self.recorder = Recorder()
+        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES, forks=forks)
+        self.decoders.start(open_readers)
 
 
 def block(reading: Reading, first: int, epoch: int = 0) -> Future[Block]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from raytrain import TrainConfig
 from raytrain.data.dataset import open_dataset
 from raytrain.data.plan.partition import CacheOrder
-from raytrain.launch.cache_choice import ImageCache
-from raytrain.launch.machine_batches import MachineBatches
+from raytrain.loader.image_cache import ImageCache
+from raytrain.loader.machine_batches import MachineBatches
 from raytrain.runs.documents import run_store
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run import Run

@@ -21,13 +21,13 @@ from PIL import Image
 
 from raytrain import TrainConfig, UsageError
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.shards import assign_shards, packed_manifest, shard_path
 from raytrain.demo.s3_server import S3Server
-from raytrain.launch import cache_choice
-from raytrain.launch.cache_choice import ImageCache, choose_cache
+from raytrain.loader import image_cache
+from raytrain.loader.image_cache import ImageCache, choose_cache
 from raytrain.storage import locks
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store
@@ -258,7 +258,7 @@ def test_a_disk_that_cannot_be_used_is_told_at_the_start(
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file cannot be written \(File exists\); name another --cache-folder"):
         choice(url, cache="disk", cache_folder=str(tmp_path / "file"))
-    monkeypatch.setattr(cache_choice, "usable_bytes", lambda folder: -1)
+    monkeypatch.setattr(image_cache, "usable_bytes", lambda folder: -1)
     with pytest.raises(UsageError, match=r"has 0\.0 GB to spare; make room there, or name another --cache-folder"):
         choice(url, cache="disk", cache_folder=str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: 12345)

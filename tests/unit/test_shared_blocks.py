@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,11 +15,12 @@ import numpy as np
 import pytest
 
 from raytrain.data.blocks import Block
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.data.plan.permutation import Int64s
-from raytrain.launch.machine_batches import SharedBlocks
+from raytrain.loader.machine_batches import SharedBlocks
+from tests.helpers.small_runs import make_images
 
 SHAPE = ImageShape(2, 3, 1)
 ORDER = CacheOrder(BatchPlan(num_samples=10, batch_size=4, epochs=1, seed=0), 0, rows_per_block=4)
@@ -88,3 +92,37 @@ def test_what_cannot_be_read_is_told_to_whoever_needs_it(tmp_path: Path) -> None
     blocks.read_ahead()
     with pytest.raises(OSError, match="storage is gone"):
         blocks(0)
+
+
+DRIVER = """
+import sys
+from contextlib import ExitStack
+from raytrain.data.dataset import open_dataset
+from raytrain.loader.image_cache import image_cache
+from raytrain.runs.documents import run_store
+from tests.helpers.small_runs import config
+
+chosen = config(*sys.argv[1:], cache="memory")
+data = open_dataset(chosen, run_store(chosen.storage, "run"))
+resolved = chosen.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
+with ExitStack() as opened:
+    print(image_cache(resolved, data, 0, opened).folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.not_quick
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, the next start removes the file")
+def test_images_of_a_killed_driver_are_gone_once_nobody_has_them_open(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    command = [sys.executable, "-c", DRIVER, str(make_images(tmp_path / "images")), str(tmp_path / "runs")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        folder = Path(driver.stdout.readline().strip())
+        blocks = SharedBlocks(folder / "train", ORDER, SHAPE, decode)
+        blocks.read_ahead()
+        file = (folder / "train" / "images").resolve()
+        driver.kill()
+    assert not file.exists()
+    np.testing.assert_array_equal(blocks(1).labels, ORDER.draws(1) * 100)
+    shutil.rmtree(folder)

@@ -59,8 +59,8 @@ class GlobalBatch:
 class BatchPlan:
     """The global batches of a run: positions ``[k*B, (k+1)*B)`` of each epoch. The last one is shorter, never dropped.
 
-    A global batch is computed in ``accumulate`` parts, one after the other, and each part is divided over the workers.
-    So which samples are together in a part does not depend on the number of workers either.
+    A global batch is computed in ``accumulate`` microbatches, one after the other, and each is divided over the
+    workers. So which samples are together in a microbatch does not depend on the number of workers either.
     """
 
     num_samples: int
@@ -117,10 +117,10 @@ class BatchPlan:
         """Return all draws of a global batch in their order, int64 (batch.size,), as :meth:`draws` gives them."""
         return self.draws(batch.epoch, np.arange(batch.start, batch.stop, dtype=np.int64))
 
-    def part_sizes(self, batch_size: int) -> list[int]:
-        """Return the number of samples in each of the ``accumulate`` parts of a global batch of ``batch_size``.
+    def microbatch_sizes(self, batch_size: int) -> list[int]:
+        """Return the number of samples in each of the ``accumulate`` microbatches of a batch of ``batch_size``.
 
-        The remainder goes one by one to the first parts. Parts that would be empty are left out.
+        The remainder goes one by one to the first microbatches. Those that would be empty are left out.
         """
         size, remainder = divmod(batch_size, self.accumulate)
         sizes = [size + 1] * remainder + [size] * (self.accumulate - remainder)

@@ -19,7 +19,7 @@ from raytrain.data.plan.permutation import Int64s
 
 @dataclass(frozen=True)
 class Partition:
-    """One worker's local batches: of each part of a global batch a contiguous slice, sized by the worker's load.
+    """One worker's local batches: of each microbatch a contiguous slice, sized by the worker's load.
 
     The local batches of an epoch, one after the other, are the worker's rows. Rows can be read in blocks of any length.
     """
@@ -45,9 +45,9 @@ class Partition:
         """Return the draws of the worker's local batch, int64 (n,), in their order."""
         return self.plan.draws(batch.epoch, batch.start + self._slice(batch).indices)
 
-    def part_sizes(self, batch: GlobalBatch) -> tuple[int, ...]:
-        """Return the worker's number of samples in each part of a global batch (see :meth:`BatchPlan.part_sizes`)."""
-        return self._slice(batch).part_sizes
+    def microbatch_sizes(self, batch: GlobalBatch) -> tuple[int, ...]:
+        """Return the worker's number of samples in each microbatch (see :meth:`BatchPlan.microbatch_sizes`)."""
+        return self._slice(batch).microbatch_sizes
 
     def row_draws(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the draws of the rows ``start`` to ``stop`` of ``epoch``, or to the epoch's last row."""
@@ -82,18 +82,18 @@ class _LocalSlice:
     """Which samples of a global batch of a given size belong to one worker."""
 
     indices: Int64s  # from 0 within the global batch, (n,)
-    part_sizes: tuple[int, ...]
+    microbatch_sizes: tuple[int, ...]
 
 
 def _local_slice(partition: Partition, batch_size: int) -> _LocalSlice:
-    """Return what a worker has of a global batch of this size: a contiguous slice of each of its parts."""
+    """Return what a worker has of a global batch of this size: a contiguous slice of each microbatch."""
     slices: list[Int64s] = []
     start = 0
-    for part_size in partition.plan.part_sizes(batch_size):
-        sizes = partition_sizes(part_size, partition.loads)
+    for microbatch_size in partition.plan.microbatch_sizes(batch_size):
+        sizes = partition_sizes(microbatch_size, partition.loads)
         first = start + sum(sizes[: partition.rank])
         slices.append(np.arange(first, first + sizes[partition.rank], dtype=np.int64))
-        start += part_size
+        start += microbatch_size
     return _LocalSlice(np.concatenate(slices), tuple(map(len, slices)))
 
 

@@ -18,11 +18,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
-from raytrain.launch.placement import image_memory
-from raytrain.launch.prepare import PreparedRun
-from raytrain.monitor.monitor import RunMonitor
-from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.history import History
+from raytrain.loader.machine import image_memory
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 from raytrain.storage.temporary_files import TemporaryFolder
 
@@ -40,7 +36,7 @@ class ImageCache:
         train: the order in which decoded training images are kept; None if they are streamed.
         test: the same of the test images.
         disk: where files of a bucket are kept; None if they are not.
-        folder: where decoded images are kept, but for those in Ray's object store.
+        folder: where the processes of this machine find the decoded images; those in Ray's object store aren't there.
     """
 
     train: CacheOrder | None = None
@@ -50,10 +46,22 @@ class ImageCache:
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
-    """Choose what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed."""
+    """Choose what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed.
+
+    On Linux, each file of decoded images has no name, so that the system frees it with the last process that has it
+    open, also if all of them are killed. Others open it through a link in the folder to this process's descriptor.
+    """
     parent, memory_bytes = image_memory()
     cache = choose_cache(config, data, first_step, memory_bytes)
-    return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
+    if not os.path.isdir("/proc/self/fd"):
+        return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
+    folder = opened.enter_context(TemporaryFolder())
+    for name, order in (("train", cache.train), ("test", cache.test)):
+        if order is not None:
+            file = opened.enter_context(tempfile.TemporaryFile(dir=parent))  # noqa: SIM115 ; it is one
+            (folder / name).mkdir()
+            (folder / name / "images").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    return dataclasses.replace(cache, folder=str(folder))
 
 
 def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int) -> ImageCache:
@@ -120,32 +128,3 @@ def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bo
     """Return whether runs that train at once on the same images keep them decoded in ``memory_bytes``, once for all."""
     fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
     return config.cache == "memory" or (config.cache == "auto" and fits)
-
-
-class SharedImages(RunMonitor):
-    """Images that runs of this machine share, decoded once, while it is open.
-
-    ``cache`` is None if they do not fit. As a monitor, it takes the images that no run can use.
-    """
-
-    def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
-        history, skip_limit = History(prepared.store), prepared.skip_limit()
-        super().__init__(prepared.name, num_steps, num_steps, history, skip_limit=skip_limit)
-        self._opened = ExitStack()
-        self.cache: ImageCache | None = None
-        if keeps_shared(config, prepared.data, image_memory()[1]):
-            in_memory = dataclasses.replace(config, cache="memory")
-            self.cache = image_cache(in_memory, prepared.data, 0, self._opened)
-
-    def __enter__(self) -> SharedImages:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._opened.close()
-
-    def poll(self) -> tuple[Snapshot, str | None]:
-        """Return a snapshot, with the images that cannot be used and a request to stop all runs; and why they must end.
-
-        The reason is None if they may continue.
-        """
-        return self.snapshot(), self.failure

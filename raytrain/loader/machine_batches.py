@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ import numpy.typing as npt
 
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageShape, Pixels
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.batch_plan import BatchPlan, samples_of
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
-from raytrain.launch.cache_choice import ImageCache
-from raytrain.launch.decoders import Decoders, ImageReporter, num_decoders
-from raytrain.runs.metric_row import SkippedImage
+from raytrain.loader.decoders import Decoders, ImageReporter, Report, num_decoders
+from raytrain.loader.image_cache import ImageCache
 from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 
@@ -44,7 +45,7 @@ class SharedBlocks:
 
     def __init__(self, folder: Path, order: CacheOrder, shape: ImageShape, read: ReadBlock) -> None:
         self._folder = folder
-        self._order = order
+        self.order = order
         self._read = read
 
         # Every process lays out the same file, whoever creates it.
@@ -67,11 +68,11 @@ class SharedBlocks:
         if not self._written[number]:
             self._write(number, wait=True)
         rows = self._rows(number)
-        return Block(self._images[rows], self._labels[rows], self._order.draws(number))
+        return Block(self._images[rows], self._labels[rows], self.order.draws(number))
 
     def read_ahead(self) -> None:
         """Read the blocks that nobody has read or reads, in order. Several threads and processes may do so at once."""
-        for number in range(len(self._order)):
+        for number in range(len(self.order)):
             # Another one reads this block; or it cannot be read, which whoever needs it will learn.
             with suppress(Exception):
                 self._write(number, wait=False)
@@ -81,7 +82,7 @@ class SharedBlocks:
         with acquire(self._folder / f"{number}.lock", wait=wait):
             if self._written[number]:
                 return
-            block = self._read(self._order.draws(number), self._order.epoch(number))
+            block = self._read(self.order.draws(number), self.order.epoch(number))
             first = self._rows(number).start
             # Not through the mapping: a full disk would end the process without a word.
             _write_at(self._file, block.images, self._images_at + first * self._images[0].nbytes)
@@ -89,8 +90,8 @@ class SharedBlocks:
             _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
 
     def _rows(self, number: int) -> slice:
-        start = number * self._order.rows_per_block
-        return slice(start, start + self._order.rows_per_block)
+        start = number * self.order.rows_per_block
+        return slice(start, start + self.order.rows_per_block)
 
 
 def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
@@ -100,11 +101,50 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
         remaining, offset = remaining[written:], offset + written
 
 
+@dataclass(frozen=True)
+class ImageSet:
+    """Images of one manifest, and how a process reads them. It travels to new processes.
+
+    ``kept_in`` is the order in which decoded images are kept, in files of ``folder``; None if they are streamed.
+    """
+
+    images: ImageReader
+    manifest: Manifest
+    kept_in: CacheOrder | None
+    folder: Path
+
+
+class ImageSetReader:
+    """Reads an :class:`ImageSet` in one process: a worker, or one beside it. ``kept`` are the blocks that are kept."""
+
+    def __init__(self, image_set: ImageSet, report: Report) -> None:
+        self._images, self._manifest, self._report = image_set.images, image_set.manifest, report
+        self.kept: SharedBlocks | None = None
+        if image_set.kept_in is not None:
+            self.kept = SharedBlocks(image_set.folder, image_set.kept_in, self._images.shape, self.read)
+
+    def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
+        """Read the images of ``draws`` for ``epoch`` in this process, and report what could not be read."""
+        block, skipped = self._images.read_draws(self._manifest, draws, epoch, pixels)
+        self._report(skipped, take_num_retries())
+        return block
+
+    def read_ahead(self) -> None:
+        """Fill the blocks that are kept."""
+        if self.kept is not None:
+            self.kept.read_ahead()
+
+
+def open_readers(sets: Sequence[ImageSet], report: Report) -> list[ImageSetReader]:
+    """Return a reader of each of the ``sets`` for this process."""
+    return [ImageSetReader(image_set, report) for image_set in sets]
+
+
 class MachineBatches(AbstractContextManager["MachineBatches"]):
     """A worker's :class:`raytrain.training.protocols.BatchSource`: its images are decoded by processes beside it.
 
-    It forks the processes when it is made (see :class:`Decoders`), and ends them when it is closed. ``loads`` are the
-    shares of all workers, and ``isolated`` says that an image that kills its decoder is to be skipped.
+    It starts the processes when it is made (see :class:`Decoders` for ``forks``), and ends them when it is closed.
+    ``loads`` are the shares of all workers. ``isolated``: an image that kills its decoder is skipped.
     """
 
     def __init__(
@@ -117,91 +157,64 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         reporter: ImageReporter,
         *,
         isolated: bool,
+        forks: bool = True,
     ) -> None:
-        # One set of processes decodes training and test images, each into a part of memory that holds any block.
         data = data.kept_on(cache.disk)
-        test_plan = data.test_plan(len(loads))
-        sets = ((data.train_store, data.train_format, data.train), (data.test_store, data.test_format, data.test))
-        block_bytes = [manifest.rows_per_block(format.shape) * format.shape.num_bytes for _, format, manifest in sets]
-        self._decoders = Decoders(reporter, max(block_bytes))
-        train, test = (
-            _ImageSet(which, ImageReader(store, *format, isolated), manifest, self._decoders)
-            for which, (store, format, manifest) in enumerate(sets)
-        )
-
-        # The processes fill the kept blocks ahead, while others wait for what the loop asks for.
         folder = Path(cache.folder)
-        self._train = _Batches(train, Partition(plan, rank, loads), folder / "train", cache.train)
-        self._test = _Batches(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
-        kept = [batches.kept for batches in (self._train, self._test) if batches.kept is not None]
+        self._sets = [
+            ImageSet(ImageReader(store, *format, isolated), manifest, order, folder / name)
+            for store, format, manifest, order, name in (
+                (data.train_store, data.train_format, data.train, cache.train, "train"),
+                (data.test_store, data.test_format, data.test, cache.test, "test"),
+            )
+        ]
+        self._partitions = [Partition(plan, rank, loads), Partition(data.test_plan(len(loads)), rank, loads)]
 
-        def read_ahead() -> None:
-            for blocks in kept:
-                blocks.read_ahead()
-
-        self._decoders.start([train.read, test.read], read_ahead)
+        # One set of processes decodes training and test images, each into a part of memory that holds any block. They
+        # fill the kept blocks ahead, while others wait for what the loop asks for.
+        self._decoders = Decoders(reporter, max(map(_block_bytes, self._sets)), forks=forks)
+        # What this process reads itself may kill it, so a process that is not ours has that decoded elsewhere.
+        own = (
+            self._sets if forks else [replace(each, images=replace(each.images, isolated=True)) for each in self._sets]
+        )
+        self._caches = [
+            None if kept is None else CachedBlocks(kept, kept.order)
+            for kept in (reader.kept for reader in open_readers(own, self._decoders.report))
+        ]
+        self._decoders.start(partial(open_readers, self._sets))
 
     def __exit__(self, *exception: object) -> None:
         self._decoders.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return self._train.from_step(first_step)
+        return self._batches(0, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        return self._test.from_step(0)
+        return self._batches(1, 0)
 
+    def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
+        """Yield the batches of set ``which`` from ``first_step`` on."""
+        partition, cache = self._partitions[which], self._caches[which]
+        if cache is not None:
+            return batches_from_cache(partition, cache, first_step)
+        image_set = self._sets[which]
+        rows = image_set.manifest.rows_per_block(image_set.images.shape)
+        blocks = self._stream(which, WorkerOrder(partition, first_step, rows), _block_bytes(image_set))
+        return batches_from_stream(partition, blocks, first_step)
 
-@dataclass(frozen=True)
-class _ImageSet:
-    """Images of one manifest, number ``which`` of the sets that ``decoders`` decode: 0 for training, 1 for test."""
-
-    which: int
-    reader: ImageReader
-    manifest: Manifest
-    decoders: Decoders
-
-    def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Read the images of ``draws``, decoded for ``epoch``, in this process, into the bytes ``pixels`` if given.
-
-        An image that cannot be read is black, and has the label -1.
-        """
-        images_read = self.manifest.select(samples_of(draws, len(self.manifest)))
-        crops = self.reader.cropping.crops(draws, epoch)
-        images, bad = self.reader.read(images_read, crops, pixels)
-        labels = images_read.labels.astype(np.int64)
-        labels[list(bad)] = -1
-        skipped = [SkippedImage(images_read.keys[index].as_py(), reason) for index, reason in bad.items()]
-        self.decoders.report(skipped, take_num_retries())
-        return Block(images, labels, draws)
-
-    def stream(self, order: WorkerOrder) -> Iterator[Block]:
+    def _stream(self, which: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
         """Yield the blocks of ``order``, of which a few are decoded ahead."""
-        block_bytes = order.rows_per_block * self.reader.shape.num_bytes
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
         reading: deque[Future[Block]] = deque()
         for number in range(len(order)):
-            reading.append(self.decoders.read(self.which, order.draws(number), order.epoch(number)))
+            reading.append(self._decoders.read(which, order.draws(number), order.epoch(number)))
             if len(reading) > num_ahead:
                 yield reading.popleft().result()
         while reading:
             yield reading.popleft().result()
 
 
-class _Batches:
-    """A worker's batches of images, which are decoded once and kept in an ``order``, or whenever they are needed."""
-
-    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder | None) -> None:
-        self._images = images
-        self._partition = partition
-        if order is None:
-            self.kept = self._cache = None
-        else:
-            self.kept = SharedBlocks(folder, order, images.reader.shape, images.read)
-            self._cache = CachedBlocks(self.kept, order)
-
-    def from_step(self, first_step: int) -> Iterator[LocalBatch]:
-        if self._cache is not None:
-            return batches_from_cache(self._partition, self._cache, first_step)
-        rows = self._images.manifest.rows_per_block(self._images.reader.shape)
-        blocks = self._images.stream(WorkerOrder(self._partition, first_step, rows))
-        return batches_from_stream(self._partition, blocks, first_step)
+def _block_bytes(image_set: ImageSet) -> int:
+    """Return the bytes of one decoded block."""
+    shape = image_set.images.shape
+    return image_set.manifest.rows_per_block(shape) * shape.num_bytes

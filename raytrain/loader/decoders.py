@@ -1,0 +1,323 @@
+"""Processes beside a worker, whose threads fetch and decode its images: in the worker they would slow its loop.
+
+After each of the hundreds of calls that are a step of a network on a GPU, a thread that decodes may take the
+interpreter's lock. Eight of them made a step of ResNet-50 on an H100 2.5 times as long.
+
+A block goes this way: the worker takes a part of the memory that it shares with the processes, and sends the number of
+the block and of the part to one of them. A thread there decodes into the part, and sends back the shape and the labels.
+Pixels are never copied. The worker uses a part again once nobody has an array of it.
+
+All messages go through one pipe for each process. To the worker: the answer to a block, ``(number, answer)``, or a
+report of images that cannot be used, ``(None, report)``. From the worker: a block to read, ``_HEARD`` when a report has
+been taken, or ``_END``.
+
+The processes of a run are forked from its worker, which takes no time, and may be done because the worker has just
+started. A stranger's process may have threads that hold locks, or a GPU in use; the processes beside that are new ones.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import count, cycle
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+from raytrain.config.user_code import describe
+from raytrain.data.blocks import Block, lend
+from raytrain.data.images.resize import Pixels
+from raytrain.data.plan.permutation import Int64s
+from raytrain.loader.machine import cores
+from raytrain.runs.metric_row import SkippedImage
+
+Report = Callable[[list[SkippedImage], int], None]
+"""Takes images that cannot be used, and the number of requests that were sent again, from a process that reads.
+
+It returns when the worker's reporter has heard of them: only then may others use the images.
+"""
+
+_THREADS = 8  # of a process: more of them would wait for the interpreter
+_END, _HEARD = "end", "heard"
+_MAX_DECODERS = 32  # for a worker: they decode more photographs than a GPU can take
+
+
+class ImageReporter(Protocol):
+    """Takes reports about images, in the worker."""
+
+    def skip(self, images: list[SkippedImage], /) -> object:
+        """Note images that cannot be used."""
+
+    def retried(self, num_requests: int, /) -> object:
+        """Note requests to storage that were sent again."""
+
+
+class BlockReader(Protocol):
+    """Reads blocks of one set of images, in a process beside the worker."""
+
+    def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
+        """Read ``draws``, decoded for ``epoch``, into the bytes ``pixels`` if given."""
+        ...
+
+    def read_ahead(self) -> None:
+        """Read what will be needed, until it is there; called by several threads and processes."""
+
+
+OpenReaders = Callable[[Report], Sequence[BlockReader]]
+"""Makes the readers of a process. It is pickled if the process is a new one."""
+
+
+class DecoderKilled(Exception):
+    """A signal has ended a process that decodes: a bad image, or too little memory."""
+
+
+def num_decoders() -> int:
+    """Return the number of threads that decode for each of this machine's workers."""
+    return max(1, min(_MAX_DECODERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+class Decoders(AbstractContextManager["Decoders"]):
+    """Decode blocks in processes beside this one, which end with it.
+
+    ``block_bytes`` is the size of the largest block. ``reporter`` hears, in this process, of images that cannot be used
+    and of requests that were retried. ``forks``: the processes are forked from this one, and not new; a signal that
+    ends one, such as that of a bad image, then ends this process, too.
+
+    Example:
+        >>> with Decoders(reporter, block_bytes, forks=True) as decoders:
+        ...     decoders.start(lambda report: [images.reader(report)])
+        ...     block = decoders.read(0, draws, epoch=0).result()
+    """
+
+    def __init__(self, reporter: ImageReporter, block_bytes: int, *, forks: bool) -> None:
+        self._reporter = reporter
+        self._forks = forks
+        self._memory = SharedMemory(block_bytes)
+        self._numbers = count()
+        self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
+        self._broken: Exception | None = None
+        self._connections: list[Connection] = []
+        self._sending = threading.Lock()  # of several threads that send through the same pipe
+
+    def start(self, open_readers: OpenReaders) -> None:
+        """Start the processes, whose readers ``open_readers`` makes there.
+
+        In each, as many threads call ``read_ahead`` as read what this process asks for. To fork, call this before this
+        process uses a GPU, and, as far as it can be, before it has threads.
+        """
+        num_threads = num_decoders()
+        num_processes = -(-num_threads // _THREADS)
+        waits: list[Callable[[], int | None]] = []  # each waits for a process to end, and returns its exit code
+        for index in range(num_processes):
+            ours, theirs = Pipe()
+            self._connections.append(ours)
+            threads = (num_threads + index) // num_processes
+            waits.append((self._fork if self._forks else self._spawn)(ours, theirs, threads, open_readers))
+            theirs.close()
+        # No thread of this class before the last fork.
+        for connection, wait in zip(self._connections, waits, strict=True):
+            threading.Thread(target=self._receive, args=(connection, wait), daemon=True, name="decoded").start()
+        self._next = cycle(self._connections)
+
+    def _fork(
+        self, ours: Connection, theirs: Connection, num_threads: int, open_readers: OpenReaders
+    ) -> Callable[[], int | None]:
+        def serve() -> None:
+            ours.close()
+            _Server(theirs, self._memory, open_readers).serve(num_threads)
+
+        process = get_context("fork").Process(target=serve, daemon=True, name="decode")
+        process.start()
+
+        def wait() -> int | None:
+            process.join()
+            return process.exitcode
+
+        return wait
+
+    def _spawn(
+        self, ours: Connection, theirs: Connection, num_threads: int, open_readers: OpenReaders
+    ) -> Callable[[], int | None]:
+        files = theirs.fileno(), self._memory.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.loader.decoders", *map(str, files)],
+            pass_fds=files,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        )
+        ours.send((num_threads, self._memory.part_bytes, open_readers))
+        return process.wait
+
+    def read(self, which: int, draws: Int64s, epoch: int) -> Future[Block]:
+        """Have reader number ``which`` make a block of ``draws``."""
+        number, future = next(self._numbers), Future[Block]()
+        with self._sending:
+            part, pixels = self._memory.take()
+            self._waiting[number] = future, pixels, draws
+            with suppress(OSError):  # the process has ended, as the thread that receives its answers knows, too
+                next(self._next).send((number, which, draws, epoch, part))
+        if self._broken and self._waiting.pop(number, None):
+            future.set_exception(self._broken)
+        return future
+
+    def _receive(self, connection: Connection, wait: Callable[[], int | None]) -> None:
+        """Receive all messages of a process, until it ends."""
+        while True:
+            try:
+                number, answer = connection.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                if number is None:
+                    self.report(*answer)
+                elif waiting := self._waiting.pop(number, None):
+                    future, pixels, draws = waiting
+                    if isinstance(answer, Exception):
+                        future.set_exception(answer)
+                    else:
+                        shape, labels = answer
+                        future.set_result(Block(pixels[: int(np.prod(shape))].reshape(shape), labels, draws))
+            except Exception as error:  # what the reporter raises
+                self._fail(error)
+            if number is None:
+                with self._sending, suppress(OSError):
+                    connection.send(_HEARD)
+        exit_code = wait() or 0
+        if self._broken is None:  # it was not asked to end
+            if exit_code < 0 and self._forks:
+                os.kill(os.getpid(), -exit_code)
+            killed = exit_code < 0 and DecoderKilled(signal.Signals(-exit_code).name)
+            self._fail(killed or RuntimeError(f"a process that decodes has ended with {exit_code}"))
+
+    def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
+        """Pass on to the reporter what a process, or this one, has found out about images: a :data:`Report`."""
+        if num_retries:
+            self._reporter.retried(num_retries)
+        if skipped:
+            self._reporter.skip(skipped)
+
+    def _fail(self, error: Exception) -> None:
+        self._broken = error
+        while self._waiting:
+            _, (future, _, _) = self._waiting.popitem()
+            future.set_exception(error)
+
+    def __exit__(self, *exception: object) -> None:
+        self._broken = RuntimeError("the processes that decode have been closed")
+        with self._sending:
+            for connection in self._connections:
+                with suppress(OSError):  # it has ended
+                    connection.send(_END)
+
+
+class _Server:
+    """What a process beside a worker does: read the blocks that the worker asks for, and send back their labels."""
+
+    def __init__(self, connection: Connection, memory: SharedMemory, open_readers: OpenReaders) -> None:
+        self._connection, self._memory = connection, memory
+        self._sending = threading.Lock()
+        self._reporting, self._heard = threading.Lock(), threading.Event()
+        self._readers = open_readers(self._report)
+
+    def serve(self, num_threads: int) -> None:
+        """Read what the worker asks for, in ``num_threads`` threads, until it says that this is the end, or ends."""
+        for _ in range(num_threads):
+            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        with suppress(EOFError, OSError):
+            while (message := self._connection.recv()) != _END:
+                if message == _HEARD:
+                    self._heard.set()
+                else:
+                    threads.submit(self._read, *message)
+        os._exit(0)  # without waiting for threads
+
+    def _read_ahead(self) -> None:
+        for reader in self._readers:
+            reader.read_ahead()
+
+    def _read(self, number: int, which: int, draws: Int64s, epoch: int, part: int) -> None:
+        try:
+            block = self._readers[which].read(draws, epoch, self._memory.part(part))
+        except Exception as error:
+            answer: Any = error
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it is of a type that cannot be sent
+                traceback.print_exception(error)
+                answer = RuntimeError(describe(error))
+        else:
+            answer = block.images.shape, block.labels
+        self._send(number, answer)
+
+    def _report(self, skipped: list[SkippedImage], num_retries: int) -> None:
+        if skipped or num_retries:
+            with self._reporting:
+                self._heard.clear()
+                self._send(None, (skipped, num_retries))
+                self._heard.wait()
+
+    def _send(self, number: int | None, message: Any) -> None:
+        with self._sending, suppress(OSError):  # the worker has ended
+            self._connection.send((number, message))
+
+
+class SharedMemory:
+    """Memory of this process and those beside it, in parts of one size. Each is used again once nobody has it.
+
+    ``file`` is the descriptor of another process's memory, which this one has inherited.
+    """
+
+    def __init__(self, part_bytes: int, file: int | None = None) -> None:
+        self.part_bytes = -(-max(part_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        # Not a file in /dev/shm, which is small in containers. macOS has no such memory.
+        if file is not None:
+            self._file: Any = os.fdopen(file, "r+b")
+        elif hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create("images"), "r+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._parts: dict[int, Pixels] = {}
+        self._free: list[int] = []
+
+    def fileno(self) -> int:
+        """Return the descriptor of the memory, which a process beside this one may inherit."""
+        return self._file.fileno()
+
+    def take(self) -> tuple[int, Pixels]:
+        """Return a part's number, and its bytes, uint8 (n,), whose content is undefined. For one thread at a time."""
+        try:
+            number = self._free.pop()
+        except IndexError:
+            number = len(self._parts)
+            self._file.truncate((number + 1) * self.part_bytes)
+        return number, lend(self.part(number), partial(self._free.append, number))
+
+    def part(self, number: int) -> Pixels:
+        """Return the bytes, uint8 (n,), of a part that this process or another one has taken."""
+        if number not in self._parts:
+            offset = number * self.part_bytes
+            self._parts[number] = np.frombuffer(
+                mmap.mmap(self._file.fileno(), self.part_bytes, offset=offset), np.uint8
+            )
+        return self._parts[number]
+
+
+if __name__ == "__main__":
+    _connection, _memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    with suppress(EOFError, OSError):  # the worker has ended
+        _num_threads, _part_bytes, _open_readers = _connection.recv()
+        _Server(_connection, SharedMemory(_part_bytes, _memory), _open_readers).serve(_num_threads)

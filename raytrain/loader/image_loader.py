@@ -1,0 +1,461 @@
+"""`raytrain.ImageLoader`: a run's reader for any loop, on any launcher, without a run.
+
+The images come to each process as they come to a worker of a run, through the same code:
+
+1. One process lists the images, and the others get its manifest (:func:`_open_together`).
+2. The plan says which samples are in which global batch, and each process has a contiguous slice of it. So all of them
+   together read the same batches, whatever their number, and the number of the next step is all of a loader's state.
+3. Processes beside this one fetch and decode (:mod:`raytrain.loader.decoders`), and keep what fits, once for all
+   processes of a machine. They are new ones, not forked: this process may have threads and a GPU in use.
+4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
+
+Listing happens when the loader is made, so that a wrong address is told at once. All else waits for the first batch:
+who has which rank and which device is often settled later, by whoever launches the processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.data import AugmentationOptions, DataOptions
+from raytrain.config.user_code import load_optional
+from raytrain.data.blocks import LocalBatch, Prefetch
+from raytrain.data.dataset import Dataset, open_dataset, training_plan
+from raytrain.data.images.resize import fastest_resizer
+from raytrain.errors import RaytrainError, UsageError, did_you_mean
+from raytrain.loader.decoders import DecoderKilled
+from raytrain.loader.image_cache import ImageCache, image_cache
+from raytrain.loader.machine_batches import MachineBatches
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.storage.open import open_store
+from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.batch import Batch, HostTensors
+from raytrain.training.device_batches import DeviceBatches
+
+_log = logging.getLogger("raytrain")
+T = TypeVar("T")
+
+_OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
+    *("image_size", "channels", "resize", "crop_fraction", "interpolation", "resizer", "mean", "std"),
+    *("channels_last", "seed", "epochs"),
+)
+_ENDLESS = 1_000_000  # epochs, if the loader is not told how many there are
+
+
+class ImageLoader:
+    """Batches of a data set's images for this process, from a folder or a bucket, in any training loop.
+
+    Iterate over it once for each epoch. It yields :class:`raytrain.Batch` objects, each of which unpacks into
+    ``images``, float32 (m, C, H, W), and ``labels``, int64 (m,), on the ``device``. All processes together read each
+    sample once an epoch, in an order that depends on ``seed`` alone, not on their number::
+
+        loader = raytrain.ImageLoader("s3://bucket/photos", batch_size=256, image_size=224, flip="random")
+        for epoch in range(10):
+            for images, labels in loader:
+                ...
+
+    ``state_dict()`` holds the number of the next step, so a checkpoint of one number of processes goes on with any
+    other, in the middle of an epoch, with each sample once.
+
+    A batch may have fewer images than others: the last one of an epoch (unless ``drop_last``), or one with images that
+    cannot be read, which are left out, logged, and listed in ``skipped``. A process that has no image in a step gets a
+    black placeholder, whose ``num_used`` is 0; networks of :func:`raytrain.parallel` count it as nothing.
+
+    Args:
+        data: training images: a folder or a URL (s3://…, gs://…, az://…), as ``--data`` of ``raytrain train``.
+        batch_size: number of images in a global batch, of all processes together.
+        rank: number of this process. By default that of ``torch.distributed``, or RANK of the environment, as torchrun
+            and Ray Train set it; give it with ``world_size``.
+        world_size: number of processes, given with ``rank``.
+        device: where batches are wanted; by default the current GPU, or the CPU.
+        drop_last: leave out the last global batch of an epoch if it is shorter.
+        transforms: your own, which takes uint8 (C, H, W) and returns the same; or as ``--transforms``.
+        options: options of the data, the images and the augmentation, as ``raytrain train --help-all`` lists them, with
+            ``_`` in place of ``-``: ``test_data``, ``labels``, ``cache``, ``image_size``, ``mean``, ``flip``,
+            ``mixup``, ``seed``, … ``epochs`` is only needed for an ``image_size`` that grows.
+
+    Raises UsageError for options that do not fit, or that differ between the processes, and StorageError if the images
+    cannot be reached.
+    """
+
+    def __init__(
+        self,
+        data: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | None = None,
+        drop_last: bool = False,
+        transforms: Callable[..., Any] | str | None = None,
+        **options: Any,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise UsageError("ImageLoader has only one of rank and world_size; give both, or neither.")
+        self._group = _Group(None if rank is None or world_size is None else (rank, world_size))
+        self._device = None if device is None else torch.device(device)
+        self._drop_last = drop_last
+        self._transforms = transforms
+        if isinstance(transforms, str):
+            options["transforms"] = transforms
+        self._config, self._data = _list_together(_options(os.fspath(data), batch_size, options), self._group)
+        self._plan = training_plan(self._config, self._data.train)
+        self._next_step = 0  # in the plan
+        self._resumes = False  # a state was loaded, and no epoch has begun since
+        self._source: _Source | None = None  # once the first batch is wanted
+        self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
+        self._ahead_step = 0  # that the next item of it is for
+        self._opened = ExitStack()
+        self._close = weakref.finalize(self, self._opened.close)
+        self.test = TestImages(self)
+        """This process's slice of the test images: an iterable of batches, each image on one process."""
+
+    # What is read.
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the labels."""
+        return self._data.train.classes
+
+    @property
+    def num_images(self) -> int:
+        """Number of training images, of all processes together."""
+        return len(self._data.train)
+
+    @property
+    def skipped(self) -> list[SkippedImage]:
+        """Images that this process could not read so far, each with its ``key`` and the ``reason``."""
+        return [] if self._source is None else list(self._source.skipped.values())
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next batch belongs to, counted from 0."""
+        return self._next_step // self._plan.steps_per_epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch, also of those before a resume."""
+        plan = self._plan
+        return plan.steps_per_epoch - (self._drop_last and plan.last_batch_size < plan.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the next epoch; after :meth:`load_state_dict` in the middle of one, the rest of it."""
+        # A loop that has left an epoch by itself begins the next one.
+        per_epoch = self._plan.steps_per_epoch
+        epoch = self._next_step // per_epoch if self._resumes else -(-self._next_step // per_epoch)
+        self._next_step = self._next_step if self._resumes else epoch * per_epoch
+        self._resumes = False
+        if epoch >= self._config.epochs:
+            raise UsageError(f"epochs is {self._config.epochs}, and the loop asks for another one; give more epochs.")
+        while self._next_step < epoch * per_epoch + len(self):
+            batch = self._batch(self._next_step)
+            self._next_step += 1  # the batch counts as used from now on
+            yield batch
+        self._next_step = (epoch + 1) * per_epoch
+
+    # Its state.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the next step, the same on all processes, and what this number depends on.
+
+        A batch counts as used when the loop has got it, so save the state after the optimizer has stepped.
+        """
+        return {"next_step": self._next_step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the step of a ``state``, on any number of processes: the next iteration has the rest of its epoch.
+
+        Raises UsageError if the state is that of other images, or of batches of another size or order.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise UsageError(
+                    f"The state is of a loader whose {name} is {state.get(name)}, and that of this one is {value}; "
+                    "load it into a loader of the same images and options, or begin without it."
+                )
+        self._next_step = int(state["next_step"])
+        self._resumes = True
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what the number of a step depends on."""
+        config, train = self._config, self._data.train
+        return {
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "sampling": config.sampling,
+            "images": len(train),
+            "manifest": train.digest,
+        }
+
+    # How batches come about.
+
+    def _batch(self, step: int) -> Batch:
+        """Return the batch of ``step``, which has been read ahead unless the loop has jumped."""
+        batches = self._start()
+        if self._ahead is not None and self._ahead_step == step - 1:
+            next(self._ahead)  # the shorter batch that drop_last leaves out
+            self._ahead_step = step
+        if self._ahead is None or self._ahead_step != step:
+            self._stop_reading()
+            self._ahead, self._ahead_step = batches.read_ahead(step), step
+        local, tensors = next(self._ahead)
+        self._ahead_step += 1
+        return batches.prepare(local, tensors)
+
+    def _start(self) -> DeviceBatches:
+        """Start to read, if that has not begun, and return what gives batches. All processes call this together."""
+        if self._source is not None:
+            return self._batches
+        if not self._close.alive:
+            raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
+        config, data, group = self._config, self._data, self._group
+        rank, world_size = group.rank_and_size()
+        device = self._device
+        if device is None:
+            gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+        # What differs between the processes now would give each of them other batches.
+        group.check_equal("a loader of other images or options", config.to_json(), data.train.digest)
+        group.check_equal("its loader at another step", self._next_step)
+
+        cache = _machine_cache(config, data, self._next_step, group, self._opened)
+        self._source = self._opened.enter_context(_Source(config, data, rank, world_size, cache))
+        self._opened.callback(self._stop_reading)
+        own = self._transforms if callable(self._transforms) else load_optional("transforms", config.transforms)
+        augment = Augment(config, build_transforms(config, own))
+        sets = data.train.label_sets
+        label_sets = None if sets is None else torch.from_numpy(sets).to(device)
+        self._batches = DeviceBatches(config, self._source, augment, device, len(self.classes), label_sets)
+        return self._batches
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def close(self) -> None:
+        """End the processes beside this one, and free what is kept. The end of this process does that, too."""
+        self._close()
+
+    def __enter__(self) -> ImageLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class TestImages:
+    """The test images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
+
+    Example::
+
+        correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader.test)
+    """
+
+    __test__ = False  # pytest would collect it
+
+    def __init__(self, loader: ImageLoader) -> None:
+        self._loader = weakref.proxy(loader)
+
+    def __len__(self) -> int:
+        """Return the number of batches, some of which may have no image for this process, and are left out."""
+        _, world_size = self._loader._group.rank_and_size()
+        return self._loader._data.test_plan(world_size).num_steps
+
+    @property
+    def num_images(self) -> int:
+        """Number of test images, of all processes together."""
+        return len(self._loader._data.test)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this process's batches, resized and normalised."""
+        return self._loader._start().test()
+
+
+def _options(data: str, batch_size: int, options: dict[str, Any]) -> TrainConfig:
+    """Return the options of a loader. Raises UsageError for one that is not about images and their augmentation."""
+    sections = DataOptions, AugmentationOptions
+    known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"ImageLoader has no option {name}{did_you_mean(name, known)}; it takes those of the data, the images "
+                "and the augmentation, which `raytrain train custom --help-all` lists."
+            )
+    if "epochs" not in options and isinstance(options.get("image_size"), str):
+        raise UsageError(f"image_size is {options['image_size']}, which grows with the epochs; give epochs, too.")
+    return TrainConfig(**{"epochs": _ENDLESS, **options, "data": data, "batch_size": batch_size})
+
+
+class _Group:
+    """The processes that read together: those of ``torch.distributed``, or as ``given``: a rank, and their number."""
+
+    def __init__(self, given: tuple[int, int] | None) -> None:
+        self._given = given
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Return the rank of this process and the number of processes, as far as they are known now."""
+        if self._given is not None:
+            return self._given
+        if self._can_talk:
+            return dist.get_rank(), dist.get_world_size()
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def _can_talk(self) -> bool:
+        return self._given is None and dist.is_available() and dist.is_initialized()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the ``value`` of each process, by rank; only that of this one if they cannot talk to each other."""
+        if not self._can_talk:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on process 0, on all of them; or raise what it raises there."""
+        if not self._can_talk:
+            return make()
+        made: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                made = [make()]
+            except RaytrainError as error:
+                made = [error]
+        dist.broadcast_object_list(made)
+        if isinstance(made[0], RaytrainError):
+            raise made[0]
+        return made[0]
+
+    def check_equal(self, difference: str, *values: Any) -> None:
+        """Raise UsageError, on all processes, if one of them has other ``values``."""
+        gathered = self.gather(values)
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                raise UsageError(f"Process {rank} has {difference} than process 0; give all processes the same.")
+
+
+def _list_together(options: TrainConfig, group: _Group) -> tuple[ResolvedConfig, Dataset]:
+    """List the images on process 0, for all, and return them with the options, of which nothing is open then."""
+    group.check_equal("a loader of other options", options.to_json())
+
+    def list_images() -> tuple[ResolvedConfig, Dataset]:
+        for url in filter(None, (options.data, options.test_data)):
+            open_store(url).check_readable()
+        data = open_dataset(options)
+        resolved = options.resolve(
+            name="loader",
+            num_workers=1,
+            device="cpu",
+            mean=data.mean,
+            std=data.std,
+            fastest_resizer=fastest_resizer(),
+        )
+        return resolved, data.read_by(resolved)
+
+    return group.from_first(list_images)
+
+
+def _machine_cache(
+    config: ResolvedConfig, data: Dataset, first_step: int, group: _Group, opened: ExitStack
+) -> ImageCache:
+    """Return what this machine keeps of the images: the first of its processes chooses, for all of them."""
+    rank, _ = group.rank_and_size()
+    machines = group.gather(socket.gethostname())
+    leader = machines.index(machines[rank]) if len(machines) > 1 else 0
+    chosen: ImageCache | RaytrainError | None = None
+    if len(machines) == 1 or leader == rank:
+        try:
+            chosen = image_cache(config, data, first_step, opened)
+        except RaytrainError as error:
+            chosen = error
+    choices = group.gather(chosen)
+    for choice in choices:
+        if isinstance(choice, RaytrainError):
+            raise choice
+    cache = choices[leader]
+    assert isinstance(cache, ImageCache)
+    return cache
+
+
+class _Source:
+    """Source of a process's images, which decodes again in isolation if one of them has killed a decoder."""
+
+    def __init__(self, config: ResolvedConfig, data: Dataset, rank: int, world_size: int, cache: ImageCache) -> None:
+        self._config, self._data, self._cache = config, data, cache
+        self._rank, self._loads = rank, (1.0,) * world_size
+        self._restarting = threading.Lock()
+        self.skipped: dict[str, SkippedImage] = {}
+        self._start(isolated=False)
+
+    def _start(self, *, isolated: bool) -> None:
+        plan = training_plan(self._config, self._data.train)
+        self._is_isolated = isolated
+        self._batches = MachineBatches(
+            self._data, plan, self._rank, self._loads, self._cache, self, isolated=isolated, forks=False
+        )
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._batches.__exit__(*exception)
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        return self._read(lambda batches, num_read: batches.train(first_step + num_read))
+
+    def test(self) -> Iterator[LocalBatch]:
+        return self._read(lambda batches, num_read: islice(batches.test(), num_read, None))
+
+    def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
+        """Yield local batches, of which ``open_batches`` gives those that are left after so many."""
+        num_read = 0
+        while True:
+            batches = self._batches
+            try:
+                for local in open_batches(batches, num_read):
+                    yield local
+                    num_read += 1
+                return
+            except DecoderKilled as error:
+                with self._restarting:
+                    if self._batches is not batches:
+                        continue  # somebody else, who reads the other images, has started them again
+                    if self._is_isolated:
+                        raise
+                    _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)
+                    batches.__exit__()
+                    self._start(isolated=True)
+
+    # What the decoders report.
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        """Note and log ``images`` that cannot be read. Raises UsageError if they are too many."""
+        for image in images:
+            self.skipped.setdefault(image.key, image)
+            count = len(self.skipped)
+            if count & (count - 1) == 0:
+                _log.warning("Images left out so far: %d, the last one %s (%s).", count, image.key, image.reason)
+        num_images = len(self._data.train) + len(self._data.test)
+        if len(self.skipped) > self._config.max_bad_fraction * num_images:
+            first = next(iter(self.skipped.values()))
+            raise UsageError(
+                f"{len(self.skipped):,} of {num_images:,} images cannot be read, such as {first.key} ({first.reason}), "
+                f"and max_bad_fraction is {self._config.max_bad_fraction:g}; repair or remove them, or allow more."
+            )
+
+    def retried(self, num_requests: int) -> None:
+        """Do nothing: a request that was sent again has succeeded, or its error arrives."""

@@ -1,0 +1,271 @@
+"""`raytrain.ImageLoader`: the same batches on any number of processes, in mid-epoch after a resume, without a run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+import raytrain
+from raytrain import ImageLoader, StorageError, UsageError
+from raytrain.storage.open import open_store
+from tests.helpers.folder_runs import folder_run, train_here
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.small_runs import make_images, put_images
+
+pytestmark = pytest.mark.not_quick
+
+SIZE = {"image_size": 12, "mean": (0.4,) * 3, "std": (0.2,) * 3}
+NUM_TRAINED = 81  # a tenth of the 90 images is held out
+
+
+def loaders(images: Path | str, world_size: int, **options: Any) -> list[ImageLoader]:
+    """Return the loaders of ``world_size`` processes, all in this one."""
+    options = {"batch_size": 20, **SIZE, **options}
+    return [ImageLoader(images, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def global_batches(loaders: list[ImageLoader]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield samples, images and labels of each step of an epoch, of all processes together."""
+    for batches in zip(*loaders, strict=True):
+        used = [batch for batch in batches if batch.num_used]
+        samples = [sample for batch in used for sample in batch.samples.tolist()]
+        yield samples, torch.cat([batch.images for batch in used]), torch.cat([batch.labels for batch in used])
+
+
+def epoch(loaders: list[ImageLoader]) -> list[tuple[list[int], Tensor, Tensor]]:
+    return list(global_batches(loaders))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert len(one) == len(other)
+    for (samples, pixels, labels), (other_samples, other_pixels, other_labels) in zip(one, other, strict=True):
+        assert samples == other_samples
+        assert torch.equal(pixels, other_pixels)
+        assert torch.equal(labels, other_labels)
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_each_sample_comes_once_an_epoch_in_the_same_batches_on_any_number_of_processes(
+    images: Path, cache: str
+) -> None:
+    options = {"cache": cache, "flip": "random", "translate": 2}
+    alone, three = loaders(images, 1, **options), loaders(images, 3, **options)
+    first, second = epoch(alone), epoch(alone)
+    assert sorted(sample for samples, _, _ in first for sample in samples) == list(range(NUM_TRAINED))
+    assert [len(samples) for samples, _, _ in first] == [20, 20, 20, 20, 1]
+    assert [samples for samples, _, _ in first] != [samples for samples, _, _ in second]
+    assert_same(epoch(three), first)
+    assert_same(epoch(three), second)
+    for loader in (*alone, *three):
+        loader.close()
+
+
+def test_a_state_goes_on_in_mid_epoch_on_another_number_of_processes(images: Path) -> None:
+    whole = epoch(loaders(images, 1))
+    two = loaders(images, 2)
+    before = [next(batches) for batches in [global_batches(two)] for _ in range(3)]
+    states = [loader.state_dict() for loader in two]
+    assert states[0] == states[1] and states[0]["next_step"] == 3
+
+    resumed = loaders(images, 3)
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+    assert_same([*before, *epoch(resumed)], whole)
+    assert [len(loader) for loader in resumed] == [5] * 3 and {loader.epoch for loader in resumed} == {1}
+
+
+def test_a_loop_that_leaves_an_epoch_begins_the_next_one(images: Path) -> None:
+    (left,), (whole,) = loaders(images, 1), loaders(images, 1)
+    next(iter(left))
+    epoch([whole])
+    assert_same(epoch([left]), epoch([whole]))
+
+
+def test_the_shorter_last_batch_can_be_left_out(images: Path) -> None:
+    (loader,) = loaders(images, 1, drop_last=True)
+    assert len(loader) == 4
+    assert [len(samples) for samples, _, _ in (*epoch([loader]), *epoch([loader]))] == [20] * 8
+    assert loader.epoch == 2
+
+
+def test_epochs_come_to_an_end_if_there_is_a_number_of_them(images: Path) -> None:
+    (loader,) = loaders(images, 1, epochs=1)
+    epoch([loader])
+    with pytest.raises(UsageError, match="epochs is 1, and the loop asks for another one"):
+        next(iter(loader))
+
+
+def test_test_images_are_each_on_one_process(images: Path) -> None:
+    two = loaders(images, 2)
+    for _ in range(2):
+        found = [sample for loader in two for batch in loader.test for sample in batch.samples.tolist()]
+        assert sorted(found) == list(range(9)) and two[0].test.num_images == 9
+
+
+def test_batches_are_those_of_a_run(images: Path, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def loop(run: raytrain.Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for of_run in run.epochs():
+            for batch in of_run:
+                seen.append((batch.samples.tolist(), batch.images, batch.labels))
+                run.loss(model(batch.images), batch.targets).backward()
+                optimizer.step()
+
+    options: dict[str, Any] = {"flip": "alternating", "rotation": 10.0, "mixup": 0.2, "precision": "float32"}
+    train_here(folder_run(images, tmp_path, "run", loop=loop, **options))
+    del options["precision"]
+    (loader,) = loaders(images, 1, translate=1, epochs=2, **options)
+    assert_same([*epoch([loader]), *epoch([loader])], seen)
+
+
+def test_a_bucket_is_read_with_the_credentials_of_the_environment(images: Path, s3_url: str) -> None:
+    put_images(images, open_store(s3_url))
+    (bucket,), (folder,) = loaders(s3_url, 1), loaders(images, 1)
+    assert_same(epoch([bucket]), epoch([folder]))
+
+
+def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = make_images(tmp_path)
+    for number in (0, 1):
+        (images / "red" / f"00{number}.png").write_bytes(b"no image")
+    (loader,) = loaders(images, 1, max_bad_fraction=0.05)
+    with caplog.at_level(logging.WARNING, "raytrain"):
+        num_read = sum(len(samples) for samples, _, _ in epoch([loader]))
+        num_read += sum(batch.num_used for batch in loader.test)
+    assert num_read == 88
+    assert sorted(image.key for image in loader.skipped) == ["red/000.png", "red/001.png"]
+    assert "Images left out so far: 2" in caplog.text
+
+    (strict,) = loaders(images, 1)
+    with pytest.raises(UsageError, match=r"of 90 images cannot be read, such as red/00\d.png .* max_bad_fraction"):
+        epoch([strict])
+
+
+def test_an_image_that_kills_its_decoder_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers" / "deadly_decoder")
+    images = make_images(tmp_path)
+    Image.new("RGB", (12, 12)).save(images / "red" / "deadly.jpg", comment=b"deadly:segfault")
+    (loader,) = loaders(images, 1, max_bad_fraction=0.05, cache="none")
+    read = sum(len(samples) for samples, _, _ in epoch([loader])) + sum(batch.num_used for batch in loader.test)
+    assert read == 90
+    assert [image.key for image in loader.skipped] == ["red/deadly.jpg"]
+    assert "killed by SIGSEGV; images are decoded in isolation now" in caplog.text
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.1}, "ImageLoader has no option learning_rate; it takes those of the data"),
+        ({"flipp": "random"}, r"no option flipp \(did you mean flip\?\)"),
+        ({"rank": 1}, "only one of rank and world_size"),
+        ({"image_size": "8..12"}, "grows with the epochs; give epochs"),
+        ({"batch_size": 0}, "batch"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(images: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ImageLoader(images, **{"batch_size": 20, **options})
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="There is no folder"):
+        ImageLoader(tmp_path / "nowhere", batch_size=20)
+
+
+def test_a_state_of_other_images_or_batches_is_refused(images: Path, tmp_path: Path) -> None:
+    state = loaders(images, 1)[0].state_dict()
+    shutil.copytree(images, tmp_path / "fewer")
+    (tmp_path / "fewer" / "red" / "000.png").unlink()
+    others = [loaders(images, 1, batch_size=10), loaders(images, 1, seed=1), loaders(tmp_path / "fewer", 1)]
+    for (loader,), name in zip(others, ("batch_size is 20", "seed is 0", "images is 81"), strict=True):
+        with pytest.raises(UsageError, match=f"whose {name}"):
+            loader.load_state_dict(state)
+
+
+def test_a_closed_loader_says_so(images: Path) -> None:
+    (loader,) = loaders(images, 1)
+    loader.close()
+    with pytest.raises(UsageError, match="closed ImageLoader"):
+        next(iter(loader))
+
+
+# Processes that talk to each other.
+
+
+def _read_together(images: Path) -> list[Any]:
+    loader = ImageLoader(images, batch_size=20, **SIZE)
+    return [(batch.samples.tolist(), batch.num_used) for _ in range(2) for batch in loader]
+
+
+def _give_other_options(images: Path) -> str:
+    try:
+        ImageLoader(images, batch_size=20 + dist.get_rank(), **SIZE)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _load_other_states(images: Path) -> str:
+    loader = ImageLoader(images, batch_size=20, **SIZE)
+    loader.load_state_dict({**loader.state_dict(), "next_step": dist.get_rank()})
+    try:
+        next(iter(loader))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_of_a_group_share_the_work_and_refuse_to_differ(images: Path) -> None:
+    one, two = run_in_processes(2, _read_together, images)
+    (alone,) = loaders(images, 1)
+    expected = [samples for samples, _, _ in (*epoch([alone]), *epoch([alone]))]
+    pairs = zip(one, two, strict=True)
+    assert [[*first[:used], *second[:other]] for (first, used), (second, other) in pairs] == expected
+    assert (
+        run_in_processes(2, _give_other_options, images)
+        == ["Process 1 has a loader of other options than process 0; give all processes the same."] * 2
+    )
+    assert (
+        run_in_processes(2, _load_other_states, images)
+        == ["Process 1 has its loader at another step than process 0; give all processes the same."] * 2
+    )
+
+
+def _train_with_parallel(images: Path) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Dropout(0.3)
+    model = raytrain.parallel(torch.nn.Sequential(*layers, torch.nn.Linear(400, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ImageLoader(images, batch_size=20, flip="random", **SIZE) as loader:
+        for _ in range(2):
+            for pixels, labels in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(pixels), labels).backward()
+                optimizer.step()
+        dist.barrier()  # the first process keeps the decoded images for all
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def test_parallel_networks_train_on_its_batches_as_one_process_would(images: Path) -> None:
+    """The last batch of an epoch has one image, so that all processes but one have a placeholder."""
+    (alone,) = run_in_processes(1, _train_with_parallel, images)
+    for number in (2, 3):
+        for weights in run_in_processes(number, _train_with_parallel, images):
+            torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-6)
