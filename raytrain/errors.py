@@ -5,9 +5,16 @@ The exceptions survive pickling: Ray carries them from a worker to the process t
 
 from __future__ import annotations
 
+import linecache
+import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class RaytrainError(Exception):
@@ -20,6 +27,16 @@ class RaytrainError(Exception):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""  # the other arguments are for unpickling
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows of the error: the sentence, and the line that has called raytrain.
+
+        IPython asks an exception for this before it shows its traceback, which has 80 lines of raytrain's own files.
+        """
+        frames = traceback.extract_tb(self.__traceback__)
+        callers = [*takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)]
+        called_in = [f"{file_title(caller.filename)}, line {caller.lineno}: {caller.line}" for caller in callers[-1:]]
+        return [f"{type(self).__name__}: {self}", *called_in]
 
 
 class UsageError(RaytrainError, ValueError):
@@ -76,6 +93,20 @@ class CoordinatorLost(TrainingFailed):
         super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
         self.args = (sentence, name, run_dir)  # with these it is made again when it is unpickled
         self.name = name
+
+
+def file_title(file: str) -> str:
+    """Return how a person calls a file of code: its name, or ``cell In[5]`` for a cell of a notebook.
+
+    Example: ``file_title("/home/me/my_loop.py") == "my_loop.py"``
+    """
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # None while another thread imports it
+    shell = get_shell and get_shell()
+    if shell and (label_and_name := shell.compile.format_code_name(file)):
+        return f"cell {label_and_name[1]}"
+    # A worker has got the lines of a cell with its title.
+    known_file = linecache.cache.get(file, (file,))[-1]
+    return Path(known_file if isinstance(known_file, str) else file).name
 
 
 def option_name(name: str) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from raytrain.config.network import timm_name
-from raytrain.errors import RaytrainError, UsageError, did_you_mean, flag
+from raytrain.errors import RaytrainError, UsageError, did_you_mean, file_title, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
 _PACKAGE = str(Path(__file__).parents[1])
@@ -49,9 +50,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
     function = getattr(module, function_name, None)
     if function is None:
-        raise UsageError(
-            f"{option} {name}: {place} has no function {function_name!r}{did_you_mean(function_name, dir(module))}."
-        )
+        raise no_function(option, name, dir(module))
     if not callable(function):
         raise UsageError(
             f"{option} {name}: {function_name} in {place} is of type {type(function).__name__}, no function."
@@ -60,16 +59,37 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def _import_file(option: str, path: Path) -> ModuleType:
-    """Import a file, which may import the files beside it."""
+    """Import the file that ``option`` names; raise UsageError if there is none."""
     if not path.is_file():
         raise _no_file(option, path)
-    name = f"raytrain_own_{path.stem}"  # must not hide a module of the file's name
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    return import_own_file(path)
+
+
+_OWN = "raytrain_own_"  # begins the name of a module that is imported from a file: it must not hide one of that name
+
+
+def import_own_file(path: str | Path) -> ModuleType:
+    """Import a file of the user's, which may import the files beside it."""
+    file = Path(path).resolve()
+    name = f"{_OWN}{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def own_files() -> dict[str, str]:
+    """Return the files that this process has imported by their paths, by the names of their modules."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(_OWN)}
+    return {name: file for name, module in modules.items() if (file := getattr(module, "__file__", None))}
+
+
+def no_function(option: str, name: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a function ``name`` whose file or module has only the ``known`` names."""
+    place, _, function = name.rpartition(":")
+    return UsageError(f"{option} {name}: {place} has no function {function!r}{did_you_mean(function, known)}.")
 
 
 def _no_module(option: str, name: str, module: str) -> UsageError:
@@ -156,6 +176,24 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
         ) from None
 
 
+class OwnCodePickler(cloudpickle.Pickler):
+    """Pickles as cloudpickle does, and keeps the files of functions, which name the line of an error in them.
+
+    Example: ``OwnCodePickler(file).dump(loop)``
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce ``obj``; pickle calls this."""
+        if isinstance(obj, CodeType):
+            make, arguments = cast(Any, cloudpickle.Pickler.dispatch_table)[CodeType](obj)
+            return _code_of_file, (make, arguments, obj.co_filename)
+        return cast(Any, super()).reducer_override(obj)
+
+
+def _code_of_file(make: Callable[..., CodeType], arguments: tuple[Any, ...], file: str) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
+
+
 def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the global variables that a function names, and those of its closure; none if it is no plain function."""
     with suppress(TypeError, ValueError):  # it is none, or a variable of its closure has no value yet
@@ -186,8 +224,17 @@ def users_line(frames: traceback.StackSummary) -> str:
     """Return the innermost line in the user's files, or empty text: ``my_loop.py, line 12: `loss.backward(1)```."""
     for frame in reversed(frames):
         if not frame.filename.startswith("<") and is_of_user(frame.filename):
-            return f"{Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_MAX_LINE_CHARS]}`"
+            return line_of(frame.filename, frame.lineno or 0)
     return ""
+
+
+def line_of(file: str, number: int) -> str:
+    """Return the line of a file as an error shows it, with its text if this process knows it.
+
+    Example: ``my_loop.py, line 12: `loss.backward(1)```
+    """
+    text = linecache.getline(file, number).strip()[:_MAX_LINE_CHARS]
+    return f"{file_title(file)}, line {number}{f': `{text}`' if text else ''}"
 
 
 def is_of_user(file: str) -> bool:

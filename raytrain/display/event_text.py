@@ -52,6 +52,9 @@ _SENTENCES: dict[type[Event], str] = {
     events.HistoryDamaged: "{problem}; the run continues without them",
     events.HeadSilent: "the head of the cluster does not answer: training goes on; if Ray ends it, --resume continues "
     "the run",
+    events.ReadersWait: "the images wait for CPUs: a task that reads them takes {task_cpus:g}, and the cluster has "
+    "{free_cpus:g} of {cluster_cpus:g} free, while the workers and other jobs use the rest; the run goes on when there "
+    "is room",
     events.HeadBack: "the head of the cluster answers again",
     events.TrackerOpened: "{tracker} shows the run: {place}",
     events.Note: "{text}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,10 @@ WAITING = "reading the data, starting the workers …"
 _WIDTH = 110
 _PICTURE_EVERY_S = 1.0  # a notebook draws more slowly than a terminal
 _STYLE = "font: 12px/1.15 Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre; overflow-x: auto"
+_DOTS = re.compile("[\u2801-\u28ff]")
+_CELL = "display:inline-block; width:1ch; overflow:hidden; vertical-align:bottom; font-style:normal"
+INTERRUPT = "interrupt the kernel to stop with a checkpoint"  # what takes the place of Ctrl-C
+_STOP = "stop() of the handle stops with a checkpoint"
 
 
 def start(
@@ -119,7 +124,7 @@ class NotebookView:
         if self._widget is not None and not self._over:
             self._widget.draw()
         else:
-            self._keep(dashboard(snapshot, self._rows.rows))
+            self._keep(dashboard(snapshot, self._rows.rows, hint=_STOP))
 
     def fail(self, error: BaseException) -> None:
         """Show why the run has ended, unless its last picture does."""
@@ -137,7 +142,9 @@ def as_html(page: RenderableType) -> str:
     """Return a page of the terminal as HTML, with its colours."""
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
     console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
+    html = console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
+    # Few fonts have the dots of curves. A browser takes those of another one, whose width would break the lines.
+    return _DOTS.sub(rf'<i style="{_CELL}">\g<0></i>', html.replace("\u2800", " "))
 
 
 def _widget(stop: Callable[[], None]) -> RunWidget | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from rich.text import Text
 from raytrain.display.console import PlainConsole, format_duration
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
-from raytrain.display.notebook import WAITING, CellOutput
+from raytrain.display.notebook import INTERRUPT, WAITING, CellOutput, is_notebook
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import STARTUP
@@ -44,8 +45,8 @@ class LiveView:
 
         # What the command waits for, before there is a picture, is told by the same means.
         report = self._print
-        if self._console.is_jupyter:
-            self._live = CellOutput(waiting)
+        if self._console.is_jupyter or (is_notebook() and self._console.file is sys.stdout):
+            self._live = CellOutput(waiting)  # a kernel says that its output is a terminal, where nothing is redrawn
             report = lambda line: self._draw(Text(line), keep=True)  # noqa: E731
         elif self._console.is_terminal:
             self._live = Live(spinner, console=self._console, transient=True)
@@ -108,7 +109,7 @@ class TerminalView(LiveView):
     ) -> None:
         super().__init__(console, WAITING)
         self._interval_s = interval_s
-        self._hint = hint
+        self._hint = INTERRUPT if isinstance(self._live, CellOutput) and hint == CTRL_C else hint
         self._clock = clock
         self._rows = sample_of_rows(_NUM_ROWS)
         self._num_events = 0
@@ -117,6 +118,12 @@ class TerminalView(LiveView):
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
         self._rows.follow(snapshot.first_row, snapshot.rows)
+        # A debugger in the loop has the terminal: from its first question on, nothing is redrawn.
+        if snapshot.in_debugger and not snapshot.over:
+            if isinstance(self._live, Live):
+                self._live.stop()
+                self._live = None
+            return
         if self._live is not None:
             self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
             return
@@ -130,47 +137,3 @@ class TerminalView(LiveView):
         if trains and (self._clock() >= self._next_line_s or snapshot.over):
             self._print(progress_line(snapshot))
             self._next_line_s = self._clock() + self._interval_s
-
-
-class StudyTerminalView:
-    """Shows runs that train one after the other, each in a :class:`TerminalView` of its own.
-
-    When ``snapshot.name`` changes, a new picture begins below the finished one. ``run_names`` are those of all runs in
-    order, to say which of how many a run is; they may be left out.
-    """
-
-    def __init__(self, run_names: Sequence[str] = (), console: Console | None = None) -> None:
-        self._run_names = run_names
-        self._console = console or PlainConsole()
-        self._view = TerminalView(self._console)
-        self._name: str | None = None
-        self._over = False
-
-    def __enter__(self) -> Self:
-        self._view.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._view.__exit__(*exception)
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Show ``snapshot`` of the run that trains at present."""
-        if snapshot.name != self._name:
-            # If the run before has never said that it was over, its picture ends here.
-            if self._name is not None and not self._over:
-                self._next_view()
-            self._name = name = snapshot.name
-            number = f" {self._run_names.index(name) + 1} of {len(self._run_names)}" if name in self._run_names else ""
-            self._console.print(f"Run{number}: {name}", markup=False, highlight=False, soft_wrap=True)
-        elif self._over:  # the next run's picture waits already
-            return
-        self._view.update(snapshot)
-        self._over = snapshot.over
-        if self._over:
-            self._next_view()
-
-    def _next_view(self) -> None:
-        """Leave the picture on the screen and wait for the next run below it."""
-        self._view.__exit__()
-        self._view = TerminalView(self._console)
-        self._view.__enter__()

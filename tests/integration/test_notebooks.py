@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from nbclient import NotebookClient
 from raytrain.datasets.upload import upload
 from tests.conftest import extract_cifar10
 
+_MAX_OUTPUTS = 3  # of a cell: a picture, what it prints, its result
+_MAX_OUTPUT_CHARS = 250_000  # a figure of many photographs is the largest
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
@@ -121,7 +124,11 @@ def run(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
         (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
         assert all(re.search(rf"\b{name}\b.* = ", cell.source) for name in parameters)
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
-    return NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+    executed = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+    for cell in executed.cells:  # what is redrawn replaces what was there before
+        assert len(cell.get("outputs", ())) <= _MAX_OUTPUTS, cell.source
+        assert len(json.dumps(cell.get("outputs", ()))) <= _MAX_OUTPUT_CHARS, cell.source
+    return executed
 
 
 def results(notebook: nbformat.NotebookNode, words: str) -> str:

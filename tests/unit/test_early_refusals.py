@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.prepare import settle_options
 from raytrain.recipes import custom, digits
-from raytrain.runs.documents import CONFIG, run_store, write_config
+from raytrain.runs.documents import CONFIG, STATUS, run_store, write_config, write_json
+from raytrain.runs.ownership import machine_id
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.training.model_names import check_model_name
 from tests.helpers.small_runs import config as small_config
@@ -115,12 +117,15 @@ def test_a_run_that_ended_before_its_first_step_frees_its_name(
     config = small_config(images, tmp_path / "runs", name="first")
     store = run_store(config.storage, "first")
     write_config(store, config)
-    for status in (RunStatus(status="failed", step=3), RunStatus(status="interrupted"), RunStatus(status="running")):
+    for status in (RunStatus(status="failed", step=3), RunStatus(status="finished"), RunStatus(status="running")):
         write_status(store, status)
         with pytest.raises(UsageError, match=r"A run called 'first' is in .* already; resume it"):
             settle_options(config)
-    for status in ("failed", "stopped"):
+    for status in ("failed", "stopped", "interrupted"):
         write_config(store, config)
         write_status(store, RunStatus(status=status))
         assert settle_options(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
+    write_config(store, config)
+    write_json(store, STATUS, {"status": "running", "pid": 0, "machine": machine_id(), "host": socket.gethostname()})
+    assert settle_options(config).name == "first" and not store.exists(CONFIG)  # its process was killed
     assert "Run 'first' has ended before its first step; a new one takes its place." in caplog.text

@@ -11,8 +11,8 @@ from rich.console import Console
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.curves import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
-from raytrain.display.terminal import StudyTerminalView, TerminalView
-from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, TimedEvent, TrainingStarted
+from raytrain.display.terminal import TerminalView
+from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, TimedEvent
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
@@ -264,38 +264,6 @@ def test_a_name_wider_than_its_plot_is_wrapped() -> None:
     seen = text(comparison_plots([finished(names[0], [step_row(10)]), finished(names[1], [])], names), width=80)
     assert seen.count("x") >= 2 * 60
     assert max(map(len, seen.splitlines())) <= 80
-
-
-def test_a_study_prints_the_number_and_name_of_each_run() -> None:
-    out = io.StringIO()
-    with StudyTerminalView(["sizes-1", "sizes-2"], Console(file=out, width=60)) as view:
-        view.update(snapshot([step_row(120)], name="sizes-1"))
-        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        view.update(snapshot([step_row(120)], name="sizes-2", events=(TimedEvent(0, 62, TrainingStarted(1)),)))
-    lines = [line.partition("  ")[0] for line in out.getvalue().splitlines()]
-    assert lines == [
-        "Run 1 of 2: sizes-1",
-        "step 120/1,000",
-        "step 1,000/1,000",
-        "Run 2 of 2: sizes-2",
-        "00:01:02",
-        "step 120/1,000",
-    ]
-
-
-def test_a_study_in_a_terminal_keeps_the_dashboard_of_each_run() -> None:
-    out = io.StringIO()
-    with StudyTerminalView(console=Console(file=out, force_terminal=True, width=100, height=40)) as view:
-        view.update(snapshot([step_row(120)], name="sizes-1"))
-        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        assert "starting the workers" in screen(out)  # Until the first update of the next run.
-        so_far = len(out.getvalue())
-        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        assert "finished" not in out.getvalue()[so_far:]  # A run that has ended is not drawn again.
-        view.update(snapshot([step_row(130)], name="sizes-2"))
-    assert "sizes-2" in screen(out) and "step 130/1,000" in screen(out)
-    assert "sizes-1" not in screen(out)
-    assert "Run: sizes-1" in out.getvalue() and "Run: sizes-2" in out.getvalue()
 
 
 def test_an_outlier_does_not_flatten_a_plot_and_a_lone_point_is_drawn() -> None:

@@ -1,0 +1,82 @@
+"""Code of the user's that a loop leads to, and its lines, which travel to the workers with it.
+
+A loop may be written in a cell of a notebook, or in a file that another machine lacks. A worker that fails there would
+know the number of the line and not the line itself. So the driver sends the lines of the functions that travel anyway,
+and the worker puts them where Python looks for the lines of a traceback.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from raytrain.config.user_code import is_of_user, variables_of
+from raytrain.errors import file_title
+
+
+@dataclass(frozen=True)
+class SourceLines:
+    """Lines of the functions in one file, by their numbers. ``title`` is how a person calls the file."""
+
+    title: str
+    lines: Mapping[int, str]
+
+
+def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
+    """Yield the code of ``function``, and of the user's functions and classes that it refers to, with its global names.
+
+    Example::
+
+        names = {name for code, _ in own_code(lambda run: run.build_model()) for name in code.co_names}
+    """
+    seen: dict[int, Any] = {}
+    waiting: list[tuple[Any, Mapping[str, Any]]] = [(function, {})]
+    while waiting:
+        thing, namespace = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing  # which also keeps its ID from being given to another one
+        referred: list[Any] = []
+        if isinstance(thing, CodeType):
+            yield thing, namespace
+            referred = [constant for constant in thing.co_consts if isinstance(constant, CodeType)]
+        elif isinstance(thing, FunctionType) and is_of_user(thing.__code__.co_filename):
+            of_module, of_closure = variables_of(thing)
+            namespace = thing.__globals__
+            referred = [thing.__code__, *of_module.values(), *of_closure.values()]
+        elif isinstance(thing, MethodType):
+            referred = [thing.__func__, type(thing.__self__)]
+        elif isinstance(thing, partial):
+            referred = [thing.func, *thing.args]  # pyright: ignore[reportUnknownMemberType]
+        elif isinstance(thing, type):
+            referred = [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
+        elif callable(thing) and not isinstance(thing, FunctionType):
+            referred = [type(thing)]
+        waiting += [(value, namespace) for value in referred]
+
+
+def source_lines(function: Any) -> dict[str, SourceLines]:
+    """Return the lines of ``function`` and of the user's functions that it refers to, by their files.
+
+    Of a cell or a file, only these functions travel: the rest may hold a secret.
+    """
+    lines: dict[str, dict[int, str]] = {}
+    for code, _ in own_code(function):
+        numbers = {number for _, _, number in code.co_lines() if number}
+        lines.setdefault(code.co_filename, {}).update(
+            (number, text) for number in numbers if (text := linecache.getline(code.co_filename, number))
+        )
+    return {file: SourceLines(file_title(file), numbered) for file, numbered in lines.items() if numbered}
+
+
+def remember_source_lines(sources: Mapping[str, SourceLines]) -> None:
+    """Have tracebacks of this process show the lines in ``sources``, of files that this machine lacks."""
+    for file, source in sources.items():
+        if not linecache.getlines(file):
+            text = [source.lines.get(number, "\n") for number in range(1, max(source.lines) + 1)]
+            # Without a time, linecache does not look for the file again. The last field is the file's name for people.
+            linecache.cache[file] = sum(map(len, text)), None, text, source.title

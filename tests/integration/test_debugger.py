@@ -1,0 +1,113 @@
+"""``breakpoint()`` in a loop: a debugger in a real terminal, and elsewhere a sentence that says what it needs."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.demo.demo import render_digits
+from raytrain.runs.documents import SUMMARY, read_json
+from raytrain.storage.open import open_store
+
+LOOP = """
+import torch
+import torch.nn.functional as F
+
+def train(run):
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
+    for epoch in run.epochs():
+        for batch in epoch:
+            secret = 6 * 7000 + run.progress.step
+            if run.progress.step < 2:
+                breakpoint()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+RAYTRAIN = Path(sys.executable).with_name("raytrain")
+TERMINAL = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("debugged")
+    render_digits(path / "digits", num_images=100)
+    (path / "loop.py").write_text(LOOP)
+    return path
+
+
+def command(name: str, *options: str) -> list[str]:
+    data = ["--data", "digits/train", "--test-data", "digits/test", "--device", "cpu", "--max-steps", "3"]
+    return [str(RAYTRAIN), "train", "digits", *data, "--name", name, "--loop", "loop.py:train", *options]
+
+
+class Terminal:
+    """A terminal that a person would sit at: its ``device`` is that of a command."""
+
+    def __init__(self) -> None:
+        self._person, self.device = pty.openpty()
+        self.text = ""
+
+    def answer(self, question: str, answer: str) -> str:
+        """Wait for ``question``, type ``answer``; return what was on the screen since the last answer."""
+        while question not in self.text:
+            assert select.select([self._person], [], [], 60)[0], self.text
+            self.text += os.read(self._person, 4096).decode(errors="replace")
+        before, self.text = self.text, ""
+        os.write(self._person, f"{answer}\n".encode())
+        return before
+
+
+def test_a_debugger_opens_in_the_terminal_and_the_run_goes_on(folder: Path) -> None:
+    terminal = Terminal()
+    ends: dict[str, Any] = {"stdin": terminal.device, "stdout": terminal.device, "stderr": terminal.device}
+    with subprocess.Popen(
+        command("asked", "--backend", "local", "--workers", "1"), cwd=folder, env={**os.environ, **TERMINAL}, **ends
+    ) as process:
+        assert "loop.py(13)train()" in terminal.answer("(Pdb) ", "p secret")
+        answered = terminal.answer("(Pdb) ", "c")
+        assert "42000" in answered and "╭" not in answered  # the picture of the run is not drawn over it
+        terminal.answer("(Pdb) ", "p secret")
+        assert "42001" in terminal.answer("(Pdb) ", "c")
+        terminal.answer("finished", "")
+        assert process.wait(60) == 0
+    assert read_json(open_store(str(folder / "runs" / "asked")), SUMMARY)["status"] == "finished"
+
+
+def test_who_quits_the_debugger_ends_the_run(folder: Path) -> None:
+    terminal = Terminal()
+    ends: dict[str, Any] = {"stdin": terminal.device, "stdout": terminal.device, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        command("left", "--backend", "local", "--workers", "1"), cwd=folder, env={**os.environ, **TERMINAL}, **ends
+    ) as process:
+        terminal.answer("(Pdb) ", "q")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "its loop was left in a debugger" in str(errors) and "Traceback" not in str(errors)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--backend", "local", "--workers", "1"],
+        ["--backend", "local", "--workers", "2"],
+        pytest.param(["--address", "local", "--workers", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_where_there_is_no_terminal_a_sentence_says_what_it_needs(folder: Path, options: list[str]) -> None:
+    name = "-".join(options).strip("-")
+    done = subprocess.run(
+        command(name, *options), cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=200
+    )
+    sentence = "breakpoint() in the loop (loop.py, line 12: `breakpoint()`) needs a terminal and a single worker"
+    assert sentence in done.stderr.decode(), done.stderr.decode()
+    assert "in a terminal with --backend local --workers 1" in done.stderr.decode()
+    assert done.returncode != 0 and b"Traceback" not in done.stderr
