@@ -13,13 +13,14 @@ tests=(
   "tests/faults/test_killed_processes.py::test_a_stop_request_in_any_step_stops_all_workers_after_the_same_step[ray-2]"
   tests/integration/test_demo_command.py::test_the_demo_learns_the_digits
   tests/integration/test_submit_to_a_cluster.py
+  tests/integration/test_cluster_page.py
 )
 failed=0 lines=()
 for version in "$@"; do
   environment=$folder/$version-${PYTHON:-default}
   if uv venv --quiet --allow-existing ${PYTHON:+--python "$PYTHON"} "$environment" &&
     uv pip install --quiet --python "$environment" -e . "ray[default,data,train]==$version.*" \
-      pytest pytest-timeout hypothesis 'moto[server]>=5.1,<6'; then
+      pytest pytest-timeout pytest-xdist hypothesis 'moto[server]>=5.1,<6'; then
     PATH=$environment/bin:$PATH python -m pytest -m "" -p no:cacheprovider -q "${tests[@]}" |
       tee "$environment/tests.txt" || failed=1
     lines+=("Ray $version: $(tail -n 1 "$environment/tests.txt")")

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -30,6 +31,7 @@ raytrain COMMAND --help explains one. --json prints a command's result as JSON,
 --debug the traceback of an error, and --version the version.
 In bash or zsh, this completes commands and options:
 source <(raytrain --tyro-print-completion bash)"""
+_JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets the variable of this name for the command of a job
 _GARBAGE_THRESHOLD = 10_000  # new objects between two collections; with Python's 700, importing torch is 10 % slower
 
 
@@ -133,6 +135,9 @@ def _print_error(error: Exception, as_json: bool) -> int:
     """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code."""
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))
+        # Whoever reads it sits at another machine, whose keys, variables and files are not those of the job.
+        if _JOB_SETTINGS in os.environ and error.exit_code == 2:
+            sentence = f"On the cluster's head, {socket.gethostname()}, where this job runs: {sentence}"
     else:
         # It was not foreseen, and the run may have taken hours: the traceback is kept in a file.
         with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:

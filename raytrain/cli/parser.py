@@ -160,7 +160,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     # --help-all is tyro's help with all options; with --help, those that few people use are hidden from tyro.
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
-    argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
+    argv = _join_repeated([_HELP[0] if word == _ALL_HELP else word for word in argv])
 
     # Only what the first words name is made known to tyro: all commands and recipes would delay each command.
     chosen = _chosen("command", commands, argv[:1])
@@ -185,17 +185,47 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
             else:
                 flags.append(flag(name))
 
-    output = cast("TextIO", _WrappedOutput(sys.stdout)) if is_help else sys.stdout
+    output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=is_open)) if is_help else sys.stdout
     with as_usage_errors(flags), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
 
-class _WrappedOutput:
-    """Standard output while tyro prints help: it wraps what tyro does not, the usage and the description."""
+def _join_repeated(argv: Sequence[str]) -> list[str]:
+    """Return ``--tag a --tag b`` as ``--tag a b``, for all options with several values: tyro keeps the last flag's."""
+    groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
+    group, group_of = groups[0], dict[str, list[str]]()
+    for word in argv:
+        if word in group_of:
+            group = group_of[word]
+        elif word.startswith("--"):
+            group = [word]
+            groups.append(group)
+            if word in _flags_of_several():
+                group_of[word] = group
+        else:
+            group.append(word)
+    return [word for group in groups for word in group]
 
-    def __init__(self, output: TextIO) -> None:
+
+@functools.cache
+def _flags_of_several() -> set[str]:
+    """Return the flags of the options that take any number of values."""
+    hints = get_type_hints(TrainConfig)  # without annotations
+    return {
+        flag(name) for name, hint in hints.items() if any(... in get_args(each) for each in (hint, *get_args(hint)))
+    }
+
+
+class _WrappedOutput:
+    """Standard output while tyro prints help: it wraps what tyro does not, the usage and the description.
+
+    ``is_optional``: tyro calls the recipe required, for it does not know that words without one are completed.
+    """
+
+    def __init__(self, output: TextIO, *, is_optional: bool) -> None:
         self._output = output
+        self._is_optional = is_optional
         self._width = shutil.get_terminal_size().columns
         self.encoding = output.encoding  # by which tyro decides whether it may draw boxes
 
@@ -206,6 +236,7 @@ class _WrappedOutput:
     def write(self, text: str) -> int:
         """Write lines, none wider than the terminal."""
         lines: list[str] = []
+        text = text.replace("(required)", "(optional)") if self._is_optional else text  # as long, in its box
         for line in text.split("\n"):
             plain = re.sub(r"\x1b\[[\d;]*m", "", line)  # without colours, which take no space
             if len(plain) > self._width:

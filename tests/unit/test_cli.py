@@ -158,6 +158,7 @@ def test_the_help_lists_commands_by_purpose_and_recipes(
         main(["train", "--help"])
     out = capsys.readouterr().out
     assert [name for name in RECIPES if name not in out] == []
+    assert "Without a recipe, it is custom" in out and "(required)" not in out
 
 
 def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +170,7 @@ def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureF
     assert 10 < len(options & set(re.findall(r"--[a-z][\w-]*", out))) < 25
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, "train flowers", "study flowers", "sweep flowers"])
+@pytest.mark.parametrize("words", [*COMMANDS, "train flowers", "sweep flowers"])
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_the_help_of_each_command_shows_an_example_that_works(
     words: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -440,14 +441,20 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     named |= {"workers": 2, "address": None, "trust": False}
     assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "first-confusion.png"]):
+    for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "./runs/first/confusion.png"]):
         assert words in lines
     (cat,) = [line for line in lines if line[:4] == ["cat", "4", "3", "0.7500"]]
     assert cat[-4:] == ["cat", "dog", "1", "25.0%"]
-    assert (tmp_path / "first-confusion.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs" / "first" / "confusion.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["runs"]
     assert main(["evaluate", "first", "--data", "d", "--output", "mine.png", "--json"]) == 0
     assert last_line(capsys) == {**EVALUATION.summary(), "picture": "mine.png"}
     assert (tmp_path / "mine.png").is_file()
+
+    # Somebody else's run, to whose folder nothing may be written: it is measured without a picture.
+    (tmp_path / "file").touch()
+    assert main(["evaluate", "first", "--data", "d", "--storage", "file/runs", "--json"]) == 0
+    assert last_line(capsys) == {**EVALUATION.summary(), "picture": None}
 
 
 def test_evaluate_refuses_a_wrong_output_before_it_starts(

@@ -34,14 +34,18 @@ def test_every_command_is_documented_and_every_documented_command_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = tmp_path / "runs" / "first"
-    run.mkdir(parents=True)
-    (run / "config.json").write_text(RECIPES["cifar10"](name="first", data="s3://BUCKET/cifar10/train").to_json())
+    for name in ("first", "scaling"):  # which pages resume
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "config.json").write_text(RECIPES["cifar10"](name=name, data="s3://BUCKET/cifar10/train").to_json())
     commands = [words for page in PAGES for words in documented_commands(page)]
     assert {words[0] for words in commands if not words[0].startswith("-")} == set(COMMANDS)
+    commands += [words for page in PAGES for words in mentioned_commands(page)]
     for words in commands:
         if "--help" not in words:
             parse(words, COMMANDS)
+        if words[0] == "submit" and "--resume" not in words:  # which reads the options of the run
+            parse(words[words.index("--") + 1 :], COMMANDS)
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb"))], ids=lambda page: page.name)
@@ -56,8 +60,20 @@ def documented_commands(page: Path) -> list[list[str]]:
     """Return the arguments of raytrain in every indented command line of a page, after ``uv run``, ``--`` or ``-m``."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     lines = re.sub(r" *\\\n *", " ", text).splitlines()
-    calls = [re.search(r"(?:uv run|--|-m) raytrain (.*)", line) for line in lines if line.startswith("    ")]
+    before = r"(?:uv run(?: --extra \w+)*|--|-m)"
+    calls = [re.search(rf"{before} raytrain (.*)", line) for line in lines if line.startswith("    ")]
     return [shlex.split(call[1].partition(" #")[0]) for call in calls if call]
+
+
+def mentioned_commands(page: Path) -> list[list[str]]:
+    """Return the arguments of raytrain in sentences of a page, if they are more than the name of a command."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    calls = re.findall(r"`(?:uv run )?raytrain ([^`]+)`", re.sub(r"\s+", " ", text))
+    unnamed = ("COMMAND", "…")  # an example of any command, or of any options
+    words = [shlex.split(call) for call in calls if not any(name in call for name in unnamed)]
+    names = {call[0] for call in words if not call[0].startswith("-")}
+    assert names <= set(COMMANDS), page
+    return [call for call in words if len(call) > 1 and "--help-all" not in call]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -88,4 +104,7 @@ def test_the_readme_names_every_command_in_its_map() -> None:
 def test_the_readme_needs_two_commands_for_the_setup() -> None:
     readme = (ROOT / "README.md").read_text()
     setups = [line.strip() for line in readme.splitlines() if "-m pip install" in line]
-    assert setups == ["python3 -m pip install uv && uv run raytrain demo", "python3 -m pip install uv && uv run pytest"]
+    assert setups == [
+        "python3 -m pip install uv && uv run raytrain demo",
+        "python3 -m pip install uv && uv run --group dev pytest",
+    ]

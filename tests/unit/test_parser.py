@@ -31,11 +31,11 @@ def sweep(config: TrainConfig, vary: tuple[str, ...] = ()) -> TrainConfig:
     return config
 
 
-def study(
-    config: Annotated[TrainConfig, Without(Mark.SET_BY_STUDY)],
-    workers: Annotated[tuple[int, ...], arg(help="Numbers of workers.")],
+def find_rate(
+    config: Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)],
+    rates: Annotated[tuple[float, ...], arg(help="Rates to try.")],
 ) -> TrainConfig:
-    """Study."""
+    """Find a rate."""
     return config
 
 
@@ -44,7 +44,7 @@ def stop(name: Annotated[Positional[str], arg(help="Name of the run.")], storage
     return name, storage
 
 
-COMMANDS = {"train": train, "sweep": sweep, "study": study, "stop": stop}
+COMMANDS = {"train": train, "sweep": sweep, "find-rate": find_rate, "stop": stop}
 
 
 def parsed(line: str) -> TrainConfig:
@@ -108,8 +108,8 @@ def test_a_new_run_has_the_options_of_the_recipe(words: str, stored: TrainConfig
     assert parsed(f"train cifar10 {words}") == RECIPES["cifar10"](name="first")
 
 
-def test_a_study_has_the_options_of_the_recipe(stored: TrainConfig) -> None:
-    assert parsed("study cifar10 --name=first --workers 1 2") == RECIPES["cifar10"](name="first")
+def test_a_command_that_never_resumes_has_the_options_of_the_recipe(stored: TrainConfig) -> None:
+    assert parsed("find-rate cifar10 --name=first --rates 1 2") == RECIPES["cifar10"](name="first")
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
@@ -131,6 +131,11 @@ def test_without_a_recipe_custom_is_trained_or_the_run_resumed_as_it_was(stored:
     assert (resumed.recipe, resumed.seed, resumed.epochs) == ("cifar10", 7, 4)
 
 
+def test_a_flag_of_several_values_may_be_repeated(stored: TrainConfig) -> None:
+    command = parsed("train --data x --tag a --epochs 3 --tag b c --learning-rate 1 --tag d")
+    assert (command.tag, command.epochs, command.learning_rate) == (("a", "b", "c", "d"), 3, 1.0)
+
+
 def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
     assert parse(["--json", "stop", "first"], COMMANDS)() == ("first", "./runs")
     assert parsed("train --debug cifar10 --epochs 3").epochs == 3
@@ -141,9 +146,9 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
     [
         (
             "trian cifar10",
-            "There is no command 'trian' (did you mean train?); the commands are train, sweep, study, stop.",
+            "There is no command 'trian' (did you mean train?); the commands are train, sweep, find-rate, stop.",
         ),
-        ("--json", "Choose one of train, sweep, study, stop."),
+        ("--json", "Choose one of train, sweep, find-rate, stop."),
         ("train .", "There is no recipe '.' (images are given as --data .); the recipes are "),
         ("train s3://b/x", "There is no recipe 's3://b/x' (images are given as --data s3://b/x); the recipes are "),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
@@ -151,7 +156,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train cifar10 --recipe digits", "There is no option --recipe"),
-        ("study cifar10 --workers 1 --resume", "There is no option --resume"),
+        ("find-rate cifar10 --rates 1 --resume", "There is no option --resume"),
         ("train cifar10 --epochs many", "--epochs is 'many'; it must be a whole number."),
         ("train cifar10 --max-steps 1.5", "--max-steps is '1.5'; it must be a whole number."),
         ("train cifar10 --weight-decay x", "--weight-decay is 'x'; it must be a number."),
@@ -166,7 +171,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
         ("stop --storag s3://b", "NAME is missing."),
         ("stop first again", "There is one argument too many: 'again'."),
-        ("study cifar10", "`raytrain study` needs --workers; see `raytrain study --help`."),
+        ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],
 )
 def test_a_mistake_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

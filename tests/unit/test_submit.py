@@ -100,9 +100,7 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
     out, err = capsys.readouterr()
     assert out.startswith("".join(LINES))
     assert json.loads(out.splitlines()[-1])["status"] == "succeeded"
-    assert (
-        "Sent 1 files (0.0 MB)" in err and "as job raytrain_1 to http://head:8265. The run is called my-first." in err
-    )
+    assert "Sent 1 file (0.0 MB)" in err and "as job raytrain_1 to http://head:8265. The run is called my-first." in err
     assert client.submitted["entrypoint"].startswith("python -m raytrain train cifar10 --data s3://b/train")
     assert client.packed == ["my_loop.py"]
     assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
@@ -118,12 +116,55 @@ def test_a_dry_run_lists_what_would_travel_with_sizes_and_sends_nothing(
     command = ["train", "cifar10", "--data", "s3://b/x", "--storage", str(tmp_path), "--loop", "my_loop.py:loop"]
     assert main(["submit", "--dry-run", "--include", "conf", "--", *command]) == 0
     out = capsys.readouterr().out
-    assert "5 bytes  conf/a.yaml" in out and "20 bytes  my_loop.py" in out
-    assert "not sent        conf/shadow (a link)" in out and "pypirc" not in out
-    assert "Would be sent: 2 files (0.0 MB)" in out
+    assert "command   python -m raytrain train cifar10 --data s3://b/x" in out
+    assert "--loop my_loop.py:loop: found" in out
+    assert "2 files (0.0 MB)" in out and "conf/a.yaml (5 bytes)" in out and "my_loop.py (20 bytes)" in out
+    assert "not sent  conf/shadow (a link)" in out and "pypirc" not in out
+    assert "cluster   not checked: give --address" in out
     assert not hasattr(client, "submitted")
     assert main(["submit", "--dry-run", "--json", "--include", "conf", "--", *command]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"conf/a.yaml": 5, "my_loop.py": 20}
+
+
+def node(address: str, *problems: str) -> dict[str, Any]:
+    """What the doctor reports of a node, as far as a rehearsal reads it."""
+    speed = None if problems else {"images_per_s": 230.4}
+    identity = None if problems else "driver's profile …ABCD"
+    return {
+        "address": address,
+        "error": None,
+        "report": {"problems": problems, "read_speed": speed, "identity": identity},
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "code", "shown"),
+    [
+        (
+            [node("10.0.0.1")],
+            0,
+            "10.0.0.1: reads s3://b/train (230 images/s), writes s3://b/runs, with the keys of the head: profile …ABCD",
+        ),
+        ([node("10.0.0.1"), node("10.0.0.2", "There are no AWS credentials.")], 1, "10.0.0.2: There are no AWS cred"),
+    ],
+)
+def test_a_dry_run_asks_the_cluster_what_it_reaches_and_trains_nothing(
+    nodes: list[Any], code: int, shown: str, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.logs = [["listing\n", json.dumps({"ok": True, "nodes": nodes}) + "\n", "raytrain: a warning\n"]]
+    command = ["train", "cifar10", "--data", "s3://b/train", "--storage", "s3://b/runs"]
+    assert main(["submit", "--dry-run", "--address", "http://head:8265", "--", *command]) == code
+    assert shown in capsys.readouterr().out
+    entrypoint = "python -m raytrain doctor --storage s3://b/runs --json --data s3://b/train"
+    assert client.submitted["entrypoint"] == entrypoint
+    assert client.packed == []
+
+
+def test_a_doctor_that_cannot_look_says_why(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    client.logs = [[json.dumps({"status": "failed", "error": "AZURE_STORAGE_ACCOUNT_NAME is not set."}) + "\n"]]
+    command = ["train", "cifar10", "--data", "az://b/train", "--storage", "az://b/runs"]
+    assert main(["submit", "--dry-run", "--address", "http://head:8265", "--", *command]) == 2
+    assert "could not be checked: AZURE_STORAGE_ACCOUNT_NAME is not set." in capsys.readouterr().err
 
 
 def test_a_run_without_a_name_gets_one_with_which_it_can_be_stopped(client: Any, tmp_path: Path) -> None:
@@ -225,8 +266,10 @@ def test_who_is_asked_may_leave_the_run_running(
 def test_a_run_goes_on_without_the_terminal_that_follows_it(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupt_during_the_log(client, until=lambda: False, number=signal.SIGHUP)
+    is_over = threading.Event()  # the thread that waits for it would hold up the end of the tests
+    interrupt_during_the_log(client, until=is_over.is_set, number=signal.SIGHUP)
     assert submit(tmp_path, "--name", "first") == 0
+    is_over.set()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "detached"
     assert client.stopped == ""
 
@@ -326,9 +369,32 @@ def served(answer: dict[str, str]) -> Iterator[str]:
         ("train cifar10 --data s3://b/x --storage s3://b/r --epochs 0", "--epochs is 0"),
         ("train cifar10 --data s3://b/x --storage s3://b/r --address auto", "--address is the job server's"),
         ("train cifar10 --data images --storage s3://b/r", "--data is images"),
+        ("train cifar10 --storage s3://b/r", "--data is missing"),
+        *(
+            (f"train cifar10 --data s3://b/x --storage s3://b/r {options}", sentence)
+            for options, sentence in (
+                ("--loop my_loop.py:train", "my_loop.py has no function 'train'"),
+                ("--loop my_lop.py:loop", "there is no file my_lop.py"),
+                ("--loop my_lop:loop", "there is no module my_lop"),
+                ("--loop my_loop.py", "--loop my_loop.py names no function"),
+                ("--loop broken.py:loop", "SyntaxError"),
+                ("--model resnet81", "--model resnet81 is no classifier of torchvision"),
+                ("--model my_loop.py:Net", "my_loop.py has no function 'Net'"),
+                ("--transforms my_loop.py:crop", "my_loop.py has no function 'crop'"),
+                ("--track my_loop.py:Sheet", "my_loop.py has no function 'Sheet'"),
+                ("--best acc", "--best needs acc"),
+            )
+        ),
+        ("sweep cifar10 --data s3://b/x --storage s3://b/r --vary learnig-rate=1,2", "learnig-rate"),
+        ("sweep cifar10 --data s3://b/x --storage s3://b/r", "--vary is missing"),
     ],
 )
-def test_a_mistake_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(
+    line: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_loop.py").write_text("import only_on_the_cluster\ndef loop(run): pass\n")
+    (tmp_path / "broken.py").write_text("def loop(run:\n")
     assert main(["submit", "--address", "http://127.0.0.1:1", "--", *line.split()]) == 2
     assert sentence in capsys.readouterr().err
 

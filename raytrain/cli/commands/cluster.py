@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -11,8 +15,11 @@ from raytrain.cli.command import Address, CommandResult, Flag, Storage
 from raytrain.cli.commands.training import sweep, train
 from raytrain.cli.parser import parse
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.runs.redact import one_line, printable
+
+if TYPE_CHECKING:
+    from raytrain.launch.job_files import JobFiles
 
 
 def doctor(
@@ -55,7 +62,13 @@ def submit(
     include: Annotated[
         tuple[str, ...], arg(help="Files and folders that your code needs besides what it imports.")
     ] = (),
-    dry_run: Annotated[Flag, arg(help="List the files that would be sent, and send nothing.")] = False,
+    dry_run: Annotated[
+        Flag,
+        arg(
+            help="Check the command, what would be sent, and by a small job whether the cluster reaches the buckets, "
+            "and with whose keys; train nothing."
+        ),
+    ] = False,
 ) -> CommandResult:
     """Train on a cluster from here: send it a command with the code of your own that it imports, and follow it.
 
@@ -69,32 +82,94 @@ def submit(
         raise UsageError(
             "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
         )
-    config: TrainConfig = parse(command, commands).keywords["config"]
+    options = parse(command, commands).keywords
+    config: TrainConfig = options["config"]
 
-    from raytrain.launch.ray.submit import DETACHED, files_to_send, follow_job
+    from raytrain.launch.job_files import job_files
+    from raytrain.launch.ray.submit import DETACHED, check_command, follow_job
     from raytrain.launch.ray.submit import submit as send
 
-    files = files_to_send(config, include)
-    size = f"{len(files.paths)} files ({sum(files.sizes.values()) / 1e6:.1f} MB) of {files.folder}"
-    about = size if files.paths else "the command, without files of your own"
-    if files.left_out:
-        about += f", {len(files.left_out)} left out (--dry-run lists them)"
+    check_command(config, is_sweep=command[0] == "sweep")
+    if command[0] == "sweep" and not config.resume:
+        _check_trials(config, options)
+    files = job_files(config, include)
     if dry_run:
-        from rich.text import Text
+        return _rehearse(command, config, files, address)
 
-        lines = [f"{num_bytes:>12,} bytes  {path}" for path, num_bytes in files.sizes.items()]
-        lines += [f"    not sent        {path}" for path in files.left_out]
-        document = {"folder": str(files.folder), "files": files.sizes, "left_out": files.left_out}
-        return CommandResult(Text("\n".join(map(one_line, [*lines, f"Would be sent: {about}."]))), document)
-
-    sent = send(command, config, files, address)
-    _note(f"Sent {about} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
     # Ctrl-C while the job is followed asks whether it stops or goes on without this command.
+    sent = send(command, config, files, address)
+    about = f"{_size(files)} of {files.folder}" if files.paths else "the command, without files of your own"
+    left_out = f", {len(files.left_out)} left out (--dry-run lists them)" if files.left_out else ""
+    _note(f"Sent {about}{left_out} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
     status = follow_job(sent, _show, _note, _wants_to_detach)
     left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
     text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
     document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}
     return CommandResult(text, document)
+
+
+def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
+    """Raise UsageError if --vary cannot be read, or makes options that are not allowed."""
+    from raytrain.experiments.trials import plan_sweep, trials_of
+
+    planned = plan_sweep(config, [word for words in options["vary"] for word in words], options["trials"])
+    for trial in trials_of(planned, config, config.name or "sweep"):
+        if config.loop is None:
+            trial.config.check_learning_rate()
+
+
+def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> CommandResult:
+    """Return what `submit` would send, and whether the cluster could use it, as a page of about ten lines."""
+    import raytrain
+    from raytrain.launch.job_files import own_functions
+    from raytrain.launch.ray.submit import JobServer, ask_doctor, entrypoint, job_server_url
+
+    own = [f"{flag(option)} {name}" for option, name in own_functions(config)]
+    rows = [
+        ("command", entrypoint(command)),
+        ("code", f"{', '.join(own)}: found" if own else "none of your own"),
+        ("files", f"{_size(files)} of {files.folder}" if files.paths else "none"),
+        *(("", f"{path} ({num_bytes:,} bytes)") for path, num_bytes in files.sizes.items()),
+        *(("not sent", path) for path in files.left_out),
+        ("raytrain", f"{version('raytrain')}, from {Path(raytrain.__file__).parent}"),
+    ]
+    document: dict[str, Any] = {
+        "command": entrypoint(command),
+        "folder": str(files.folder),
+        "files": files.sizes,
+        "left_out": files.left_out,
+        "cluster": None,
+    }
+
+    # Without an address, only what this machine knows is checked.
+    is_ready = True
+    if address or any(os.environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")):
+        server = JobServer(job_server_url(address))
+        _note(f"Asking the cluster at {server.address} what it reaches, by a job that trains nothing …")
+        document["cluster"] = report = ask_doctor(server, config, _note)
+        rows.append(("cluster", f"{server.address}, Ray {server.ray_version or 'of unknown version'}"))
+        for node in report["nodes"]:
+            problems = node["report"]["problems"] if node["report"] else [node["error"]]
+            is_ready = is_ready and not problems
+            rows += [("", f"{node['address']}: {said}") for said in problems or [_reach(node["report"], config)]]
+    else:
+        rows.append(("cluster", "not checked: give --address http://HOST:8265"))
+    end = "Nothing was trained." if is_ready else "Nothing was trained, and nothing could be."
+    text = "\n".join(one_line(f"{name:9} {words}".rstrip()) for name, words in rows)
+    return CommandResult(f"{text}\n{end}", document, exit_code=0 if is_ready else 1)
+
+
+def _size(files: JobFiles) -> str:
+    num = len(files.paths)
+    return f"{num} file{'' if num == 1 else 's'} ({sum(files.sizes.values()) / 1e6:.1f} MB)"
+
+
+def _reach(report: dict[str, Any], config: TrainConfig) -> str:
+    """Return what a node without problems reads and writes, and with whose keys."""
+    read = f"reads {config.data} ({report['read_speed']['images_per_s']:,.0f} images/s), " if config.data else ""
+    # The doctor's driver is the job, which runs on the head.
+    identity = (report["identity"] or "").replace("driver's", "the keys of the head:")
+    return f"{read}writes {config.storage}{f', with {identity}' if identity else ''}"
 
 
 def _show(text: str) -> None:

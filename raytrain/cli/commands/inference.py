@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +11,8 @@ from tyro.conf import Positional, arg
 import raytrain
 from raytrain.cli.command import CommandResult, RunName, Storage, Trust
 from raytrain.config.evaluation import TestView
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
+from raytrain.runs.documents import CONFUSION_PICTURE
 
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
 _MAX_ROWS = 20  # predictions that are printed
@@ -48,7 +50,7 @@ def evaluate(
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
     ] = None,
     output: Annotated[
-        str | None, arg(help="PNG file for the confusions of single classes; by default RUN-confusion.png.")
+        str | None, arg(help="PNG file for the confusions; by default confusion.png in the run's folder.")
     ] = None,
 ) -> CommandResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
@@ -64,14 +66,22 @@ def evaluate(
     from raytrain.storage.open import check_output
 
     # Classes of which an image may have several are not confused with one another, so they have no figure.
-    picture = output or f"{run}-confusion.png"
-    check_output(picture, (".png",))
+    picture = output or f"{prediction.storage.rstrip('/')}/{run}/{CONFUSION_PICTURE}"
+    if output is not None:
+        check_output(output, (".png",))
     result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
     if result.skipped and not result.images:
         raise UsageError(f"None of {result.skipped:,} images of {result.data} can be decoded; check the files.")
     if isinstance(result, LabelEvaluation):
         return CommandResult(label_evaluation_page(result), result.summary())
-    save_png(confusion_figure(result), picture)
+    try:
+        save_png(confusion_figure(result), picture)
+    except StorageError as error:
+        # Whoever may only read somebody's runs may measure them, too.
+        if output is not None:
+            raise
+        logging.getLogger("raytrain").warning("no picture of the confusions (--output names another place): %s", error)
+        picture = None
     return CommandResult(evaluation_page(result, picture), {**result.summary(), "picture": picture})
 
 

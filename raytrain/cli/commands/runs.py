@@ -49,7 +49,10 @@ def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandR
     from raytrain.display.curves import curve_figure, save_png
     from raytrain.display.run_tables import run_page, run_record_json
     from raytrain.runs.records import read_run
+    from raytrain.storage.open import check_output
 
+    if png is not None:
+        check_output(png, (".png",), "--png")
     record = read_run(storage, run)
     if png is not None:
         save_png(curve_figure(record), png)
@@ -57,7 +60,7 @@ def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandR
 
 
 def compare(
-    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, or of a sweep or a study.")],
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, or of a sweep.")],
     storage: Storage = "./runs",
     png: Png = None,
 ) -> CommandResult:
@@ -68,7 +71,10 @@ def compare(
     from raytrain.display.curves import comparison_figure, save_png
     from raytrain.display.run_tables import comparison_page
     from raytrain.experiments.compare import compare_records, read_runs
+    from raytrain.storage.open import check_output
 
+    if png is not None:
+        check_output(png, (".png",), "--png")
     records = read_runs(runs, storage)
     if png is not None:
         save_png(comparison_figure(records), png)
@@ -199,7 +205,7 @@ def logs(
 
 
 def watch(
-    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, sweeps or studies; all by default.")] = (),
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs or sweeps; all by default.")] = (),
     storage: Storage = "./runs",
     port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
     terminal: Annotated[Flag, arg(help="Show one run in this terminal, until it is over.")] = False,
@@ -226,7 +232,7 @@ def watch(
     from raytrain.display.page.watched_runs import HomeRuns, StoredRuns
     from raytrain.experiments.trials import names_of
 
-    # A sweep or a study stands for its runs; without names, the page begins with the list of all.
+    # A sweep stands for its trials; without names, the page begins with the list of all.
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
         print_address(server)

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 import raytrain
 from raytrain.cli.command import Address, CommandResult, Flag, RunName, Storage, process_started_at
@@ -16,10 +16,10 @@ from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import RATE_PICTURE, SWEEP_PICTURE
 from raytrain.runs.outcome import shell_command
 
 RateConfig = Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)]
-StudyConfig = Annotated[TrainConfig, Without(Mark.SET_BY_STUDY)]
 TrustResumed = Annotated[
     Flag, arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run.")
 ]
@@ -71,7 +71,7 @@ def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[
 
 def profile(
     config: TrainConfig,
-    output: Annotated[str | None, arg(help="Folder for the traces; by default NAME-profile.")] = None,
+    output: Annotated[str | None, arg(help="Folder for the traces; by default NAME-profile below --storage.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
     """Train a few steps on this machine and say where their time goes. Writes a Chrome trace of each worker.
@@ -83,14 +83,17 @@ def profile(
     from raytrain.diagnostics.profile import profile
     from raytrain.display.diagnostics_tables import profile_page
 
-    result = profile(config, output=output or f"{config.name or config.recipe}-profile")
+    # torch writes the traces itself, so that they cannot be in a bucket.
+    folder = f"{config.name or config.recipe}-profile"
+    beside_runs = folder if "://" in config.storage else f"{config.storage.rstrip('/')}/{folder}"
+    result = profile(config, output=output or beside_runs)
     return CommandResult(profile_page(result), result.summary())
 
 
 def look(
     config: TrainConfig,
     limit_s: Annotated[float, arg(help="Seconds after which no more files are read; it says how many were.")] = 30.0,
-    output: Annotated[str | None, arg(help="PNG file for the images; by default NAME-look.png.")] = None,
+    output: Annotated[str | None, arg(help="PNG file; by default NAME-look.png below --storage.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
     """Show the images as the network would see them, count the classes, find bad images and duplicates. Trains nothing.
@@ -102,8 +105,9 @@ def look(
     from raytrain.storage.open import check_output
 
     # A file that could not be written is refused before minutes of reading.
-    picture = output or f"{config.name or config.recipe}-look.png"
-    check_output(picture, (".png",))
+    picture = output or f"{config.storage.rstrip('/')}/{config.name or config.recipe}-look.png"
+    if output is not None:
+        check_output(output, (".png",))
     result = raytrain.look(config, limit_s=limit_s)
     save_png(look_figure(result), picture)
     return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
@@ -111,7 +115,7 @@ def look(
 
 def find_rate(
     config: RateConfig,
-    output: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+    output: Annotated[str | None, arg(help="PNG file for the plot; by default rate.png in the run's folder.")] = None,
     watch: Watch = False,
 ) -> CommandResult:
     """Suggest a learning rate: train 100 steps (--max-steps), each at a higher rate, and look where the loss falls.
@@ -130,56 +134,33 @@ def find_rate(
     signals = StopSignals()
     with _views(config, signals, watch) as view:
         result = raytrain.find_rate(config, view=view, signals=signals)
-    picture = output or f"{result.run.name}.png"
+    picture = output or f"{result.run.run_dir}/{RATE_PICTURE}"
     save_png(rate_figure(result), picture)
     return CommandResult(rate_page(result, picture), {**result.summary(), "picture": picture})
-
-
-def study(
-    config: StudyConfig,
-    workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],
-    target_accuracy: Annotated[
-        float | None, arg(help="Compare the time to this test accuracy; by default 95 % of the best final accuracy.")
-    ] = None,
-    output: Annotated[str | None, arg(help="PNG file for the figures; by default NAME.png.")] = None,
-) -> CommandResult:
-    """Train a recipe on several numbers of workers and compare them. If interrupted, the same command continues.
-
-    The runs are called NAME-1, NAME-2 … by their workers. --name is by default the recipe's name and -study.
-
-    Example: raytrain study cifar10 --data s3://bucket/train --workers 1 2 4
-    """
-    from raytrain.display.curves import save_png
-    from raytrain.display.study import study_figure, study_page
-    from raytrain.display.terminal import StudyTerminalView
-    from raytrain.experiments.study import named, runs_of
-    from raytrain.storage.open import check_output
-
-    # The name is decided here already: the figure and the runs are called after it.
-    config = named(config)
-    picture = output or f"{config.name}.png"
-    check_output(picture, (".png",))
-    with StudyTerminalView([run.name or "" for run in runs_of(config, workers).values()]) as view:
-        result = raytrain.study(config, workers, target_accuracy=target_accuracy, view=view.update)
-    if result.histories:
-        save_png(study_figure(result), picture)
-    document = {**result.summary(), "picture": picture if result.histories else None}
-    return CommandResult(study_page(result, document["picture"]), document)
 
 
 def sweep(
     config: TrainConfig,
     vary: Annotated[
-        tuple[str, ...], arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2.")
+        tuple[tuple[str, ...], ...],
+        UseAppendAction,
+        arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2; workers=1,2,4."),
     ] = (),
     trials: Annotated[int | None, arg(help="Trials to draw at random; by default every combination of values.")] = None,
     early_stopping: Annotated[
         bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
     ] = True,
-    png: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+    target_accuracy: Annotated[
+        float | None,
+        arg(help="With --vary workers=1,2,4: compare the time to this test accuracy; by default 95 % of the best."),
+    ] = None,
+    png: Annotated[str | None, arg(help="PNG file for the plot; by default sweep.png in the sweep's folder.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
     """Train several runs with different options at once, on the same images in memory, and find the best.
+
+    With --vary workers=1,2,4 they train one after the other, none is stopped early, and the figures are accuracy
+    against time and images/s against workers. Batch size and learning rate may be per worker, such as 32/worker.
 
     Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
     """
@@ -187,13 +168,21 @@ def sweep(
     from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
     from raytrain.storage.open import check_output
 
-    check_output(png or f"{config.name}.png", (".png",), "--png")
+    if png is not None:
+        check_output(png, (".png",), "--png")
     with SweepTerminalView() as view:
         result = raytrain.sweep(
-            config, vary=vary, trials=trials, early_stopping=early_stopping, view=view.update, trust=trust
+            config,
+            vary=[word for words in vary for word in words],
+            trials=trials,
+            early_stopping=early_stopping,
+            target_accuracy=target_accuracy,
+            view=view.update,
+            trust=trust,
         )
-    # Without any evaluation there is nothing to plot.
-    picture = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
+    # Without any evaluation, or a history of a trial whose speed is compared, there is nothing to plot.
+    has_curves = result.histories or any(trial.evaluations for trial in result.trials)
+    picture = (png or f"{result.run_dir}/{SWEEP_PICTURE}") if has_curves else None
     if picture is not None:
         save_png(sweep_figure(result), picture)
     document = {**result.summary(), "picture": picture}

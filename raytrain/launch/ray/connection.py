@@ -13,29 +13,27 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import threading
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
 from raytrain.launch.ray.fork_client import keep_server, py_executable
+from raytrain.launch.ray.head_queries import head_answers
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import (
     ANSWER_AT_ONCE,
     CURRENT_CLUSTER_FILE,
-    LOOPBACK_ENVIRONMENT,
     can_fork,
     check_version,
-    head_answers,
-    in_ray,
     messages_in_log,
-    set_variables,
-    variables_set,
     version_error,
 )
+from raytrain.launch.ray.process_variables import LOOPBACK_ENVIRONMENT, in_ray, set_variables, variables_set
 from raytrain.runs.logs import STARTUP
 
 T = TypeVar("T")
@@ -325,7 +323,8 @@ def check_answers(address: str) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
     try:
         if api := ANSWER_AT_ONCE.find():
-            with_token(lambda: api[0](address=address))
+            with _refusals_unsaid():
+                with_token(lambda: api[0](address=address))
     except AuthenticationError:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
@@ -333,6 +332,31 @@ def check_answers(address: str) -> None:
         ) from None
     except RayError:
         raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
+
+
+@contextmanager
+def _refusals_unsaid() -> Generator[None]:
+    """Leave out what Ray's C++ writes to standard error if a cluster refuses a call without a token.
+
+    The next call shows one, and an AuthenticationError says it if that is refused, too. All other lines, also those of
+    other threads, are written at the end of the ``with`` block.
+    """
+    try:
+        standard_error = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+            held.seek(0)
+            for line in held:
+                if b"InvalidAuthToken" not in line:
+                    os.write(2, line)
 
 
 def with_token(ask: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,20 @@ from urllib.parse import urlsplit
 
 import raytrain
 from raytrain.config import TrainConfig
-from raytrain.errors import RaytrainError, TrainingFailed, UsageError
-from raytrain.launch.job_files import JobFiles, check_places, job_files
+from raytrain.config.network import timm_name
+from raytrain.config.user_code import check_module
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError, flag
+from raytrain.launch.job_files import JobFiles, check_places, own_functions
+from raytrain.launch.prepare import check_named
 from raytrain.launch.ray.connection import with_token
 from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.training.evaluation_metrics import built_in_metrics
+from raytrain.training.loop_mistakes import check_named_function
+from raytrain.training.model_names import check_model_name
 
 DETACHED = "DETACHED"
 _POLL_EVERY_S = 0.5
@@ -41,12 +49,30 @@ class Submission:
     storage: str
 
 
-def files_to_send(config: TrainConfig, include: Sequence[str]) -> JobFiles:
-    """Return the files that a command with these options needs on a cluster; UsageError if it cannot run there."""
+def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
+    """Raise UsageError for options with which no command can train on a cluster, as far as they alone show it.
+
+    So a mistake, also one that the text of the user's functions shows, needs no cluster to be found. What only the
+    cluster may have is believed: its packages, and files at whole paths. ``is_sweep``: the points of a sweep, which
+    decide on the learning rate and the metrics, are checked elsewhere.
+
+    Example: ``check_command(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
+    """
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
+    check_named(config)
     check_places(config)
-    return job_files(config, include)
+    if config.loop is not None and ":" not in config.loop:
+        raise UsageError(f"--loop {config.loop} names no function; write package.module:function or file.py:function.")
+    for option, name in own_functions(config):
+        check_module(flag(option), name)
+        check_named_function(flag(option), name, is_loop=option == "loop", runs_here=False)
+    if config.loop is not None or is_sweep:
+        return
+    config.check_learning_rate()
+    config.check_metrics(built_in_metrics(config))
+    if timm_name(config.model) is None:
+        check_model_name(config.model)
 
 
 def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
@@ -58,6 +84,11 @@ def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: 
     name = config.name or new_name(config.recipe)
     named = words if config.name else [*words, "--name", name]
     return Submission(server, server.submit(named, files, name), name, config.storage)
+
+
+def entrypoint(words: Sequence[str]) -> str:
+    """Return the command of a job that runs ``raytrain WORDS``."""
+    return shlex.join(["python", "-m", "raytrain", *words])
 
 
 def follow_job(
@@ -97,6 +128,37 @@ def follow_job(
     raise TrainingFailed(reason, {"name": sent.name, "job": sent.job})
 
 
+def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], None]) -> dict[str, Any]:
+    """Have `raytrain doctor` check the cluster by a small job; return its report of all nodes.
+
+    Credentials and endpoints are those of the machines there, as for a run: nothing else would show whether that works.
+    Raises UsageError if the doctor cannot look, with what it says.
+
+    Example: ``ask_doctor(JobServer("http://head:8265"), config, print)["nodes"]``
+    """
+    words = ["doctor", "--storage", config.storage, "--json", *(["--data", config.data] if config.data else [])]
+    job, printed = server.submit(words, JobFiles(Path.cwd(), ()), "doctor"), list[str]()
+    log = JobLog(server, job, printed.append, note)
+    try:
+        while not log.wait(_POLL_EVERY_S):
+            pass
+    except BaseException:
+        server.client.stop_job(job)
+        raise
+
+    # Its report, or its error, is a line of JSON between those of its log.
+    documents: list[dict[str, Any]] = []
+    for line in "".join(printed).splitlines():
+        with suppress(ValueError):
+            document: Any = json.loads(line)
+            documents += [document] if isinstance(document, dict) else []
+    report = documents[-1] if documents else {}
+    if "nodes" in report:
+        return report
+    reason = report.get("error", f"`ray job logs {job}` shows what its job said")
+    raise UsageError(f"The cluster could not be checked: {str(reason).rstrip('.')}.")
+
+
 STOP_WAIT_S = 300  # how long Ray waits for a checkpoint when the job is stopped, before it kills the job
 _RETRY_S = 2.0
 _STARTS_WITHIN_S = 60.0
@@ -110,8 +172,9 @@ class JobServer:
     def __init__(self, address: str) -> None:
         self.address = address
         self.client = job_client(address)
+        self.ray_version = ""
         if api := JOB_SERVER_VERSION.find():
-            version = api[0](self.client, "GET", "/api/version").json()["ray_version"]
+            self.ray_version = version = api[0](self.client, "GET", "/api/version").json()["ray_version"]
             if minor_version(version) < OLDEST:
                 raise UsageError(
                     f"The cluster at {address} has Ray {version}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer; "
@@ -129,7 +192,6 @@ class JobServer:
                 "py_modules": [str(Path(raytrain.__file__).parent)],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
-            entrypoint = shlex.join(["python", "-m", "raytrain", *words])
 
             # A head's job server listens before the rest of the head, and answers status 500 until then.
             give_up_at = time.monotonic() + _STARTS_WITHIN_S
@@ -137,7 +199,7 @@ class JobServer:
                 try:
                     self.client.submit_job(
                         submission_id=job,
-                        entrypoint=entrypoint,
+                        entrypoint=entrypoint(words),
                         metadata={"raytrain_run": name},
                         runtime_env=environment,
                     )
