@@ -30,11 +30,11 @@ def pip_install(packages: str) -> str:
 def extra(name: str) -> str:
     """Return an extra with the command that adds it to this installation, for sentences: "install …".
 
-    Example: ``extra("onnx") == "raytrain[onnx] (`uv sync --extra onnx` in /home/me/raytrain)"``
+    Example: ``extra("onnx") == "raytrain[onnx] (`uv sync --inexact --extra onnx` in /home/me/raytrain)"``
     """
     if (_ROOT / "pyproject.toml").is_file():
         if Path(sys.prefix).resolve() == (_ROOT / ".venv").resolve():  # the environment that `uv run` and uv sync use
-            return f"raytrain[{name}] (`uv sync --extra {name}` in {_ROOT})"
+            return f"raytrain[{name}] (`uv sync --inexact --extra {name}` in {_ROOT})"  # keeps others
         return f"raytrain[{name}] (`{pip_install('-e ' + shlex.quote(f'{_ROOT}[{name}]'))}`)"
 
     # An installed package knows what its extras need; the address that it came from may be gone.

@@ -19,7 +19,7 @@ _DEVICE = r"auto|cpu|cuda|cuda:(\d+(,\d+)*|[A-Za-z][\w-]*)"
 class MachineOptions:
     """Workers, and the machines that they run on."""
 
-    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.DECIDED_ANEW, Mark.SET_BY_STUDY] = "auto"
+    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_ANEW] = "auto"
     """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
     device: Annotated[
         str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
@@ -31,7 +31,7 @@ class MachineOptions:
     """Ray cluster to use; by default RAY_ADDRESS, then one that you started on this machine, then a new local one."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
-    worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW, Mark.SET_BY_STUDY] = None
+    worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW] = None
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
     wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW] = 0.0
     """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""

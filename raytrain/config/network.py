@@ -35,7 +35,7 @@ class NetworkOptions:
     model: Annotated[str, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")] = "resnet18"
     """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
     weights: Annotated[str | None, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")] = None
-    """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
+    """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
     freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
     image_size: Annotated[ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.COMMON, Mark.DECIDED_AT_START] = None

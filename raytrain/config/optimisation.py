@@ -114,7 +114,7 @@ class OptimisationOptions:
     focal_gamma: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
     accumulate: Annotated[PositiveInt | Literal["auto"], Mark.SWEEPABLE, TakenBy("batch.microbatches")] = 1
-    """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
+    """Compute each global batch in this many microbatches, one by one, to need less memory; auto: as few as fit."""
     max_steps: Annotated[PositiveInt | None, Mark.SWEEPABLE] = None
     """Finish after this many steps, even in the middle of an epoch."""
     max_time: Annotated[str | None, "TIME", Mark.SWEEPABLE] = None
@@ -153,6 +153,11 @@ def check_optimisation(options: OptimisationOptions) -> None:
             f"--nesterov is for SGD with momentum, and --optimizer is {options.optimizer} with --momentum "
             f"{options.momentum:g}; omit it."
         )
+
+
+def is_per_worker(value: object) -> bool:
+    """Return True if ``value`` is a text for each worker, such as ``32/worker``, whose number is not checked."""
+    return isinstance(value, str) and value.endswith(_PER_WORKER)
 
 
 def total(value: N | str, kind: type[N], num_workers: int) -> N:

@@ -41,7 +41,7 @@ class RunOptions:
     """Name of the run; by default the recipe's name and the time."""
     storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = "./runs"
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
-    resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE, Mark.SET_BY_STUDY] = False
+    resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE] = False
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
     recipe: Annotated[str, Mark.SUBCOMMAND] = "custom"
     """Name of the recipe that these options started from."""

@@ -30,7 +30,7 @@ _SECRET_NAMES = (
 )
 _SECRETS = GitIgnoreSpec.from_lines(_SECRET_NAMES)
 _PRIVATE_KEY, _MAX_KEY_BYTES = b"PRIVATE KEY-----", 1024**2
-_FOLDERS_LEFT_OUT = {"venv", "node_modules", "__pycache__"}
+_FOLDERS_LEFT_OUT = {"venv", "node_modules", "__pycache__", "runs"}
 # Ray's own packaging reads no .gitignore above the folder, lets none below it take a file in again, and does not say
 # what it leaves out.
 Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
@@ -69,6 +69,18 @@ def check_places(config: TrainConfig) -> None:
         )
 
 
+def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield each option that names a function of the user's own, with that name; several if it names several.
+
+    Example: ``list(own_functions(TrainConfig(loop="loop.py:train"))) == [("loop", "loop.py:train")]``
+    """
+    for option in options_with(Mark.OWN_CODE):
+        value = getattr(config, option)
+        yield from (
+            (option, name) for name in (value if isinstance(value, tuple) else (value,)) if names_own_function(name)
+        )
+
+
 def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
     """Return the files that the user's functions import from below the current folder, and those in ``include``.
 
@@ -82,12 +94,8 @@ def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
     current = Path.cwd().resolve()
     left_out: list[str] = []
     paths: set[Path] = set()
-    # An option may name one function or several.
-    for option in options_with(Mark.OWN_CODE):
-        value = getattr(config, option)
-        for name in value if isinstance(value, tuple) else (value,):
-            if names_own_function(name):
-                paths |= _files_of_function(current, option, name)
+    for option, name in own_functions(config):
+        paths |= _files_of_function(current, option, name)
     for name in include:
         paths |= _included(current, name, left_out)
 

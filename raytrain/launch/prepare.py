@@ -28,6 +28,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import (
     CONFIG,
+    STATUS,
     SUMMARY,
     SWEEP,
     check_name,
@@ -43,9 +44,9 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
-from raytrain.runs.status import read_status
+from raytrain.runs.status import read_status, stored_status
 from raytrain.storage.lent_credentials import Scope
-from raytrain.training.weights_source import DEFAULT
+from raytrain.training.weights_source import DEFAULT, check_downloads
 
 if TYPE_CHECKING:
     from raytrain.data.dataset import Dataset
@@ -100,8 +101,9 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
 
     Reads nothing from storage, and does not import torch.
     """
-    from raytrain.config.user_code import check_loop, check_module
+    from raytrain.config.user_code import check_loop, check_module, names_own_function
     from raytrain.training.evaluation_metrics import built_in_metrics
+    from raytrain.training.loop_mistakes import check_loop_function, check_named_function
     from raytrain.training.model_names import check_model_name, check_optimizer_name
     from raytrain.training.weights_source import check_weights_source
 
@@ -114,8 +116,14 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
         config.check_metrics(built_in_metrics(config))
     elif loop is not None:
         check_loop(loop)
+        check_loop_function(loop)
     elif config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
+        check_named_function("--loop", config.loop, is_loop=True)
+    for option, name in (("--model", config.model), ("--transforms", config.transforms)):
+        if name is not None and names_own_function(name):
+            check_module(option, name)
+            check_named_function(option, name)
     if config.weights is not None and not config.resume:  # a run that resumes has them in its checkpoints
         check_weights_source(config.weights)
 
@@ -148,7 +156,10 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     # A run that ended before its first step gives its name away: nothing of it can be resumed.
     if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
         status = read_status(store)
-        if status.status in ("failed", "stopped") and not status.step and newest_checkpoint(store) is None:
+        # One without a status may be about to write it.
+        written = read_json(store, STATUS)
+        has_ended = bool(written) and (not stored_status(written).active or status.is_gone)
+        if has_ended and status.status != "finished" and not status.step and newest_checkpoint(store) is None:
             _log.warning("Run %r has ended before its first step; a new one takes its place.", name)
             delete_run(config.storage, name)
     _check_free(config, name, store)
@@ -171,6 +182,11 @@ def settle_options(config: TrainConfig) -> TrainConfig:
         config = resumed_options(config, before)
         # The workers would compare them with a checkpoint, but only after the run's documents have been replaced.
         Identity.of(config).check(Identity.of(before), f"Run {name!r}")
+
+    # Weights that cannot be had are known before workers start. A run that resumes has them in its checkpoints.
+    if config.weights is not None and not (config.resume and newest_checkpoint(store)):
+        STARTUP.info("looking for the weights …")
+        check_downloads(config.model, config.weights)
     return config
 
 

@@ -158,6 +158,15 @@ class HeadBack(Event):
 
 
 @dataclass(frozen=True)
+class ReadersWait(Event):
+    """No step comes, and data tasks of ``task_cpus`` CPUs each find no room: others use all but ``free_cpus``."""
+
+    task_cpus: float
+    free_cpus: float
+    cluster_cpus: float
+
+
+@dataclass(frozen=True)
 class WorkerFailed(Event):
     """A worker failed, or several did, if there is no ``rank``."""
 

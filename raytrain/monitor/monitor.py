@@ -23,6 +23,7 @@ from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 
 _NUM_EVENTS = 50
 _NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one after the other, that end a run
+_SHOWN_WITHIN_S = 5.0  # a view that hangs does not keep a debugger from opening
 
 
 class RunMonitor:
@@ -75,6 +76,11 @@ class RunMonitor:
         self._num_events = 0
         self._num_retries = 0
         self._reported_error: str | None = None
+
+        # Whether the loop waits in a debugger. Its terminal is that of a view, which must have learned it first.
+        self._in_debugger = False
+        self._num_snapshots = 0
+        self._snapshot_taken = threading.Condition(self._lock)
 
         # How far the present attempt is.
         self._attempt = 0
@@ -188,6 +194,15 @@ class RunMonitor:
             self._num_events += 1
             self._history.note(timed.to_json())
 
+    def debugger(self, is_open: bool) -> None:
+        """Note that the loop waits in a debugger, or goes on. Returns when the views know that it waits."""
+        with self._lock:
+            self._in_debugger = is_open
+            # The view has seen the next snapshot when the one after it is asked for.
+            shown = self._num_snapshots + 2
+            if is_open:
+                self._snapshot_taken.wait_for(lambda: self._num_snapshots >= shown, _SHOWN_WITHIN_S)
+
     def flush(self) -> None:
         """Wait until everything recorded so far is in storage. Raise what storage raises."""
         self._history.flush()
@@ -219,6 +234,8 @@ class RunMonitor:
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         """Return how the run stands, with the rows that a viewer at ``since`` lacks: all if an attempt undid some."""
         with self._lock:
+            self._num_snapshots += 1
+            self._snapshot_taken.notify_all()
             # The history is written in another thread, whose trouble with storage becomes events here.
             for problem in self._history.take_problems():
                 self.event(events.HistoryDamaged(problem))
@@ -255,6 +272,7 @@ class RunMonitor:
                 events=tuple(self._events),
                 result=self._result,
                 machines=tuple(use for _, use in sorted(self._machines.items())),
+                in_debugger=self._in_debugger,
             )
 
     def _elapsed_s(self) -> float:

@@ -54,6 +54,7 @@ class Snapshot:
     events: tuple[TimedEvent, ...]
     result: TrainResult | None
     machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
+    in_debugger: bool = False  # the loop waits for a person, who types in the terminal
 
     @property
     def cursor(self) -> RowCursor:

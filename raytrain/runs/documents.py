@@ -41,21 +41,26 @@ MACHINE_HISTORY = "machine-history.json"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"
 STOP_REQUEST = "stop-request.json"
+UNUSED_OPTIONS = "unused-options.json"
 CHECKPOINTS = "checkpoints/"
 LOGS = "logs/"
 TRACE = "trace/"
 TRACKERS = "trackers/"
+CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE = "confusion.png", "rate.png", "sweep.png"
+"""Figures of ``evaluate``, ``find-rate`` and ``sweep``, unless they are to be written elsewhere."""
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
 Report = Callable[[str], None]  # gets a line about each document, or part of one, that cannot be used
 
 _MAX_NAMES_IN_LINE = 10
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run
 _RUN_FILE = re.compile(
     "|".join(
         [
             *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES]),
-            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST]),
+            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST, UNUSED_OPTIONS]),
+            *map(re.escape, [CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE]),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
             rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
@@ -84,7 +89,7 @@ def new_name(recipe: str) -> str:
 
 def check_name(name: str) -> str:
     """Return ``name`` if a run may have it; raise UsageError otherwise."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+    if not _NAME.fullmatch(name):
         folder, slash, last = name.rstrip("/").rpartition("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
         raise UsageError(
@@ -119,10 +124,17 @@ def open_run(storage: str, name: str) -> Store:
     return store
 
 
-def run_names(store: Store) -> list[str]:
-    """Return the names of the folders directly below ``store`` that hold a run's options, sorted."""
-    paths = (stored.path.split("/") for stored in store.list())
-    return sorted(parts[0] for parts in paths if len(parts) == 2 and parts[1] == CONFIG)
+def run_names(store: Store, report: Report | None = None) -> list[str]:
+    """Return the names of the folders directly below ``store`` that hold a run's options, sorted.
+
+    ``report`` gets a line about each folder that is left out: it cannot be read, or no run may have its name.
+    """
+    report = report or ignore
+    names = store.folders_with(CONFIG, report)
+    for name in sorted(names):
+        if not _NAME.fullmatch(name):
+            report(f"left out: no run may be called {name!r}; rename that folder in {store.url}, or move it elsewhere.")
+    return sorted(filter(_NAME.fullmatch, names))
 
 
 # The options of a run

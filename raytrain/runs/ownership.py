@@ -41,7 +41,7 @@ from typing import ClassVar
 import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError
-from raytrain.runs.documents import CLAIM, CONFIG
+from raytrain.runs.documents import CLAIM, CONFIG, is_run_file
 from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
@@ -200,6 +200,8 @@ def claim_run(store: Store, name: str) -> RunClaim:
         time.sleep(_READ_BACK_AFTER_S)
         if (stored := _read(store)) != claim:
             raise _is_training(name, stored)
+    if before is not None:  # its workers, or its machine, may have been killed in the middle of a checkpoint
+        store.abort_uploads(is_run_file)
     return RunClaim(store, claim)
 
 

@@ -18,6 +18,7 @@ from raytrain.runs.documents import (
     IMAGES,
     STATUS,
     SUMMARY,
+    UNUSED_OPTIONS,
     Report,
     is_run_file,
     open_run,
@@ -27,6 +28,7 @@ from raytrain.runs.documents import (
     read_config,
     read_json,
     run_names,
+    warn_once,
     write_config,
 )
 from raytrain.runs.history import read_metrics, read_skipped
@@ -34,7 +36,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.status import RunStatus, parse_status
-from raytrain.storage.store import StoredObject
+from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class RunInfo:
     config: TrainConfig | None
     status: RunStatus
     test_accuracy: float | None = None
+    seconds: float | None = None
+    """How long its last attempt took, as it says at its end."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -70,13 +74,16 @@ class RunRecord(RunInfo):
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
     skipped: list[SkippedImage]
+    unused_options: tuple[str, ...] = ()
+    """Options that change nothing, because the run's own loop does not use them."""
 
 
-def list_runs(storage: str) -> list[RunInfo]:
+def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
     """Return every run below ``storage``, newest heartbeat first.
 
-    A document that is damaged, or that storage refuses, is a problem of its run alone. Raises StorageError if storage
-    is out of reach, or refuses the options of all runs.
+    A document that is damaged, or that storage refuses, is a problem of its run alone. A folder that cannot be a run's,
+    or cannot be read, is left out, and ``report`` gets a line about it. Raises StorageError if storage is out of reach,
+    or refuses the options of all runs.
 
     Example:
         >>> [run.name for run in list_runs("s3://bucket/runs") if run.status.active]
@@ -84,7 +91,7 @@ def list_runs(storage: str) -> list[RunInfo]:
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     store = open_store(storage)
-    names = run_names(store)
+    names = run_names(store, report)
     documents = [store.get_many([f"{name}/{path}" for name in names]) for path in (CONFIG, STATUS, SUMMARY)]
     # If storage refuses the options of all runs, it is out of reach, or the keys lack the right to read.
     refusals = [config for config in documents[0] if isinstance(config, StorageError)]
@@ -115,22 +122,30 @@ def read_run(storage: str, name: str) -> RunRecord:
         "metrics": read_metrics(store, problems.append),
         "checkpoints": list_checkpoints(store),
         "skipped": read_skipped(store, problems.append),
+        "unused_options": read_unused_options(store),
         "problems": tuple(problems),
     }
     return RunRecord(**vars(info) | more)
+
+
+def read_unused_options(store: Store) -> tuple[str, ...]:
+    """Return the options that change nothing in a run, because its own loop does not use them."""
+    unused: Any = read_json(store, UNUSED_OPTIONS).get("options")
+    return tuple(unused) if matches(unused, list[str]) else ()
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
     # Each document by itself: what is wrong with one says nothing of the others.
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
-    accuracy = (_parsed(SUMMARY, summary, parse_object, problems.append) or {}).get("test_accuracy")
+    result = _parsed(SUMMARY, summary, parse_object, problems.append) or {}
+    numbers = {key: plain(result.get(key)) for key in ("test_accuracy", "seconds")}
     return RunInfo(
         name=name,
         config=options,
         status=parse_status(_parsed(STATUS, status, parse_object, problems.append) or {}, problems.append),
-        test_accuracy=plain(accuracy) if isinstance(accuracy, float) else None,
         problems=tuple(problems),
+        **{key: value for key, value in numbers.items() if isinstance(value, float)},
     )
 
 

@@ -34,7 +34,7 @@ from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy,
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, UpdateVersion
+    from obstore import ListResult, ObjectMeta, UpdateVersion
 
     from raytrain.storage.bucket_client import ObjectStore
 
@@ -48,6 +48,9 @@ _OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the
 _MAX_CHANGES = 20  # of an object by others, while its owner tries to write it
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
+
+_LAST = "\U0010ffff"  # behind all names
+_PAGE_CHECK_S = 5.0  # in which the server has to answer; if it takes longer, the check is left out
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
 
@@ -175,7 +178,12 @@ class BucketStore(Store):
     def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
         def request(client: ObjectStore) -> None:
             self._check_owner(client)
-            client.put(path, content, chunk_size=_PART_BYTES)
+            try:
+                client.put(path, content, chunk_size=_PART_BYTES)
+            except Exception as error:
+                if not is_transient(error):
+                    self._check_owner(client)  # another one has aborted this upload
+                raise
 
         dataclasses.replace(self, multipart=multipart)._send(path, request)
 
@@ -208,6 +216,14 @@ class BucketStore(Store):
 
     def remove_if_empty(self) -> None: ...
 
+    def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:
+        if not isinstance(self.cloud, S3):
+            return
+        bucket, root = bucket_and_root(self.url)
+        with suppress(StorageError), self._explained("", self._client()):
+            keys = self._s3_keys()
+            self.cloud.abort_uploads(bucket, root, keys, lambda name: is_wanted(name.removeprefix(root)))
+
     def _check_owner(self, client: ObjectStore) -> None:
         """Raise OwnerChanged if the store has a guard, and its object names another owner."""
         if self.guard is None:
@@ -234,6 +250,8 @@ class BucketStore(Store):
             try:
                 listed = self._send(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
                 folders = list(listed["common_prefixes"])
+                if self._is_broken_off(folder, listed):
+                    folders, listed["objects"] = [], self._list_folder(folder, unusable_names)
                 objects += listed["objects"]
                 # obstore drops a slash that a name begins with: these names are in a folder without a name, which
                 # would be the bucket itself again.
@@ -258,8 +276,10 @@ class BucketStore(Store):
     def _check_pages(self) -> None:
         """Raise StorageError if a server of S3's protocol does not say how a listing goes on after its first page.
 
-        obstore does not notice that, and other listings are right only if it does not happen. So the first two pages
-        below ``url`` are asked for by boto3, once in each process, as obstore asks for them: with and without folders.
+        obstore takes such a page for the last one, or asks for it for ever, and no later request would show it. So the
+        first two pages below ``url`` are asked for by boto3, once in each process, as obstore asks for them: with and
+        without folders. A server that hangs meanwhile keeps the caller waiting for five seconds more, and is left to
+        the caller's own request.
         """
         client = self._client()
         if not isinstance(self.cloud, S3) or client.pages_are_checked:
@@ -267,9 +287,13 @@ class BucketStore(Store):
         try:
             keys = self._s3_keys()
             for delimiter in ("", "/"):
-                pages = self.cloud.list_pages(*bucket_and_root(self.url), keys, delimiter, max_attempts=1)
-                for _ in islice(pages, 2):
-                    pass
+                pages = self.cloud.list_pages(
+                    *bucket_and_root(self.url), keys, delimiter, max_attempts=1, read_timeout_s=_PAGE_CHECK_S
+                )
+                for page in islice(pages, 2):
+                    if page.get("IsTruncated"):
+                        names = len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ()))
+                        client.page_names = min(client.page_names, names)
         except StorageError:
             raise
         except Exception:  # the caller's own request is retried, and says what is wrong
@@ -280,14 +304,31 @@ class BucketStore(Store):
         objects: list[ObjectMeta] = []
 
         def resume(client: ObjectStore) -> None:
-            for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
-                objects.extend(page)
+            # A page of S3 after the first ones may also lack the token of the next. So a listing of more than one page
+            # has ended only if the server has no name behind the last one.
+            while True:
+                num_before, last = len(objects), objects[-1]["path"] if objects else None
+                for page in client.list(folder, offset=last):
+                    objects.extend(meta for meta in page if last is None or meta["path"] > last)
+                if num_before == len(objects) or not self._fills_a_page(len(objects)):
+                    return
 
         try:
             self._send(folder, resume)
         except UnusableNames as error:
             return self._list_any_names(f"{folder}/", unusable_names, error)
         return objects
+
+    def _fills_a_page(self, num_names: int) -> bool:
+        """Return whether so many names may be a page of S3, and not all. Other clouds say how a listing goes on."""
+        return isinstance(self.cloud, S3) and num_names >= self._client().page_names
+
+    def _is_broken_off(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:
+        """Return whether there are names in ``folder`` behind those that the server has ``listed`` as all of them."""
+        names = [f"{name}/{_LAST}" for name in listed["common_prefixes"]] + [meta["path"] for meta in listed["objects"]]
+        if not self._fills_a_page(len(names)):
+            return False
+        return self._send(folder, lambda client: next(iter(client.list(folder, offset=max(names))), None)) is not None
 
     def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
         """List objects whose names begin with ``start``, and add those that cannot be used to ``unusable_names``.

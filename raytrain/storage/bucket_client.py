@@ -72,6 +72,7 @@ class BucketClient:
         self.credentials = CredentialCache(connection.credentials)
         self.obstore = self._connect()
         self.pages_are_checked = False  # whether the server is known to say how a listing goes on after its first page
+        self.page_names = 1000  # fewest names that a page of a listing may have, if another page follows
 
     def renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return an obstore with new credentials after ``refused``, made once however many threads were refused."""

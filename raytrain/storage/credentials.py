@@ -32,6 +32,11 @@ class BucketCredentials(ABC):
     def identity(self) -> str:
         """Return what may be shown of them."""
 
+    @property
+    def have_expired(self) -> bool:
+        """Return whether they have expired. Unlike that of timeouts, this clock runs on in sleep."""
+        return self.expires_at is not None and self.expires_at <= datetime.now(timezone.utc)
+
     def for_obstore(self) -> dict[str, Any]:
         """Return them as obstore wants them, with the secrets."""
         return dict(vars(self))
@@ -151,7 +156,7 @@ class CredentialCache:
     def __call__(self) -> Any:
         """Return the credentials as obstore wants them; raise what the source raises, or NoCredentials."""
         with self._lock:
-            if self._cached is None or time.monotonic() >= self._ask_again_at_s:
+            if self._cached is None or self._cached.have_expired or time.monotonic() >= self._ask_again_at_s:
                 # A failure leaves the old time, so that the source is asked again at once.
                 try:
                     self._cached = require_credentials(self._source())

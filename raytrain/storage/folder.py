@@ -139,6 +139,24 @@ class FolderStore(Store):
         except OSError as error:
             raise explain_os_error(error, error.filename or self._file(prefix)) from error
 
+    def folders_with(self, name: str, report: Callable[[str], object]) -> Sequence[str]:
+        # One level alone: nothing that is deeper in one of the folders can hide the others.
+        try:
+            folders = os.listdir(self.url) if os.path.isdir(self.url) else []
+        except OSError as error:
+            raise explain_os_error(error, self.url) from error
+        found: list[str] = []
+        for folder in folders:
+            try:
+                if stat.S_ISREG(os.stat(os.path.join(self.url, folder, name)).st_mode):
+                    found.append(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                if folder != _NO_FOLDER:
+                    report(f"left out: {explain_os_error(error, f'{self.url}/{folder}')}")
+        return found
+
     def delete(self, path: str) -> None:
         with self._explained(path), self._as_owner():
             Path(self._file(path)).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.storage.clouds.s3 import resolve_credentials
+from raytrain.storage.clouds.s3_credentials import resolve_credentials
 from raytrain.storage.credentials import (
     BucketCredentials,
     CredentialFields,
@@ -33,6 +34,7 @@ from raytrain.storage.credentials import (
 
 _MIN_WAIT_S = 1.0
 _RETRY_AFTER_S = 5.0
+_RENEWED_WITHIN_S = 10.0  # after the driver's machine has slept: it polls twice a second, and its source takes a while
 _LIFE_S = 3600  # STS issues nothing longer to who has a role
 _SESSION = "raytrain"
 _READ = ["s3:GetObject"]
@@ -41,27 +43,37 @@ _DECRYPT = ["kms:Decrypt", "kms:GenerateDataKey"]
 
 
 class CredentialBroker:
-    """Hold the credentials that the driver lent last for each cloud, in the memory of this process."""
+    """Hold the credentials that the driver lent last for each cloud, in the memory of this process.
+
+    Who asks for some that have expired waits up to 10 s for others: if the machine has slept, the driver lends again.
+    """
 
     def __init__(self) -> None:
         self._lent: dict[str, BucketCredentials | None] = {}
+        self._changed = threading.Condition()
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
         """Replace the lent credentials of a cloud. The first ticket counts; raise PermissionError for another one."""
         self._ticket = self._ticket or ticket
         self._check(ticket)
-        self._lent[cloud] = credentials_of_fields(cloud, fields)
+        with self._changed:
+            self._lent[cloud] = credentials_of_fields(cloud, fields)
+            self._changed.notify_all()
 
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
         """Return the fields of a cloud's credentials for another process; raise PermissionError for another ticket."""
         self._check(ticket)
-        lent = self._lent.get(cloud)
+        lent = self.source(cloud)
         return lent.fields() if lent else None
 
     def source(self, cloud: str) -> BucketCredentials | None:
         """Return the lent credentials of a cloud. This method is the ``LentCredentials`` of stores in this process."""
-        return self._lent.get(cloud)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (lent := self._lent.get(cloud)) is None or not lent.have_expired, _RENEWED_WITHIN_S
+            )
+            return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:
         if self._ticket is None or not hmac.compare_digest(ticket.encode(), self._ticket.encode()):
@@ -77,18 +89,22 @@ class CredentialLender:
         self._lend = lend
         self._sources = sources
         self._next_at_s = dict.fromkeys(sources, 0.0)
+        self._lent: dict[str, BucketCredentials | None] = {}
         self.lend_if_due()
 
     def lend_if_due(self) -> None:
         """Lend again what :func:`raytrain.storage.credentials.ask_again_after_s` says that its source is asked for."""
         for cloud, next_at_s in self._next_at_s.items():
-            if time.monotonic() < next_at_s:
+            # Expired before that time: the machine has slept, and its monotonic clock with it.
+            lent = self._lent.get(cloud)
+            if time.monotonic() < next_at_s and not (lent and lent.have_expired):
                 continue
             try:
-                credentials = self._sources[cloud]()
+                credentials = self._lent[cloud] = self._sources[cloud]()
             except Exception:
                 # Those lent before may last until the source works again. If not, their users report the error.
                 self._next_at_s[cloud] = time.monotonic() + _RETRY_AFTER_S
+                self._lent[cloud] = None
                 continue
             self._lend(cloud, credentials.fields() if credentials else None)
             self._next_at_s[cloud] = time.monotonic() + max(_MIN_WAIT_S, ask_again_after_s(credentials))

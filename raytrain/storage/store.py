@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -88,6 +88,14 @@ class Store(ABC):
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """Iterate over all objects below the folder ``prefix``, in no order. Empty if there is no such folder."""
 
+    def folders_with(self, name: str, report: Callable[[str], object]) -> Sequence[str]:
+        """Return the names of the folders directly below that hold an object called ``name``.
+
+        ``report`` gets a sentence about each one that cannot be looked into, which is left out.
+        """
+        paths = (stored.path.split("/") for stored in self.list())
+        return [parts[0] for parts in paths if len(parts) == 2 and parts[1] == name]
+
     @abstractmethod
     def delete(self, path: str) -> None:
         """Delete an object; do nothing if it does not exist."""
@@ -136,6 +144,13 @@ class Store(ABC):
     @abstractmethod
     def remove_if_empty(self) -> None:
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
+
+    def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:  # noqa: B027
+        """Abort uploads that nobody ends any more of objects whose paths ``is_wanted`` accepts.
+
+        Only S3 keeps the parts of such an upload, and lists them. Nothing happens if it refuses: a rule of the bucket
+        may remove them.
+        """
 
     def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:
         """Fetch many objects at a time; return the content of each, or the error of :meth:`get`, in their order."""

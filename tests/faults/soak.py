@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -37,6 +38,7 @@ NUM_IMAGES = 6000
 FAULTS_PER_RUN = 3
 SETTLED_S = 20.0
 """Time after a run in which Ray ends the run's processes."""
+TMPDIR_BYTES = 64 << 20
 MORE_FDS, MORE_BYTES = 32, 64 << 20
 """Allowed growth of a process that outlives all runs; it varies with the number of idle processes that Ray keeps."""
 
@@ -128,6 +130,7 @@ def scene(folder: Path, backend: str) -> Iterator[Callable[[int], Soaked]]:
     make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
     hang = folder / "hang"
     with (
+        own_disk(folder / "tmp"),
         S3Server(folder / "s3") as server,
         machines(backend, folder) as there,
         faulty_s3(server.endpoint_url, interfere=lambda request, body: "stall" if hang.exists() else None) as proxy,
@@ -141,6 +144,18 @@ def scene(folder: Path, backend: str) -> Iterator[Callable[[int], Soaked]]:
             "TMPDIR": str(folder / "tmp"),
         }
         yield lambda number: Soaked(f"run-{number}", ("none", "memory")[number % 2], there, proxy, folder, environment)
+
+
+@contextmanager
+def own_disk(folder: Path) -> Iterator[None]:
+    """Have ``folder`` on a small disk of its own, which can be filled, if this user may mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={TMPDIR_BYTES}", "soak", str(folder)]
+    is_mounted = os.geteuid() == 0 and subprocess.run(mount).returncode == 0
+    try:
+        yield
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def endless_faults(backend: str, only: Sequence[str] | None) -> Iterator[Callable[[Soaked], bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -35,15 +37,21 @@ from tests.helpers.small_runs import loop_with
 
 FOLDER = Path({folder!r})
 
+def is_asked(wish):
+    try:
+        (FOLDER / wish).unlink()
+        return True
+    except FileNotFoundError:
+        return False
+
 def before_step(run, batch):
     time.sleep(0.25)  # Slow enough for faults to happen in between.
     if run.rank == 0:
         (FOLDER / "step").write_text(str(batch.step))
-    try:
-        (FOLDER / "raise").unlink()
-    except FileNotFoundError:
-        return
-    raise RuntimeError("something broke")
+    if is_asked("print"):
+        print(",".join(f"http://10.0.0.5:9000/images/{{number:08d}}.jpg" for number in range(26_000)), flush=True)
+    if is_asked("raise"):
+        raise RuntimeError("something broke")
 
 def loop(run):
     loop_with(run, before_step=before_step)
@@ -150,13 +158,38 @@ def coordinator_killed(run: Soaked) -> bool:
     return run.kill_one("coordinator")
 
 
-def agent_killed(run: Soaked) -> bool:
-    """Kill the process that watches the workers: the run fails."""
-    if not run.kill_one("agent"):
+def coordinator_killed_in_a_start(run: Soaked) -> bool:
+    """Kill the driver, start the run again, and kill the coordinator in the next phase of that start."""
+    before = {process.pid for process in run.machines.find("coordinator")}
+    run.driver.kill()
+    run.driver.wait()
+    begun_at = Path(run.log.name).stat().st_size
+    run.begin("--resume")
+
+    def coordinators() -> list[psutil.Process]:
+        return [process for process in run.machines.find("coordinator") if process.pid not in before]
+
+    is_reached = {
+        "it begins": lambda: True,
+        "workers begin": lambda: bool(run.machines.find("worker")),
+        "workers train": lambda: b"training on" in Path(run.log.name).read_bytes()[begun_at:],
+        "the first step comes": lambda: run.step >= 0,
+    }
+    phase = next(_phases)
+    if not wait_until(lambda: run.over or (bool(coordinators()) and is_reached[phase]())) or run.over:
         return False
-    if wait_until(lambda: run.over) and run.driver.returncode != 0:
-        run.begin("--resume")
+    print(f"{run.name}: the coordinator dies as soon as {phase}", flush=True)
+    with suppress(psutil.NoSuchProcess, IndexError):
+        coordinators()[0].kill()
     return True
+
+
+_phases = cycle(("it begins", "workers begin", "workers train", "the first step comes"))
+
+
+def agent_killed(run: Soaked) -> bool:
+    """Kill the process that watches the workers."""
+    return run.kill_one("agent")
 
 
 def driver_killed(run: Soaked) -> bool:
@@ -232,21 +265,67 @@ def loop_raised(run: Soaked) -> bool:
     return True
 
 
+def line_printed(run: Soaked) -> bool:
+    """Have a worker print a line of 1 MB, full of URLs, which the logs look at for keys."""
+    (run.folder / "print").touch()
+    wait_until(lambda: run.over or not (run.folder / "print").exists())
+    (run.folder / "print").unlink(missing_ok=True)
+    return True
+
+
+def tmpdir_full(run: Soaked) -> bool:
+    """Fill the disk of TMPDIR for a while; a soak that may not mount one has none."""
+    if not os.path.ismount(run.folder / "tmp"):
+        return False
+    filler = run.folder / "tmp" / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    time.sleep(_TROUBLE_S)
+    filler.unlink()
+    return True
+
+
+def descriptors_gone(run: Soaked) -> bool:
+    """Let a process of the run open no further file for a while: the driver, a worker or the coordinator."""
+    processes = {kind: run.machines.find(kind) for kind in ("worker", "coordinator")}
+    processes["driver"] = [psutil.Process(run.driver.pid)]
+    kind = random.choice([kind for kind, there in processes.items() if there])
+    with suppress(psutil.NoSuchProcess):
+        process = random.choice(processes[kind])
+        limits = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), limits[1]))
+        print(f"{run.name}: the {kind} opens no further file", flush=True)
+        time.sleep(_TROUBLE_S)
+        process.rlimit(psutil.RLIMIT_NOFILE, limits)
+        return True
+    return False
+
+
 WHAT_IT_DOES: dict[Callable[[Soaked], bool], str] = {
     worker_killed: "continues by itself",
     reader_killed: "continues by itself",
     coordinator_killed: "continues by itself",
-    agent_killed: "fails; continues with --resume",
+    coordinator_killed_in_a_start: "continues by itself",
+    agent_killed: "continues by itself",
     driver_killed: "continues with --resume",
     stopped_and_resumed: "stops; continues with --resume on another number of workers",
     taken_over: "the new driver continues; the one that was frozen stops and says why",
     s3_troubled: "continues by itself",
     s3_hung: "continues by itself",
     loop_raised: "continues by itself",
+    line_printed: "continues by itself",
+    tmpdir_full: "continues by itself",
+    descriptors_gone: "continues by itself",
 }
 
 
-ONLY_ON: dict[Callable[[Soaked], bool], str] = {reader_killed: "ray", coordinator_killed: "ray", agent_killed: "local"}
+ONLY_ON: dict[Callable[[Soaked], bool], str] = {
+    reader_killed: "ray",
+    coordinator_killed: "ray",
+    coordinator_killed_in_a_start: "ray",
+    agent_killed: "local",
+}
 
 
 def last_line(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -362,6 +363,16 @@ def test_workers_that_cannot_be_scheduled_are_reported_within_a_minute(images: P
     finally:
         ray.kill(other)  # pyright: ignore
     assert not started.is_set()
+
+
+def test_data_tasks_that_find_no_room_are_reported_and_the_run_goes_on_when_there_is_some(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    summary = summary_of("tests.helpers.busy_cluster", images, tmp_path)
+    (sentence,) = summary["waits"]
+    assert re.search("a task that reads them takes 0.5, and the cluster has 0 of . free, while", sentence), sentence
+    assert summary["status"] == "finished"
+    assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
 
 
 def test_an_elastic_run_gains_and_loses_workers_with_their_nodes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray import cluster_watch as capacity_check
+from raytrain.monitor.events import ReadersWait
 
 OURS, NEIGHBOUR = "0a000000", "0b000000"
 
@@ -97,3 +99,29 @@ def test_waiting_placement_groups_of_other_jobs_are_ignored(table: dict[str, dic
     table["1f" + NEIGHBOUR] = {"state": "PENDING"}
     looked.check()
     looked.check()
+
+
+def test_data_tasks_that_find_no_room_are_reported_once_until_the_run_goes_on(
+    table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, events = {0.25: 3}, []
+    monkeypatch.setattr(capacity_check, "num_waiting_tasks", lambda cpus, timeout_s: waiting.get(cpus, 0))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.125})
+    readers = capacity_check.ReadersCheck((0.5, 0.25), events.append)
+
+    def look(step: int) -> None:
+        for _ in range(3):  # each takes what the one before has asked for
+            readers.check(step)
+            wait([readers._ask._running])  # pyright: ignore ; the question is asked in a thread
+
+    for _ in range(2):
+        look(7)
+    assert events == [ReadersWait(0.25, 0.125, 2.0)]
+    readers.check(8)
+    look(8)
+    assert len(events) == 2
+    waiting.clear()
+    look(8)
+    assert len(events) == 2
+    readers.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -264,6 +265,15 @@ def test_other_images_are_only_read_and_a_key_of_ones_own_only_used(empty_accoun
     assert granted["images/*"] == {"s3:GetObject"}
     assert granted["key/2"] == {"kms:Decrypt", "kms:GenerateDataKey"}
     assert "s3:PutObject" in granted["runs/*"]
+
+
+def test_the_bucket_removes_uploads_that_nobody_ends(empty_account: Any) -> None:
+    client = boto3.client("s3", "us-east-1")
+    client.create_bucket(Bucket="runs")
+    rules = json.loads((CLUSTER / "lifecycle.json").read_text())
+    client.put_bucket_lifecycle_configuration(Bucket="runs", LifecycleConfiguration=rules)
+    (rule,) = client.get_bucket_lifecycle_configuration(Bucket="runs")["Rules"]
+    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 2} and rule["Status"] == "Enabled"
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from raytrain.storage import lent_credentials
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import CredentialFields, Credentials
+from raytrain.storage.credentials import CredentialCache, CredentialFields, Credentials
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender
 from raytrain.storage.open import open_store
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
+from tests.helpers.waiting import wait_for
 
 TICKET = "of-the-run"
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
@@ -97,6 +99,25 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
     resolver.now_s += 6
     lender.lend_if_due()
     assert len(lent) == 2
+
+
+def test_credentials_that_expire_while_the_machine_sleeps_are_replaced(resolver: Resolver) -> None:
+    # The clock of timeouts, which stands still meanwhile, is that of ``resolver``.
+    broker, expires_at = CredentialBroker(), datetime.now(timezone.utc) + timedelta(seconds=0.3)
+    resolver.credentials = Credentials("ASIABEFORE", "s", "t", expires_at)
+    lender, cache = (
+        CredentialLender(partial(broker.lend, TICKET), {"s3": resolver.resolve}),
+        CredentialCache(resolver.resolve),
+    )
+    assert cache()["access_key_id"] == "ASIABEFORE"
+    wait_for(lambda: datetime.now(timezone.utc) > expires_at)
+
+    resolver.credentials = after = Credentials("ASIAAFTER", "s", "t", expires_at + timedelta(hours=1))
+    with ThreadPoolExecutor(2) as threads:  # who asks before the driver has lent others gets those
+        asked = threads.submit(broker.credentials, TICKET, "s3"), threads.submit(broker.source, "s3")
+        lender.lend_if_due()
+        assert [each.result(60) for each in asked] == [after.fields(), after]
+    assert cache()["access_key_id"] == "ASIAAFTER"
 
 
 def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:

@@ -36,6 +36,10 @@ EXAMPLES = [
     (events.NodeLeaving(), "a node of the workers will be taken away: writing a checkpoint now"),
     (events.HeadSilent(), "the head of the cluster does not answer: training goes on"),
     (events.HeadBack(), "the head of the cluster answers again"),
+    (
+        events.ReadersWait(0.25, 0.0, 8.0),
+        "the images wait for CPUs: a task that reads them takes 0.25, and the cluster has 0 of 8 free, while",
+    ),
     (events.WorkerFailed("boom", 1), "worker 1 failed: boom"),
     (events.WorkerFailed("worker 0 was killed by SIGKILL"), "worker 0 was killed by SIGKILL"),
     (events.TrackerOpened("mlflow", "http://here"), "mlflow shows the run: http://here"),

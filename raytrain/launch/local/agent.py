@@ -29,9 +29,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
+from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.local.local_launch import CallAddress, Caller, WorkerInputs
-from raytrain.launch.machine_batches import MachineBatches
-from raytrain.launch.placement import cores
+from raytrain.loader.machine import cores
+from raytrain.loader.machine_batches import MachineBatches
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
@@ -126,6 +127,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
+    open_at_breakpoints(inputs.terminal, reporter.debugger)
     try:
         outcome = _train(spec, inputs, rank, reporter)
     except RaytrainError as error:
@@ -219,6 +221,11 @@ class SocketReporter:
 
     def retried(self, num_requests: int) -> None:
         self._call("retried", num_requests)
+
+    # Where the loop waits for a person.
+
+    def debugger(self, is_open: bool) -> None:
+        self._call_slowly("debugger", is_open)
 
     # How this worker begins and ends.
 

@@ -18,14 +18,15 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from raytrain.config.user_code import OwnCodePickler
 from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError
-from raytrain.launch.cache_choice import ImageCache, SharedImages, image_cache
 from raytrain.launch.coordinator import Coordinator
+from raytrain.launch.debugger import terminal_of_command
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
+from raytrain.launch.shared_images import SharedImages
+from raytrain.loader.image_cache import ImageCache, image_cache
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
@@ -88,6 +89,7 @@ class LocalLaunch:
                     cache=cache,
                     calls=calls.address,
                     folder=str(folder),
+                    terminal=terminal_of_command() if self.num_workers == 1 and prepared.group is None else None,
                 ),
             )
             self._opened = opened.pop_all()
@@ -135,7 +137,8 @@ class LocalLaunch:
 class WorkerInputs:
     """Where the workers of a run get its images, and where they report; all else is in the :class:`RunSpec`.
 
-    ``folder`` is a temporary one, for files of the agent and the workers.
+    ``folder`` is a temporary one, for files of the agent and the workers. ``terminal`` is that of the command, where a
+    single worker may open a debugger.
     """
 
     data: Dataset
@@ -144,6 +147,7 @@ class WorkerInputs:
     cache: ImageCache
     calls: CallAddress
     folder: str
+    terminal: str | None
 
 
 class AgentProcess:
@@ -169,7 +173,7 @@ class AgentProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the agent has ended, which whoever waits for it will see
             pickle.dump(os.getcwd(), self._process.stdin)
-            cloudpickle.dump((spec, inputs), self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
+            OwnCodePickler(self._process.stdin).dump((spec, inputs))
             self._process.stdin.flush()
 
     @property

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement, available_workers, device_kind, wanted_workers
+from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
-from raytrain.launch.ray.private_api import autoscaler_problems, head_answers
-from raytrain.monitor.events import Event, HeadBack, HeadSilent
+from raytrain.monitor.events import Event, HeadBack, HeadSilent, ReadersWait
 from raytrain.runs.background import Background, Throttle
 from raytrain.runs.redact import one_line
 
@@ -116,6 +118,47 @@ class CapacityCheck:
             raise UsageError(f"{sentence}wait for them, or ask for fewer --workers.")
         _log.warning("%sthe run goes on when there is room.", sentence)
         self._is_reported = True
+
+
+class ReadersCheck:
+    """Reports data tasks that find no room, because others use the CPUs that were left for them.
+
+    The workers would wait without a word. Ray Train knows of no such task, and Ray says nothing of it for half an hour.
+    """
+
+    def __init__(self, task_cpus: Collection[float], event: Callable[[Event], None]) -> None:
+        self._task_cpus = task_cpus
+        self._event = event
+        self._ask = Background(_cpus_of_waiting_task)
+        self._throttle = Throttle()
+        self._step, self._since = -1, 0.0  # the last step, and since when it is that and tasks wait
+        self._is_reported = False
+
+    def check(self, step: int) -> None:
+        """Look every 5 s; report tasks that wait while the run stays at ``step`` for 40 s, once until it goes on."""
+        if not self._throttle.due("tasks", _POLL_EVERY_S):
+            return
+        cpus, now = self._ask(self._task_cpus), time.monotonic()
+        if cpus is None:  # no answer yet
+            return
+        if step != self._step or not cpus:
+            self._step, self._since, self._is_reported = step, now, False
+        elif now - self._since >= _PLACED_WITHIN_S and not self._is_reported:
+            free, all_cpus = (known.get("CPU", 0.0) for known in (ray.available_resources(), ray.cluster_resources()))
+            if free < cpus:
+                self._event(ReadersWait(cpus, free, all_cpus))
+                self._is_reported = True
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ask.close(_ANSWER_WITHIN_S)
+
+
+def _cpus_of_waiting_task(task_cpus: Collection[float]) -> float:
+    """Return how many CPUs a data task takes that waits for room; 0 if none waits, or the head does not answer."""
+    with suppress(RayError):
+        return next((cpus for cpus in sorted(set(task_cpus)) if num_waiting_tasks(cpus, _ANSWER_WITHIN_S)), 0.0)
+    return 0.0
 
 
 _ASK_HEAD_EVERY_S = 5.0

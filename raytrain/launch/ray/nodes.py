@@ -16,7 +16,7 @@ from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
-from raytrain.launch.ray.private_api import object_store_use
+from raytrain.launch.ray.head_queries import object_store_use
 from raytrain.runs.background import Background, Throttle
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 from raytrain.storage.store import Store

@@ -14,7 +14,7 @@ import ray
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
+from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch, ReadersCheck
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import RayMonitor, open_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, RaySharedImages
@@ -113,6 +113,8 @@ class RayLaunch:
             self._monitor = RayMonitor(coordinator, prepared)
             self._head = HeadWatch(self._monitor.event)
             opened.callback(self._head.close)
+            self._readers = ReadersCheck(self._feed.task_cpus, self._monitor.event)
+            opened.callback(self._readers.close)
             self._opened = opened.pop_all()
         return cast(Coordinator, self._monitor)  # it has all methods of one that a session calls
 
@@ -120,6 +122,7 @@ class RayLaunch:
         """Renew credentials, and look after the cluster."""
         if snapshot.status == "running":
             self._feed.fill_cache()
+            self._readers.check(snapshot.step)
         is_starting, is_stopping = snapshot.status == "starting", snapshot.stop_request is not None
         self._capacity.check(is_starting=is_starting, is_stopping=is_stopping)
         self._lender.lend_if_due()

@@ -31,6 +31,7 @@ from raytrain.config.user_code import sending, trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
+from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
 from raytrain.launch.ray.feed.ingest import ImageSet
@@ -111,6 +112,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     """Train on this worker until the run ends or stops."""
     # Make this process like the driver, as far as the user's functions may notice.
     logging.getLogger("ray").setLevel(logging.ERROR)
+    open_at_breakpoints(None, lambda is_open: None)
     torch.set_num_threads(inputs.threads)
     if inputs.working_folder is not None:
         os.chdir(inputs.working_folder)  # a loop or a model may read files by relative paths

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from raytrain.data.blocks import Block, to_block
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle

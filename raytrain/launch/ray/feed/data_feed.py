@@ -9,10 +9,9 @@ import ray
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageFormat
+from raytrain.data.images.image_format import ImageFormat
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.partition import CacheOrder
-from raytrain.launch.cache_choice import choose_cache, keeps_shared
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, open_coordinator
@@ -20,6 +19,7 @@ from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import Stream, start_feeders, stop_feeders
 from raytrain.launch.ray.nodes import cluster_hardware
+from raytrain.loader.image_cache import choose_cache, keeps_shared
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import EndStatus
@@ -83,6 +83,11 @@ class DataFeed:
         self._filler = CacheFiller(self._coordinator, self._cpus, self.images, self.orders)
         if self._placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
             self._filler.start()
+
+    @property
+    def task_cpus(self) -> tuple[float, float]:
+        """The CPUs that a data task takes: one that fills the cache, and one of a stream."""
+        return self._cpus.task, self._cpus.streamed_task
 
     def fill_cache(self) -> None:
         """Read the cached images by tasks from now on: the workers have started, and left the cores for that."""

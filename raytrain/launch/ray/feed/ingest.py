@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 
 from raytrain.data.blocks import Buffers, to_table
-from raytrain.data.images.decode import ImageFormat
+from raytrain.data.images.image_format import ImageFormat
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.partition import BlockOrder, BlockRef
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.private_api import is_repeated_task
-from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.retries_and_hedges import take_num_retries
 from raytrain.storage.store import Store
 
@@ -40,6 +38,9 @@ class ImageSet:
         return max(1, min(at_most, num_bytes // (self.rows_per_block * self.format.shape.num_bytes)))
 
 
+TASKS_PER_CPU = 2  # of Ray Data: one fetches while another decodes, and it hears up to 0.1 s late that a task has ended
+
+
 @dataclass(frozen=True)
 class DataCpus:
     """CPUs for reading, and how many of them one task takes."""
@@ -51,6 +52,11 @@ class DataCpus:
     def num_tasks(self) -> int:
         """How many tasks run at a time."""
         return max(1, round(self.all / self.task))
+
+    @property
+    def streamed_task(self) -> float:
+        """How many CPUs a task of Ray Data takes."""
+        return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
 
 
 def blocks_by_tasks(
@@ -97,18 +103,14 @@ def read_table(images: ImageSet, reader: ImageReader, draws: Int64s, epoch: int)
     """
     # The manifest lies in shared memory, which a process that kept it between two blocks would not let go.
     manifest: Manifest = ray.get(images.manifest)
-    rows = manifest.select(samples_of(draws, len(manifest)))
 
     # Buffers have room for a whole block, so that the last block of an epoch, which is smaller, can use one of them.
     buffer = _buffers.take((images.rows_per_block * images.format.shape.num_bytes,))
-    pixels, unreadable = reader.read(rows, images.format.cropping.crops(draws, epoch), buffer)
+    block, skipped = reader.read_draws(manifest, draws, epoch, buffer)
 
     # The calls of the coordinator are not awaited: nothing here depends on their answers.
     if num_retries := take_num_retries():
         images.coordinator.retried.remote(num_retries)
-    labels = rows.labels.astype(np.int64)
-    if unreadable:
-        labels[list(unreadable)] = -1
-        skipped = [SkippedImage(rows.keys[index].as_py(), reason) for index, reason in unreadable.items()]
+    if skipped:
         images.coordinator.skip.remote(skipped)
-    return to_table(pixels, labels, draws)
+    return to_table(block)

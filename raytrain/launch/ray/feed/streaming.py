@@ -23,7 +23,6 @@ worker (``interleave`` in ``data/plan/partition.py``).
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -43,7 +42,7 @@ from raytrain.data.blocks import Block, Prefetch, to_block
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, WorkerOrder, interleave
 from raytrain.errors import RaytrainError
-from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
+from raytrain.launch.ray.feed.ingest import TASKS_PER_CPU, DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.private_api import PAUSE, on_this_node
 from raytrain.launch.ray.trainer import root_cause
 
@@ -256,7 +255,6 @@ def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
 
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
 _TURN_S = 0.01
-_TASKS_PER_CPU = 2  # one fetches while another decodes, and Ray Data hears up to 0.1 s late that a task has ended
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
 _workers_train = threading.Event()
 """Set once workers take blocks. Until then, half as many reading processes leave them more of the cores to start."""
@@ -288,9 +286,8 @@ def _blocks_by_ray_data(
 
     # Two blocks for each task and each order: Ray Data starts no task while those that have ended wait for their turn
     # and fill the room. With half of it, cores were idle 6 % of the time that photographs were read.
-    num_blocks = 2 * _TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)
+    num_blocks = 2 * TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)
     num_bytes = num_blocks * images.rows_per_block * images.format.shape.num_bytes
-    task_cpus = math.floor(10_000 * cpus.task / _TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
         # Another stream of this process may have changed the context, which Ray Data keeps per process.
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
@@ -300,14 +297,14 @@ def _blocks_by_ray_data(
             context.custom_execution_callback_classes = [_Pause]
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = ExecutionResources(
-            cpu=cpus.all / _TASKS_PER_CPU, object_store_memory=num_bytes
+            cpu=cpus.all / TASKS_PER_CPU, object_store_memory=num_bytes
         )
 
         # Rows that exist already: those of a range are read by tasks.
         items = [{"order": order, "number": number} for order, number in chunk]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
         blocks = rows.map_batches(
-            read_row, batch_size=1, batch_format="numpy", num_cpus=task_cpus, zero_copy_batch=True
+            read_row, batch_size=1, batch_format="numpy", num_cpus=cpus.streamed_task, zero_copy_batch=True
         )
         refs = (ref for bundle in blocks.iter_internal_ref_bundles() for ref in bundle.block_refs)
         for (order, _), ref in zip(chunk, refs, strict=True):
@@ -334,6 +331,6 @@ class _Pause(_ExecutionCallback):
             self._is_raised = True
             if (options := getattr(executor, "_options", None)) is not None:  # see PAUSE in private_api.py
                 limits: ExecutionResources = options.resource_limits
-                options.resource_limits = limits.copy(cpu=limits.cpu * _TASKS_PER_CPU)
+                options.resource_limits = limits.copy(cpu=limits.cpu * TASKS_PER_CPU)
         time.sleep(max(0.0, self._last_turn_at + _TURN_S - time.monotonic()))
         self._last_turn_at = time.monotonic()

@@ -1,0 +1,69 @@
+"""The user's classes and functions in processes that a loop starts itself, such as those of a DataLoader.
+
+``multiprocessing`` pickles a class or a function as the name of its module, and its own name there. A process that is
+started by ``spawn`` or ``forkserver`` (Python's choice since 3.14) imports the module, which it can't if the module is
+
+- a file that an option names: it is imported under an invented name (``raytrain.config.user_code``);
+- one that does not exist on the worker: a loop travels by value to a Ray cluster, and so does one that is in the
+  user's script or notebook.
+
+The first is imported from its file there, too, and the others are sent by value, as cloudpickle does. What such a
+process sends back is found in the same ways.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
+from typing import Any, cast
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+from raytrain.config.user_code import import_own_file, own_files
+
+
+def send_own_code() -> None:
+    """Let processes that this one starts from now on get the user's own classes and functions, wherever these are from.
+
+    Example:
+        >>> send_own_code()
+        >>> DataLoader(OwnDataset(), num_workers=2, multiprocessing_context="spawn")
+    """
+    # The hook of Python's picklers that is asked first. multiprocessing lets nobody register for classes.
+    cast(Any, ForkingPickler).reducer_override = _reduce
+
+
+def _reduce(pickler: ForkingPickler, value: object) -> Any:
+    """Return how ``value`` is made in another process; NotImplemented to have it pickled as usual."""
+    if not isinstance(value, (type, FunctionType)):
+        return NotImplemented
+    found = None
+    with suppress(AttributeError):
+        found = operator.attrgetter(value.__qualname__)(sys.modules.get(value.__module__))
+    files = own_files()
+    if found is not value:
+        return _from_value, (cloudpickle.dumps(value), files)  # pyright: ignore[reportUnknownMemberType]
+    if (path := files.get(value.__module__)) is not None:
+        return _from_file, (value.__module__, path, value.__qualname__)
+    return NotImplemented
+
+
+def _from_file(module: str, path: str, name: str) -> Any:
+    _import({module: path})
+    return operator.attrgetter(name)(sys.modules[module])
+
+
+def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
+    _import(files)  # the value may refer to them
+    return cloudpickle.loads(pickled)
+
+
+def _import(files: dict[str, str]) -> None:
+    """Import the user's files that are not imported yet, and send back in the same way what is theirs."""
+    send_own_code()
+    for module, path in files.items():
+        if module not in sys.modules:
+            import_own_file(path)
