@@ -5,12 +5,15 @@ import logging
 import os
 import sys
 import tarfile
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 
 import raytrain
@@ -21,6 +24,7 @@ from raytrain.launch.ray.own_cluster import lean, lean_imports
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.google_storage import GoogleStorage, google_storage
 from tests.helpers.quick import is_quick, no_processes
+from tests.helpers.two_processes import FileByFile, num_processes
 
 # The same values as in raytrain/launch/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -70,6 +74,18 @@ def _quick_process() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_ray_of_others() -> Iterator[None]:
+    """Hide clusters that others, or a second process of tests, have started on this machine with ``ray start``."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        # Not in TMPDIR, whose path may be too long for sockets.
+        tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+    ):
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_ray() -> Iterator[None]:
     """End the Ray that a test has started in this process."""
@@ -83,6 +99,16 @@ def _forget_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return num_processes(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
+    return FileByFile(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -123,7 +149,8 @@ def _start_ray() -> Callable[[], None]:
 
     from raytrain.launch.ray.own_cluster import TOO_SLOW
 
-    for tries_left in (2, 1, 0):  # Ray gives it 30 s to start, which is little on a busy machine
+    for tries_left in reversed(range(5)):  # Ray gives it 30 s to start, which is little on a busy machine
+        before = psutil.Process().children()
         try:
             ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             break
@@ -131,6 +158,9 @@ def _start_ray() -> Callable[[], None]:
             if TOO_SLOW not in str(error) or not tries_left:
                 raise
             ray.shutdown()
+            for process in psutil.Process().children():  # Ray leaves those of the node that was too slow
+                if process not in before:
+                    process.kill()
     return ray.shutdown
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from raytrain.launch.placement import cores
+from raytrain.loader.machine import cores
 from tests.benchmarks.report import Check, Figure, Report
 
 _ROOT = Path(__file__).parents[2]

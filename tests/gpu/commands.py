@@ -86,13 +86,13 @@ def cramped(num_classes: int, channels: int) -> nn.Module:
 
 
 def out_of_memory(trial: Trial) -> None:
-    """``--accumulate auto`` finds the parts that fit into a real GPU's memory."""
+    """``--accumulate auto`` finds the microbatches that fit into a real GPU's memory."""
     write_photographs(trial.folder / "photographs", 600)
     options: dict[str, Any] = {"model": "tests.gpu.commands:cramped", "image_size": (224, 224), "batch_size": 256}
     result = raytrain.train(_options(trial, accumulate="auto", max_steps=4, **options))
-    parts = json.loads((trial.folder / "runs" / "run" / "config.json").read_text())["accumulate"]
+    microbatches = json.loads((trial.folder / "runs" / "run" / "config.json").read_text())["accumulate"]
     trial.holds("the run finishes", result.status == "finished" and result.steps == 4)
-    trial.check("parts of a batch of 256 images of 224x224 in 2 GiB", parts, "parts", at_least=2)
+    trial.check("microbatches of 256 images of 224x224 in 2 GiB", microbatches, "microbatches", at_least=2)
 
 
 def profiled(trial: Trial) -> None:

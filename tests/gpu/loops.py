@@ -19,13 +19,13 @@ from tests.helpers.loops_beside_torch import (
     with_a_run,
     with_torch,
 )
-from tests.integration import test_loops_of_others, test_loops_of_papers
+from tests.helpers.loops_of_others import LOOPS
 
 
 def of_others(trial: Trial) -> None:
-    """The loops that two tests compare on CPUs, in float64."""
+    """The loops that a test compares on CPUs, in float64."""
     options = dataclasses.replace(OPTIONS, device=trial.device)
-    for loop in (*test_loops_of_others.LOOPS, *test_loops_of_papers.LOOPS):
+    for loop in LOOPS:
         _compare(trial, loop, options, at_most=1e-8)
 
 

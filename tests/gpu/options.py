@@ -101,7 +101,7 @@ WAITING: dict[str, tuple[dict[str, Any], float]] = {  # options, and how often t
     "random crops": ({"random_resized_crop": True, "cache_side": 1.5}, 0),
     "mixup and CutMix": ({"mixup": 0.2, "cutmix": 1.0}, 0),
     "batch norm of local batches": ({"batch_norm": "aggregate"}, 0),
-    "parts": ({"accumulate": 2}, 0),
+    "microbatches": ({"accumulate": 2}, 0),
     "average and clipping": ({"ema_decay": 0.9, "clip_norm": 1.0}, 0),
     "float16": ({"precision": "float16"}, 0),
     "float16, lion": ({"precision": "float16", "optimizer": "lion", "learning_rate": 0.001}, 1),

@@ -18,10 +18,11 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 import raytrain
 from raytrain.data.images.crop_box import Cropping
-from raytrain.data.images.decode import ImageShape, decode
+from raytrain.data.images.decode import decode
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.resize import fastest_resizer
-from raytrain.launch.decoders import num_decoders
-from raytrain.launch.placement import cores
+from raytrain.loader.decoders import num_decoders
+from raytrain.loader.machine import cores
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse
 from tests.gpu.trial import Trial

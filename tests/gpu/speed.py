@@ -196,7 +196,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with it, and w
     "average of weights": ({"ema_decay": 0.99}, {}),
     "mixup": ({"mixup": 0.2}, {}),
     "batch norm of local batches": ({"batch_norm": "aggregate"}, {}),
-    "two parts": ({"accumulate": 2}, {}),
+    "two microbatches": ({"accumulate": 2}, {}),
     "RandAugment": ({"auto_augment": "randaugment"}, {}),
     "gradient checkpointing": ({"gradient_checkpointing": True}, {}),  # of networks that have blocks
 }

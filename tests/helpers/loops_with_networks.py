@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchvision.models import resnet18
 
 import raytrain
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
+from tests.helpers.own_loops import fit, learn
 
 LOOPS = f"{__name__}:"
 
 
-def trained_by(run: Run, model: nn.Module) -> None:
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
-    for epoch in run.epochs():
-        for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+def trained_by(run: Run, model: nn.Module, evaluate: Callable[[], dict[str, float]] | None = None) -> None:
+    fit(run, model, run.prepare(torch.optim.SGD(model.parameters(), lr=0.05)), evaluate=evaluate)
 
 
 def small(num_classes: int) -> nn.Module:
@@ -39,9 +36,7 @@ def averaged(run: Run) -> None:
     optimizer = run.prepare(run.build_optimizer(model))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             average.update(batch.step)
 
 
@@ -65,12 +60,7 @@ def swapped(run: Run) -> None:
             weight.copy_(before)
         return measured
 
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
-    for epoch in run.epochs(evaluate=measure):
-        for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    trained_by(run, model, measure)
 
 
 def as_the_options_say(run: Run) -> None:

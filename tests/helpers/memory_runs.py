@@ -165,7 +165,7 @@ def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:
 
 
 Seen = tuple[int, torch.Tensor, torch.Tensor]
-"""What a worker was given in a part of a batch: the step, samples (m,), and the network's input (m, C, H, W)."""
+"""What a worker was given in a microbatch: the step, samples (m,), and the network's input (m, C, H, W)."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any
     for name, case in cases.items():
         recorder = Recorder(case.stop_after)
         run = make_run(case.options, images(case.num_samples, case.bad), case.folder or f"{fresh}/{name}", recorder)
-        seen = note_parts(run)
+        seen = note_microbatches(run)
         outcome = trained(run)
         state = {key.removeprefix("module."): value.cpu().clone() for key, value in weights_of(run).items()}
         results[name] = {"state": state, "rows": recorder.rows, "seen": seen, "outcome": outcome}
@@ -204,7 +204,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return run.models.trained[0].state_dict()
 
 
-def note_parts(run: Run) -> list[Seen]:
+def note_microbatches(run: Run) -> list[Seen]:
     """Record the images of which the built-in loop shows its answers, without placeholders for unreadable ones."""
     show, seen = run.show, []
 
@@ -275,12 +275,12 @@ def with_slice_batch_norm(model: nn.Module) -> nn.Module:
 def plain_batches(
     run: Run, block: Block, loads: tuple[float, ...]
 ) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """Yield the global batches as parts (the first ones get the remainder) of workers' slices, without empty ones."""
+    """Yield the global batches as microbatches (the first get the remainder) of workers' slices, without empty ones."""
     for step in range(run.plan.num_steps):
         batch = run.plan.batch(step)
         chosen = run.plan.draws(batch.epoch, np.arange(batch.start, batch.stop))
-        parts = [_split(part, loads) for part in _split(chosen, (1.0,) * run.plan.accumulate)]
-        readable = [[samples[block.labels[samples] >= 0] for samples in slices] for slices in parts]
+        microbatches = [_split(draws, loads) for draws in _split(chosen, (1.0,) * run.plan.accumulate)]
+        readable = [[samples[block.labels[samples] >= 0] for samples in slices] for slices in microbatches]
         yield [
             [_augmented(run, block, samples, batch.epoch) for samples in slices if len(samples)]
             for slices in readable

@@ -31,7 +31,7 @@ batch images accumulate norm      optimizer loads  precision smoothing augment u
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "batch": {size: {"batch_size": int(size)} for size in ("1", "7", "32", "37")},
     "images": {"3": {}, "36": {}, "40": {}},
-    "accumulate": {parts: {"accumulate": int(parts)} for parts in ("1", "2", "3")},
+    "accumulate": {number: {"accumulate": int(number)} for number in ("1", "2", "3")},
     "norm": {
         "sync": {},
         "aggregate": {"batch_norm": "aggregate"},

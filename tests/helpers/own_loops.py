@@ -97,15 +97,25 @@ def fit(
     """Train a prepared ``model`` to the end of the run, or to a stop."""
     for epoch in run.epochs(evaluate):
         for batch in epoch:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch, loss_of)
+
+
+def learn(model: nn.Module, optimizer: Any, batch: Batch, loss_of: LossOf = cross_entropy) -> None:
+    """Train ``model`` on one batch."""
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def prepared(run: Run) -> tuple[nn.Module, Any]:
+    """The network and the optimizer that the options name."""
+    model = run.prepare(run.build_model())
+    return model, run.prepare(run.build_optimizer(model))
 
 
 def to_the_end(run: Run) -> None:
     """Train the network that the options name to the end of the run, or to a stop."""
-    model = run.prepare(run.build_model())
-    fit(run, model, run.prepare(run.build_optimizer(model)))
+    fit(run, *prepared(run))
 
 
 class TwoPaths(nn.Module):

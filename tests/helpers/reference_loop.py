@@ -22,17 +22,17 @@ def train_alone(
 ) -> list[dict[str, Any]]:
     """Train on global batches, and return the loss, accuracy and number of samples of each step.
 
-    A global batch is a sequence of parts (gradient accumulation), and a part is a sequence of slices, each normalised
+    A global batch is a sequence of microbatches, and a microbatch is a sequence of slices, each normalised
     with its own statistics.
     """
     rows = []
-    for parts, rate in zip(batches, rates, strict=False):
+    for microbatches, rate in zip(batches, rates, strict=False):
         optimizer.param_groups[0]["lr"] = rate
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # An empty batch has gradients of zero.
-        count = sum(len(labels) for slices in parts for _, labels in slices)
+        count = sum(len(labels) for slices in microbatches for _, labels in slices)
         total = correct = 0.0
-        for slices in parts:
+        for slices in microbatches:
             for images, labels in slices:
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)

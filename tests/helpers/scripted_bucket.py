@@ -23,21 +23,24 @@ def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = 
 
 
 def listing(keys: list[str], request: Request) -> bytes:
-    """Return S3's response to a listing of ``keys``, 60 per page; markers of folders are empty."""
+    """Return S3's response to a listing of ``keys``, 60 objects or folders per page; markers of folders are empty."""
     query = dict(parse_qsl(urlsplit(request.path).query))
     prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
-    rests = [key.removeprefix(prefix) for key in sorted(keys) if key.startswith(prefix) and key > after]
-    folders = sorted({rest.partition("/")[0] for rest in rests if "/" in rest} if "delimiter" in query else [])
-    objects = [prefix + rest for rest in rests if not folders or "/" not in rest]
+    keys = sorted(key for key in keys if key.startswith(prefix))
+    folders = {prefix + key.removeprefix(prefix).partition("/")[0] + "/" for key in keys if "/" in key[len(prefix) :]}
+    folders = folders if "delimiter" in query else set[str]()
+    objects = {key for key in keys if not folders or "/" not in key[len(prefix) :]}
+    names = sorted(name for name in objects | folders if name > after)
     time = "<LastModified>2024-01-01T00:00:00.000Z</LastModified>"
-    more = len(objects) > 60
+    more = len(names) > 60
     return (
         f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
-        + (f"<NextContinuationToken>{objects[59]}</NextContinuationToken>" if more else "")
+        + (f"<NextContinuationToken>{names[59]}</NextContinuationToken>" if more else "")
         + "".join(
-            f"<Contents><Key>{key}</Key>{time}<Size>{int(not key.endswith('/'))}</Size></Contents>"
-            for key in objects[:60]
+            f"<Contents><Key>{name}</Key>{time}<Size>{int(not name.endswith('/'))}</Size></Contents>"
+            for name in names[:60]
+            if name in objects
         )
-        + "".join(f"<CommonPrefixes><Prefix>{prefix}{folder}/</Prefix></CommonPrefixes>" for folder in folders)
+        + "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in names[:60] if name in folders)
         + "</ListBucketResult>"
     ).encode()

@@ -42,7 +42,7 @@ def add_events(store: Store, *events: Event) -> None:
     )
 
 
-def end_run(store: Store, status: str, step: int, checkpoint: str) -> None:
+def end_run(store: Store, status: str, step: int, checkpoint: str | None) -> None:
     """The summary and the status of a run that is over."""
     result = train_result(name="run", status=status, steps=step, checkpoint=checkpoint, run_dir=store.url)
     write_json(store, SUMMARY, result.summary())

@@ -79,10 +79,10 @@ CASES: dict[str, dict[str, Any]] = {
     "transformed": TRANSFORMED,
     "mixed": MIXED,
     "mixed in small batches": {"mixup": 0.4, "batch_size": 2, "max_steps": 12},
-    "mixed in parts": {**MIXED, "accumulate": 3, "model": NO_NORM},
+    "mixed in microbatches": {**MIXED, "accumulate": 3, "model": NO_NORM},
     "averaged and clipped": {"ema_decay": 0.9, "clip_norm": 0.5, "decay_norms_and_biases": False, "weight_decay": 0.01},
     "dropout": {"model": "tests.integration.test_augmented:dropping_network"},
-    "dropout in parts": {"model": "tests.integration.test_augmented:dropping_network", "accumulate": 2},
+    "dropout in microbatches": {"model": "tests.integration.test_augmented:dropping_network", "accumulate": 2},
 }
 
 
@@ -113,7 +113,7 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(da
     for each in zip(CASES, alone, two, three[: len(CASES)], resumed, strict=True):
         name, expected, *others = each
         assert max(largest_difference(expected, other) for other in others) < 1e-10, name
-    assert largest_difference(alone[3], at_once) < 1e-10  # the parts of a batch are mixed as the whole is
+    assert largest_difference(alone[3], at_once) < 1e-10  # the microbatches of a batch are mixed as the whole is
     assert largest_difference(alone[-1], alone[-2]) < 1e-10  # and their masks are the same
 
 

@@ -15,7 +15,16 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
 from tests.helpers.gloo_processes import run_in_processes
-from tests.helpers.memory_runs import CLASSES, Recorder, config, images, make_run, note_parts, trained, weights_of
+from tests.helpers.memory_runs import (
+    CLASSES,
+    Recorder,
+    config,
+    images,
+    make_run,
+    note_microbatches,
+    trained,
+    weights_of,
+)
 
 NUM_IMAGES, NUM_STEPS = 38, 18
 OPTIONS = config(batch_size=7, epochs=3, sampling="balanced", trace=True, focal_gamma=1.5)
@@ -29,7 +38,7 @@ class Trained(NamedTuple):
 
 def balanced(folder: str, stop_after: int | None) -> Trained:
     run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder(stop_after), class_weights=(0.5, 1.5, 1.0, 2.0))
-    seen = note_parts(run)
+    seen = note_microbatches(run)
     trained(run)
     weights = {name.removeprefix("module."): value.clone() for name, value in weights_of(run).items()}
     return Trained(weights, {step: samples.tolist() for step, samples, _ in seen})
@@ -81,7 +90,7 @@ def test_an_audit_expects_each_sample_as_often_as_it_is_drawn(resumed: tuple[Pat
 
 def test_an_image_that_comes_twice_is_augmented_differently(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
-    seen = note_parts(run)
+    seen = note_microbatches(run)
     trained(run)
     epoch = seen[: run.plan.steps_per_epoch]
     drawn, pixels = torch.cat([samples for _, samples, _ in epoch]).tolist(), torch.cat([each for _, _, each in epoch])

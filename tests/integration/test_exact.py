@@ -68,13 +68,13 @@ def test_a_run_reports_its_start_before_it_requests_test_images(
     if stop_after is not None:  # Stop in the last step of an epoch; the resumed run then makes its evaluation.
         on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
     run = make_run(options, images(70), str(tmp_path), recorder)
-    asked, test = [], run.source.test
+    asked, test = [], run.batches.source.test
 
     def noted() -> Iterator[LocalBatch]:
         asked.append(list(recorder.started_after))
         return test()
 
-    run.source.test = noted
+    run.batches.source.test = noted
     loop(run)
     assert asked[0] == [0 if stop_after is None else 5]
     assert recorder.started_after == asked[0]

@@ -184,7 +184,7 @@ def test_gradients_are_those_of_the_global_batch_for_losses_of_many_forms(num_wo
     run_in_processes(num_workers, check_losses, str(tmp_path))
 
 
-def check_parts(folder: str, sums_once: bool) -> None:
+def check_microbatches(folder: str, sums_once: bool) -> None:
     """Gradients of microbatches add up, without a division, to those of the whole batch."""
 
     def loop(run: Run) -> None:
@@ -194,9 +194,9 @@ def check_parts(folder: str, sums_once: bool) -> None:
             for batch in epoch:
                 wanted = gradients_in_plain_torch(run, model, penalised, whole(run, batch))
                 optimizer.zero_grad()
-                for part in batch.microbatches():
-                    with run.no_sync(sums_once and not part.is_last):
-                        penalised(run, model, part)[0].backward()
+                for microbatch in batch.microbatches():
+                    with run.no_sync(sums_once and not microbatch.is_last):
+                        penalised(run, model, microbatch)[0].backward()
                 torch.testing.assert_close(gradients_of(model), wanted, rtol=1e-10, atol=1e-12)
                 optimizer.step()
 
@@ -208,7 +208,7 @@ def check_parts(folder: str, sums_once: bool) -> None:
 def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(
     num_workers: int, sums_once: bool, tmp_path: Path
 ) -> None:
-    run_in_processes(num_workers, check_parts, str(tmp_path), sums_once)
+    run_in_processes(num_workers, check_microbatches, str(tmp_path), sums_once)
 
 
 def count_collectives(folder: str) -> list[int]:
@@ -222,9 +222,9 @@ def count_collectives(folder: str) -> list[int]:
             for batch in epoch:
                 optimizer.zero_grad()
                 with profile(activities=[ProfilerActivity.CPU]) as recorded:
-                    for part in batch.microbatches():
-                        with run.no_sync(not part.is_last):
-                            cross_entropy(model, part).backward()
+                    for microbatch in batch.microbatches():
+                        with run.no_sync(not microbatch.is_last):
+                            cross_entropy(model, microbatch).backward()
                 numbers.append(sum(each.count for each in recorded.key_averages() if each.key == "gloo:all_reduce"))
                 optimizer.step()
 
@@ -237,56 +237,56 @@ def test_gradients_of_microbatches_travel_once_a_step(tmp_path: Path) -> None:
         assert numbers and set(numbers) == {1}
 
 
-def steps_in_each_part(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
-    for part in batch.microbatches():
+def steps_in_each_microbatch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    for microbatch in batch.microbatches():
         optimizer.zero_grad()
-        cross_entropy(model, part).backward()
+        cross_entropy(model, microbatch).backward()
         optimizer.step()
 
 
-def leaves_the_parts(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+def leaves_the_microbatches(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     optimizer.zero_grad()
-    for part in batch.microbatches():
-        cross_entropy(model, part).backward()
+    for microbatch in batch.microbatches():
+        cross_entropy(model, microbatch).backward()
         break
     optimizer.step()
 
 
-def leaves_a_layer_out_of_a_part(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+def leaves_a_layer_out_of_a_microbatch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     optimizer.zero_grad()
-    for step, part in enumerate(batch.microbatches()):
+    for step, microbatch in enumerate(batch.microbatches()):
         network: Any = model
         network.step = step
-        F.cross_entropy(network(part.images)["logits"], part.labels).backward()
+        F.cross_entropy(network(microbatch.images)["logits"], microbatch.labels).backward()
     optimizer.step()
 
 
 def sums_in_the_step(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     """Leave all gradients to the optimizer's step, which sums them first."""
     optimizer.zero_grad()
-    for part in batch.microbatches():
+    for microbatch in batch.microbatches():
         with run.no_sync():
-            cross_entropy(model, part).backward()
+            cross_entropy(model, microbatch).backward()
     optimizer.step()
 
 
-def leaves_a_layer_out_of_the_last_part(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+def leaves_a_layer_out_of_the_last_microbatch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     optimizer.zero_grad()
-    for part in batch.microbatches():
+    for microbatch in batch.microbatches():
         network: Any = model
-        network.step = 0 if part.is_last else 1
-        with run.no_sync(not part.is_last):
-            F.cross_entropy(network(part.images)["logits"], part.labels).backward()
+        network.step = 0 if microbatch.is_last else 1
+        with run.no_sync(not microbatch.is_last):
+            F.cross_entropy(network(microbatch.images)["logits"], microbatch.labels).backward()
     optimizer.step()
 
 
 def steps_every_second_batch(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     """Add up the gradients of two batches, which do not travel before the second; freeze a layer in between."""
     first = next(iter(model.parameters()))
-    for part in batch.microbatches():
-        with run.no_sync(batch.step % 2 == 0 or not part.is_last):
-            first.requires_grad_(batch.step % 2 == 0 or part.is_last)
-            cross_entropy(model, part).backward()
+    for microbatch in batch.microbatches():
+        with run.no_sync(batch.step % 2 == 0 or not microbatch.is_last):
+            first.requires_grad_(batch.step % 2 == 0 or microbatch.is_last)
+            cross_entropy(model, microbatch).backward()
     first.requires_grad_(True)
     if batch.step % 2:
         optimizer.step()
@@ -295,16 +295,16 @@ def steps_every_second_batch(run: Run, model: nn.Module, optimizer: Any, batch: 
 
 StepOf = Callable[[Run, nn.Module, Any, Batch], None]
 PARTS: tuple[StepOf, ...] = (
-    steps_in_each_part,
-    leaves_the_parts,
-    leaves_a_layer_out_of_a_part,
-    leaves_a_layer_out_of_the_last_part,
+    steps_in_each_microbatch,
+    leaves_the_microbatches,
+    leaves_a_layer_out_of_a_microbatch,
+    leaves_a_layer_out_of_the_last_microbatch,
     sums_in_the_step,
     steps_every_second_batch,
 )
 
 
-def train_in_parts(folder: str) -> dict[str, list[Tensor]]:
+def train_in_microbatches(folder: str) -> dict[str, list[Tensor]]:
     options = dataclasses.replace(OPTIONS, accumulate=2)
     weights: dict[str, list[Tensor]] = {}
     for step_of in PARTS:
@@ -322,9 +322,9 @@ def train_in_parts(folder: str) -> dict[str, list[Tensor]]:
 
 
 def test_loops_over_microbatches_end_with_the_same_weights_on_any_number_of_workers(tmp_path: Path) -> None:
-    alone = train_in_parts(str(tmp_path / "one"))
+    alone = train_in_microbatches(str(tmp_path / "one"))
     for num_workers in (2, 3):
-        for together in run_in_processes(num_workers, train_in_parts, str(tmp_path / str(num_workers))):
+        for together in run_in_processes(num_workers, train_in_microbatches, str(tmp_path / str(num_workers))):
             for name, weights in together.items():
                 assert_same_weights(name, weights, alone[name], 1e-10)
 

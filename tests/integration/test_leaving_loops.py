@@ -25,21 +25,20 @@ from tests.helpers.own_loops import (
     assert_same_weights,
     cross_entropy,
     fit,
+    learn,
     linear,
     new_run,
+    prepared,
     to_the_end,
     train_loop,
 )
 
 
 def returns_early(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step == 4:
                 return
 
@@ -57,13 +56,12 @@ def return_early_and_resume(folder: str) -> list[Tensor]:
     return resumed.weights
 
 
-def train_to_the_end(folder: str) -> list[Tensor]:
-    return train_loop(to_the_end, folder).weights
+def train_in_parts_and_whole(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    return return_early_and_resume(f"{folder}/early"), train_loop(to_the_end, f"{folder}/whole").weights
 
 
 def test_a_loop_that_returns_early_on_all_workers_writes_a_checkpoint(tmp_path: Path) -> None:
-    ours = run_in_processes(2, return_early_and_resume, str(tmp_path / "early"))[0]
-    theirs = run_in_processes(2, train_to_the_end, str(tmp_path / "whole"))[0]
+    ours, theirs = run_in_processes(2, train_in_parts_and_whole, str(tmp_path))[0]
     assert_same_weights("returns early", ours, theirs, 0.0)
 
 
@@ -75,9 +73,7 @@ def one_returns(folder: str) -> str:
         optimizer = run.prepare(run.build_optimizer(model))
         for epoch in run.epochs():
             for batch in epoch:
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
                 if batch.step == 4 and run.rank == 1:
                     return
 
@@ -97,25 +93,19 @@ def test_a_loop_that_returns_early_on_some_workers_is_refused(tmp_path: Path) ->
 
 
 def returns_in_the_last_batch(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step == 11:
                 return
 
 
 def breaks_in_the_last_batch(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step % len(epoch) == len(epoch) - 1:
                 break
 
@@ -131,14 +121,11 @@ def test_a_loop_that_leaves_the_batches_after_the_last_step_is_evaluated(loop: L
 
 
 def breaks_out_of_epochs(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     scheduler = run.prepare(ExponentialLR(optimizer, 0.5))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step % len(epoch) == 3:
                 break
         scheduler.step()
@@ -177,29 +164,23 @@ def test_a_loop_that_breaks_out_of_its_epochs_resumes_where_it_was(stop_after: i
 
 def epoch_by_epoch(run: Run) -> None:
     """Asks for the epochs again for each of them, and steps a scheduler after its batches."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     scheduler = run.prepare(ExponentialLR(optimizer, 0.5))
     for _ in range(run.progress.step // 6, 2):
         epochs = run.epochs()
         for batch in next(epochs, ()):  # none after a stop
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
         if run.progress.step % 6 == 0:
             scheduler.step()
 
 
 def with_a_scheduler(run: Run) -> None:
     """The code after the loop over the batches belongs to the end of the epoch."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     scheduler = run.prepare(ExponentialLR(optimizer, 0.5))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
         scheduler.step()
 
 
@@ -219,15 +200,12 @@ def test_what_follows_the_batches_of_an_epoch_happens_once_in_a_run_that_stops(
 
 
 def keeps_no_iterator(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for batch in next(iter(run.epochs())):
-        optimizer.zero_grad()
-        cross_entropy(model, batch).backward()
-        optimizer.step()
+        learn(model, optimizer, batch)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 def test_the_first_epoch_may_be_taken_alone(tmp_path: Path) -> None:
     trained = train_loop(keeps_no_iterator, tmp_path)
     assert (trained.outcome.status, trained.outcome.progress.step) == ("stopped", 6)
@@ -244,16 +222,13 @@ def test_epochs_that_are_asked_for_again_after_the_last_one_are_none(tmp_path: P
 
 def test_epochs_know_their_number_and_the_number_of_their_batches(tmp_path: Path) -> None:
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         for epoch in run.epochs():
             steps: list[int] = []
             for batch in epoch:
                 assert batch.epoch == epoch.number
                 steps.append(batch.step)
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
             seen.append((epoch.number, len(epoch), steps))
 
     seen: list[tuple[int, int, list[int]]] = []
@@ -274,8 +249,7 @@ def yields(run: Run) -> Iterator[int]:
 
 def lists_its_epochs(run: Run) -> None:
     """Goes through the epochs before their batches, so that it trains nothing."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in list(run.epochs()):
         for batch in epoch:
             cross_entropy(model, batch).backward()
@@ -297,8 +271,7 @@ def test_a_loop_without_a_step_is_refused(loop: Loop, says: str, tmp_path: Path)
 
 def accumulates(run: Run) -> None:
     """Steps its optimizer after each four batches."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
             (cross_entropy(model, batch) / 4).backward()
@@ -357,8 +330,7 @@ def test_a_loop_that_prepares_other_objects_than_its_checkpoint_has_is_refused(
 
 def test_an_optimizer_has_the_options_of_the_start_that_resumes(tmp_path: Path) -> None:
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         (group,) = optimizer.param_groups
         assert (group["lr"], group["weight_decay"]) == (run.config.learning_rate, run.config.weight_decay)
         fit(run, model, optimizer)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -89,13 +90,23 @@ def once(action: Callable[[Snapshot], None], ready: Callable[[Snapshot], bool]) 
     return view
 
 
-def test_a_run_that_stopped_in_an_epoch_resumes_on_another_number_of_workers(data: Path, tmp_path: Path) -> None:
-    whole = raytrain.train(options(data, tmp_path / "whole"))
-    assert (whole.status, whole.num_workers, whole.samples_seen) == ("finished", 2, 3 * 180)
-    stopped = raytrain.train(options(data, tmp_path / "parts", max_steps=4))  # in the middle of the second epoch
-    assert stopped.steps == 4
-    resumed = raytrain.train(options(data, tmp_path / "parts", workers=1, resume=True))
-    assert (resumed.status, resumed.samples_seen) == ("finished", 3 * 180)
+FOUR_EPOCHS: dict[str, Any] = {"epochs": 4, "batch_size": 16, "checkpoint_every": ("1ep", "10st")}
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.TrainResult:
+    """Four epochs to which nothing happens."""
+    return raytrain.train(options(data, tmp_path_factory.mktemp("whole"), **FOUR_EPOCHS))
+
+
+def test_a_run_that_stopped_in_an_epoch_resumes_on_another_number_of_workers(
+    whole: raytrain.TrainResult, data: Path, tmp_path: Path
+) -> None:
+    assert (whole.status, whole.num_workers, whole.samples_seen) == ("finished", 2, 4 * 180)
+    stopped = raytrain.train(options(data, tmp_path, **FOUR_EPOCHS, max_steps=16))  # in the middle of the second epoch
+    assert stopped.steps == 16
+    resumed = raytrain.train(options(data, tmp_path, **FOUR_EPOCHS, workers=1, resume=True))
+    assert (resumed.status, resumed.samples_seen) == ("finished", 4 * 180)
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-10)
 
 
@@ -133,11 +144,13 @@ def kill_the_agent(snapshot: Snapshot) -> None:
                 child.kill()
 
 
-def test_a_killed_agent_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
+def test_a_killed_agent_costs_a_restart_and_nothing_else(
+    whole: raytrain.TrainResult, data: Path, tmp_path: Path
+) -> None:
     before = processes()
-    config = options(data, tmp_path, epochs=4, batch_size=16, checkpoint_every=("1ep", "10st"))
-    whole = raytrain.train(replace(config, storage=str(tmp_path / "whole")))
-    result = raytrain.train(config, view=once(kill_the_agent, lambda snapshot: snapshot.step > 12))
+    result = raytrain.train(
+        options(data, tmp_path, **FOUR_EPOCHS), view=once(kill_the_agent, lambda snapshot: snapshot.step > 12)
+    )
     assert (result.status, result.samples_seen) == ("finished", 4 * 180)
     torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
     assert "the process that starts the workers was killed by SIGKILL" in Path(tmp_path, "run/events.jsonl").read_text()
@@ -309,5 +322,5 @@ def test_the_file_of_a_loop_may_read_the_bucket_when_it_is_imported(data: Path, 
     (tmp_path / "reads.py").write_text(_READS_WHEN_IMPORTED.format(url=url))
     loop = f"{tmp_path / 'reads.py'}:loop"
     for cache in ("none", "memory"):
-        config = options(data, tmp_path, epochs=1, cache=cache, loop=loop, name=cache)
+        config = options(data, tmp_path, epochs=1, workers=1, cache=cache, loop=loop, name=cache)
         assert raytrain.train(replace(config, data=url)).status == "finished"

@@ -19,13 +19,21 @@ from raytrain.errors import LoopFailed, UsageError
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import CLASSES
-from tests.helpers.own_loops import OPTIONS, Trained, assert_same_weights, cross_entropy, fit, train_loop
+from tests.helpers.own_loops import (
+    OPTIONS,
+    Trained,
+    assert_same_weights,
+    cross_entropy,
+    fit,
+    learn,
+    prepared,
+    train_loop,
+)
 
 
 def logs_seldom(run: Run) -> None:
     """Logs two metrics in each step, one in every second one, and one in the first epoch alone."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
             optimizer.zero_grad()
@@ -63,14 +71,11 @@ def logs_in_all_forms(folder: str) -> tuple[list[dict[str, float | None]], list[
     seen: list[Tensor] = []
 
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         metric = run.prepare(MeanMetric())
         for epoch in run.epochs():
             for batch in epoch:
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
                 labels, every = batch.labels.double(), run.gather(batch.labels).double()
                 metric.update(labels)
                 run.log(
@@ -109,8 +114,7 @@ def totals_and_rows(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         for epoch in run.epochs():
             for batch in epoch:
                 loss = cross_entropy(model, batch)

@@ -18,7 +18,7 @@ from raytrain.training.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder
-from tests.helpers.own_loops import OPTIONS, Loop, LossOf, cross_entropy, fit, linear, train_loop
+from tests.helpers.own_loops import OPTIONS, Loop, LossOf, cross_entropy, fit, linear, prepared, train_loop
 
 Body = Callable[[Run, nn.Module, Any, Batch], None]
 """What a loop does with each batch."""
@@ -26,8 +26,7 @@ Body = Callable[[Run, nn.Module, Any, Batch], None]
 
 def loop_of(body: Body) -> Loop:
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         for epoch in run.epochs():
             for batch in epoch:
                 body(run, model, optimizer, batch)
@@ -221,7 +220,9 @@ def test_what_joins_gradients_itself_is_refused_around_a_network_or_in_it(tmp_pa
     for told in run_in_processes(2, refusals, str(tmp_path)):
         wrappers = ("DistributedDataParallel",) * 3 + ("DataParallel",)
         for text, wrapper in zip(told, wrappers, strict=True):
-            assert text.startswith(f"The loop puts a network of run.prepare, or a layer of one, into a {wrapper},")
+            assert text.startswith(
+                f"The loop puts a network of run.prepare or raytrain.parallel, or a layer of one, into a {wrapper},"
+            )
 
 
 def weight_of(model: nn.Module) -> Tensor:

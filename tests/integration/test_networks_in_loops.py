@@ -18,7 +18,7 @@ from raytrain.training.run import Run
 from raytrain.training.weight_average import WeightAverage
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import config
-from tests.helpers.own_loops import TwoPaths, assert_same_weights, cross_entropy, train_loop
+from tests.helpers.own_loops import TwoPaths, assert_same_weights, cross_entropy, learn, prepared, train_loop
 
 
 def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Path) -> None:
@@ -30,9 +30,7 @@ def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Pat
         optimizer = run.prepare(run.build_optimizer(model))
         for epoch in run.epochs():
             for batch in epoch:
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
                 assert (model.training, norm.training, teacher.training) == (True, False, False)
         assert torch.equal(norm.running_mean, before)
 
@@ -62,8 +60,7 @@ def test_an_optimizers_step_leaves_autocast_as_it_was(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         for epoch in run.epochs():
             for batch in epoch:
                 cross_entropy(model, batch).backward()
@@ -85,9 +82,7 @@ def weights_after_a_forward_before_the_first_batch(folder: str) -> list[Tensor]:
         optimizer = run.prepare(run.build_optimizer(model))
         for epoch in run.epochs():
             for batch in epoch:
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
 
     return train_loop(loop, folder).weights
 
@@ -104,15 +99,12 @@ def all_draws(folder: str) -> list[list[tuple[float, ...]]]:
     drawn: list[list[tuple[float, ...]]] = []
 
     def loop(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
+        model, optimizer = prepared(run)
         drawn.append([])
         for epoch in run.epochs():
             for batch in epoch:
                 drawn[-1].append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
 
     for name in ("a", "b"):
         train_loop(loop, f"{folder}/{name}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 
-from raytrain.launch.ray.private_api import object_store_use
+from raytrain.launch.ray.head_queries import object_store_use
 
 NUM_BYTES = 5_000_000
 

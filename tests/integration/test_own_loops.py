@@ -23,7 +23,9 @@ from tests.helpers.own_loops import (
     TwoPaths,
     assert_same_weights,
     cross_entropy,
+    learn,
     linear,
+    prepared,
     to_the_end,
     train_all,
 )
@@ -47,9 +49,7 @@ def own_schedule(run: Run) -> None:
     for epoch in run.epochs():
         for batch in epoch:
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + batch.step)
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
 
 
 def distillation(run: Run) -> None:
@@ -71,9 +71,7 @@ def several_models(run: Run) -> None:
     for epoch in run.epochs():
         for batch in epoch:
             for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                cross_entropy(model, batch).backward()
-                optimizer.step()
+                learn(model, optimizer, batch)
 
 
 def averaged_weights(run: Run) -> None:
@@ -84,15 +82,12 @@ def averaged_weights(run: Run) -> None:
     optimizer = run.prepare(run.build_optimizer(model))
     for epoch in run.epochs(evaluate=lambda: evaluate(run, average)):
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             average.update_parameters(model)
 
 
 def metrics_of_its_own(run: Run) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
             logits = model(batch.images)
@@ -116,13 +111,10 @@ def evaluation_of_its_own(run: Run) -> None:
         right, total = torch.tensor(run.total(counts.flatten())).view(2, -1)
         return {"accuracy": (right.sum() / total.sum()).item(), "worst_class": (right / total).min().item()}
 
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs(evaluate=worst_class):
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step % 4 == 3:
                 run.evaluate()  # in the middle of an epoch
 
@@ -173,9 +165,7 @@ def scheduler_of_batches(run: Run) -> None:
     scheduler = run.prepare(OneCycleLR(optimizer, 0.5, total_steps=13))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             scheduler.step()
 
 
@@ -185,9 +175,7 @@ def scheduler_of_epochs(run: Run) -> None:
     scheduler = run.prepare(ExponentialLR(optimizer, 0.5))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
         scheduler.step()
 
 
@@ -265,9 +253,7 @@ def fit_with_scheduler(run: Run, model: nn.Module, optimizer: torch.optim.Optimi
     scheduler = run.prepare(CosineAnnealingLR(optimizer, T_max=run.plan.num_steps))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             scheduler.step()
 
 
@@ -310,9 +296,7 @@ def scheduler_of_its_own(run: Run) -> None:
     rates = run.prepare(Rates(optimizer := run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             rates.step()
 
 
@@ -340,8 +324,7 @@ SAME_ON_ANY_WORKERS = (
 
 def mixup(run: Run) -> None:
     """Mixes the images of each worker by random numbers of its own, so that it depends on the number of workers."""
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
+    model, optimizer = prepared(run)
     for epoch in run.epochs():
         for batch in epoch:
             other, part = torch.randperm(len(batch.labels)), torch.rand(())

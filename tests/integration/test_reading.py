@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import block_refs
@@ -68,7 +68,7 @@ def test_workers_find_room_while_the_first_blocks_are_read(images: Path, tmp_pat
     try:
         wait_for(lambda: len(list(tmp_path.iterdir())) >= 4)  # two of the first blocks, and two of the pipeline
         workers = placement_group([{"CPU": 0.5}] * 2)
-        assert workers.wait(20)
+        assert workers.wait(60)
         remove_placement_group(workers)
     finally:
         order.released.touch()

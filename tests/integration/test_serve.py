@@ -56,11 +56,20 @@ def ask(url: str, content: bytes | None = None, host: str | None = None) -> tupl
         return error.code, json.loads(text) if text.startswith("{") else {}
 
 
-def listening(name: str) -> set[str]:
-    """The addresses of this machine at which Ray's processes of that name listen."""
-    replicas = [each for each in psutil.process_iter(["cmdline"]) if name in "".join(each.info["cmdline"] or ())]
-    assert replicas
-    connections = [connection for each in replicas for connection in each.net_connections("tcp")]
+def replicas() -> list[psutil.Process]:
+    """The processes that answer in this process's cluster; other clusters on this machine may have some, too."""
+    import ray
+
+    port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    named = (each for each in psutil.process_iter(["cmdline"]) if "ServeReplica" in "".join(each.info["cmdline"] or ()))
+    joined = [each for each in named if any(at.raddr and at.raddr.port == port for at in each.net_connections("tcp"))]
+    assert joined
+    return joined
+
+
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """The addresses of this machine at which they listen."""
+    connections = [connection for each in processes for connection in each.net_connections("tcp")]
     listeners = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
     return {listener.laddr.ip.removeprefix("::ffff:") for listener in listeners}
 
@@ -92,7 +101,7 @@ def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path
     expected = raytrain.load("first", storage=str(runs)).classify(images)
     with serving(runs, free_port()) as (url, process):
         assert ask(url, host="evil.example")[0] == 403
-        assert "127.0.0.1" in listening("ServeReplica"), "for other replicas; Ray's own port is beside it"
+        assert "127.0.0.1" in listening(replicas()), "for other replicas; Ray's own port is beside it"
         assert ask(url) == (200, {"run": "first", "checkpoint": ask(url)[1]["checkpoint"], "classes": list(ANIMALS)})
         assert ask(url, b"no image")[0] == 400
         assert ask(url, b"")[1] == {"error": "the file is empty"}
@@ -103,7 +112,7 @@ def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path
             assert answer["score"] == pytest.approx(score, abs=1e-5)
             first, second = answer["classes"]
             assert first == {"label": answer["label"], "score": answer["score"]} and second["score"] <= first["score"]
-        decoders = [each for each in psutil.process_iter(["cmdline"]) if _DECODER in (each.info["cmdline"] or ())]
+        decoders = [child for each in replicas() for child in each.children() if _DECODER in child.cmdline()]
         assert decoders
         for each in decoders:
             each.kill()

@@ -17,6 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
+from raytrain.runs.records import read_unused_options
+from raytrain.storage.open import open_store
 from raytrain.training.assembly import train_run
 from raytrain.training.evaluation import evaluate as evaluate_network
 from raytrain.training.run import Run
@@ -54,8 +56,8 @@ def with_all(run: Run) -> None:
     for epoch in run.epochs():
         for batch in epoch:
             optimizer.zero_grad()
-            for part in batch.microbatches():
-                run.loss(model(part.images), part.targets).backward()
+            for microbatch in batch.microbatches():
+                run.loss(model(microbatch.images), microbatch.targets).backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -112,6 +114,18 @@ def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_nee
             "run.loss, so its own loss has to take them",
         ]
     )
+
+
+def test_a_comparison_knows_what_a_loop_does_not_use(tmp_path: Path) -> None:
+    notes_of(tmp_path / "own", with_none, **GIVEN)
+    unused = read_unused_options(open_store(str(tmp_path / "own")))
+    assert {"optimizer", "weight_decay", "schedule", "learning_rate"} <= set(unused)
+    assert "mixup" not in unused, "it takes effect in every loop"
+    notes_of(tmp_path / "reads-the-rate", Recipe(0.9), **GIVEN)
+    unused = read_unused_options(open_store(str(tmp_path / "reads-the-rate")))
+    assert unused == ()  # its code refers to a loop that uses all
+    notes_of(tmp_path / "built-in", None, **GIVEN)
+    assert read_unused_options(open_store(str(tmp_path / "built-in"))) == ()
 
 
 def with_labels(run: Run) -> None:

@@ -163,8 +163,8 @@ def test_the_random_numbers_are_those_of_splitmix64() -> None:
 
 
 def test_the_random_numbers_are_uniform_and_unrelated() -> None:
-    draws = torch.from_numpy(uniform(2**64 - 1, np.arange(20_000), 4))
-    assert draws.min() >= 0 and draws.max() < 1
-    assert (draws.mean(dim=0) - 0.5).abs().max() < 0.01
-    correlation = torch.corrcoef(torch.cat([draws.T[:, 1:], draws.T[:1, :-1]])) - torch.eye(5)
+    numbers = torch.from_numpy(uniform(2**64 - 1, np.arange(20_000), 4))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert (numbers.mean(dim=0) - 0.5).abs().max() < 0.01
+    correlation = torch.corrcoef(torch.cat([numbers.T[:, 1:], numbers.T[:1, :-1]])) - torch.eye(5)
     assert correlation.abs().max() < 0.03

@@ -14,7 +14,7 @@ import pytest
 
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.s3 import own_role, own_role_or, resolve_credentials
+from raytrain.storage.clouds.s3_credentials import own_role, own_role_or, resolve_credentials
 from raytrain.storage.credentials import Credentials, CredentialSource
 from raytrain.storage.open import open_store
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
@@ -240,7 +240,7 @@ def test_a_machine_outside_aws_has_no_role_and_sends_no_request(monkeypatch: pyt
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
     monkeypatch.setattr(
-        "raytrain.storage.clouds.s3._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
+        "raytrain.storage.clouds.s3_credentials._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
     )
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
@@ -252,7 +252,9 @@ def test_an_ec2_instance_is_recognized_by_its_vendor(tmp_path: Path, monkeypatch
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
-    monkeypatch.setattr("raytrain.storage.clouds.s3._EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),))
+    monkeypatch.setattr(
+        "raytrain.storage.clouds.s3_credentials._EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),)
+    )
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with contextlib.suppress(Exception):
         own_role()

@@ -14,7 +14,8 @@ from PIL import Image
 from raytrain import TrainConfig
 from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_numbers
-from raytrain.data.images.decode import ImageShape, decode
+from raytrain.data.images.decode import decode
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
@@ -53,8 +54,8 @@ def test_pad_sees_everything_without_distortion_on_black(size: tuple[int, int]) 
 
 
 def test_boxes_have_the_areas_and_shapes_of_random_resized_crops() -> None:
-    draws = crop_numbers(3, 1, np.arange(20_000))
-    left, top, right, bottom = crop_boxes((300, 400), draws).T
+    numbers = crop_numbers(3, 1, np.arange(20_000))
+    left, top, right, bottom = crop_boxes((300, 400), numbers).T
     area, aspect = (right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top)
     assert left.min() >= 0 and top.min() >= 0 and right.max() <= 400 and bottom.max() <= 300
     assert 0.08 <= area.min() < 0.09 and 0.9 < area.max() <= 1

@@ -48,7 +48,7 @@ def test_a_package_names_what_its_extra_needs(
 def test_a_checkout_in_its_own_environment_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    assert advised(tmp_path, "uv", monkeypatch) == f"raytrain[onnx] (`uv sync --extra onnx` in {tmp_path})"
+    assert advised(tmp_path, "uv", monkeypatch) == f"raytrain[onnx] (`uv sync --inexact --extra onnx` in {tmp_path})"
 
 
 def test_a_checkout_in_another_environment_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

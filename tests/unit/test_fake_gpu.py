@@ -208,15 +208,16 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
 ) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = run_on_gpu(**OPTIONS[name])
-        batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.source.train(0))
+        batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.batches.source.train(0))
         steps = [HostWaits() for _ in range(3)]
         for waits in steps:
             with waits, run.models.computing():
                 batch = run._begin_step(batches)
-                for part in batch.microbatches():
-                    logits = run.models.trained[0](part.images)
-                    run.log(loss=run.loss(logits, part.targets), accuracy=run.accuracy(logits, part), rate=0.1)
-                    run.show(part, logits)
+                for microbatch in batch.microbatches():
+                    logits = run.models.trained[0](microbatch.images)
+                    accuracy = run.accuracy(logits, microbatch)
+                    run.log(loss=run.loss(logits, microbatch.targets), accuracy=accuracy, rate=0.1)
+                    run.show(microbatch, logits)
                 run.steps.share()
             assert logits.device == batch.images.device == GPU
     assert steps[-1].found == []

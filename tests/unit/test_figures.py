@@ -18,7 +18,7 @@ from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import EvaluationResult, Int64s, score
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import RunRecord
-from raytrain.storage.open import open_store
+from raytrain.storage.open import check_output, open_store
 from tests.helpers.run_records import finished
 
 pytestmark = pytest.mark.not_quick  # matplotlib takes a second a figure
@@ -43,9 +43,9 @@ def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunReco
 
 
 def evaluation(num_classes: int, seed: int = 0) -> EvaluationResult:
-    draws = np.random.default_rng(seed)
-    truth = draws.integers(0, num_classes, 40 * num_classes)
-    answers = np.where(draws.random(len(truth)) < 0.7, truth, draws.integers(0, num_classes, len(truth)))
+    random = np.random.default_rng(seed)
+    truth = random.integers(0, num_classes, 40 * num_classes)
+    answers = np.where(random.random(len(truth)) < 0.7, truth, random.integers(0, num_classes, len(truth)))
     classes = [f"class {label}" for label in range(num_classes)]
     return result(truth, answers, classes)
 
@@ -157,8 +157,7 @@ def test_a_figure_can_be_written_to_s3(s3_url: str) -> None:
 
 
 def test_a_figure_must_be_a_png_in_an_existing_folder(tmp_path: Path) -> None:
-    figure = curve_figure(record("first"))
     with pytest.raises(UsageError, match=r"--png is 'curves.jpg'; its name must end in \.png\."):
-        save_png(figure, "curves.jpg")
+        check_output("curves.jpg", (".png",), "--png")
     with pytest.raises(UsageError, match="there is no folder"):
-        save_png(figure, str(tmp_path / "nowhere" / "curves.png"))
+        check_output(str(tmp_path / "nowhere" / "curves.png"), (".png",), "--png")

@@ -233,5 +233,5 @@ def test_a_sweep_stands_for_its_trials_in_a_comparison(tmp_path: Path) -> None:
     stored(tmp_path, "alone")
     names = [run.name for run in raytrain.compare(["rates", "alone"], storage=str(tmp_path))]
     assert names == ["rates-00", "rates-01", "alone"]
-    with pytest.raises(UsageError, match="two runs or more, or a sweep or a study"):
+    with pytest.raises(UsageError, match="two runs or more, or a sweep"):
         raytrain.compare(["alone"], storage=str(tmp_path))

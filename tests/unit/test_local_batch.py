@@ -19,7 +19,7 @@ from raytrain.data.blocks import (
     to_block,
     to_table,
 )
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_format import ImageShape
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
@@ -83,7 +83,7 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_has_a_part_of_it() -> 
 
 def test_a_block_is_read_from_its_table_without_a_copy() -> None:
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
-    table = to_table(pixels, np.arange(2), np.arange(2))
+    table = to_table(Block(pixels, np.arange(2), np.arange(2)))
     assert np.shares_memory(to_block(table, ImageShape(2, 2, 3)).images, pixels)
     joined = to_block(pa.concat_tables([table, table.slice(1)]), ImageShape(2, 2, 3))
     assert joined.images.tolist() == [*pixels.tolist(), pixels[1].tolist()]

@@ -98,7 +98,8 @@ def test_a_bucket_is_looked_at_as_a_folder_is(
     given = f"--data {s3_url}/train --test-data {s3_url}/test --batch-size 8 --learning-rate 1 --image-size 12 12"
     assert main(["look", "custom", *given.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["training_images"] == len(there.summary()["classes"]) * 10 + 2
-    assert (images / "custom-look.png").is_file()
+    assert (images / "runs" / "custom-look.png").is_file()  # and nothing in the current folder
+    assert not list(images.glob("*.png"))
 
 
 def test_without_time_a_part_is_looked_at_and_that_is_said(tmp_path: Path) -> None:

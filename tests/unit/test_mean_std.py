@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from raytrain.data.dataset import measure_mean_std
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 

@@ -1,4 +1,4 @@
-"""Out of memory: how many parts fit is found by trial, told in mid-run, and the run goes on with the same weights."""
+"""Out of memory: the number of microbatches is found by trial or in mid-run, and the weights stay the same."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def fails_later(run: Run) -> None:
     for epoch in run.epochs():
         for batch in epoch:
             optimizer.zero_grad()
-            for part in batch.microbatches():
-                if batch.step >= 6 and len(part.labels) > LARGEST:
+            for microbatch in batch.microbatches():
+                if batch.step >= 6 and len(microbatch.labels) > LARGEST:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-                loss = run.loss(model(part.images), part.targets)
+                loss = run.loss(model(microbatch.images), microbatch.targets)
                 loss.backward()
                 run.log(loss=loss)
             optimizer.step()
@@ -61,8 +61,8 @@ MODEL = "tests.unit.test_memory:limited"
 SIMPLE = "tests.helpers.memory_runs:network_without_norm"
 
 
-def parts_told(run: FolderRun) -> int | None:
-    """The parts that a run asks for; None if it trains."""
+def microbatches_asked_for(run: FolderRun) -> int | None:
+    """Return the number of microbatches that a run asks for; None if it trains."""
     try:
         train_here(run)
     except OutOfMemory as error:
@@ -70,15 +70,17 @@ def parts_told(run: FolderRun) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("batch_size", "parts"), [(5, None), (6, 2), (20, 4), (21, 8)])
-def test_the_fewest_parts_that_fit_are_found(batch_size: int, parts: int | None, images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch_size", "number"), [(5, None), (6, 2), (20, 4), (21, 8)])
+def test_the_fewest_microbatches_that_fit_are_found(
+    batch_size: int, number: int | None, images: Path, tmp_path: Path
+) -> None:
     options = {"model": MODEL, "batch_size": batch_size, "accumulate": "auto", "epochs": 1}
-    assert parts_told(folder_run(images, tmp_path, "run", **options)) == parts
+    assert microbatches_asked_for(folder_run(images, tmp_path, "run", **options)) == number
 
 
 def test_all_workers_ask_for_what_the_one_with_the_most_images_needs(images: Path, tmp_path: Path) -> None:
     run = folder_run(images, tmp_path, "run", model=MODEL, accumulate="auto", worker_load=(1.0, 3.0), batch_size=8)
-    assert run_in_processes(2, parts_told, run) == [2, 2]
+    assert run_in_processes(2, microbatches_asked_for, run) == [2, 2]
 
 
 def test_a_single_image_that_does_not_fit_is_told(
@@ -104,7 +106,7 @@ def test_an_evaluation_that_does_not_fit_is_told_as_one(images: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_a_run_starts_in_as_many_parts_as_fit_with_the_same_weights(
+def test_a_run_starts_in_as_many_microbatches_as_fit_with_the_same_weights(
     backend: Literal["local", "ray"], images: Path, tmp_path: Path
 ) -> None:
     by_number, _ = train_here(folder_run(images, tmp_path, "number", model=MODEL, epochs=1, accumulate=4))
@@ -121,7 +123,7 @@ def test_a_run_that_meets_its_limit_later_goes_on_from_its_checkpoint(images: Pa
     run = folder_run(images, tmp_path, "run", model=SIMPLE, loop=fails_later, checkpoint_every=("1ep", "2st"))
     with pytest.raises(OutOfMemory, match="for a global batch at once; compute it with --accumulate 2"):
         train_here(run)
-    assert parts_told(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=2))) == 4
+    assert microbatches_asked_for(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=2))) == 4
     again, recorder = train_here(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=4)))
     assert [row.step for row in recorder.rows if row.kind == "step"] == [7, 8, 9, 10]
     assert largest_difference(undisturbed, again) < 1e-10

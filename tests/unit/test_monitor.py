@@ -206,7 +206,7 @@ def test_a_stop_request_wakes_waiting_callers_and_the_first_reason_counts(monito
     waiting.start()
     monitor.request_stop(StopReason("command", "here"))
     monitor.request_stop(StopReason("signal", "SIGINT"))
-    waiting.join(timeout=10)
+    waiting.join(timeout=60)
     assert heard == [StopReason("command", "here")]
     assert monitor.snapshot().stop_request == StopReason("command", "here")
     assert events_of(monitor) == [StopRequested(StopReason("command", "here"))]

@@ -34,28 +34,28 @@ def test_the_local_batches_of_a_global_batch_are_its_samples_in_order_for_any_wo
 
 
 @given(sizes, batch_sizes, seeds, loads, st.integers(1, 5))
-def test_the_parts_of_a_batch_are_the_same_for_any_workers(
+def test_the_microbatches_of_a_batch_are_the_same_for_any_workers(
     num_samples: int, batch_size: int, seed: int, loads: list[float], accumulate: int
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed, accumulate=accumulate)
     for batch in {plan.batch(0), plan.batch(plan.num_steps - 1)}:
-        alone = in_parts(Partition(plan, 0, [1.0]), batch)
-        by_rank = [in_parts(Partition(plan, rank, loads), batch) for rank in range(len(loads))]
-        assert [list(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)] == alone
+        alone = in_microbatches(Partition(plan, 0, [1.0]), batch)
+        by_rank = [in_microbatches(Partition(plan, rank, loads), batch) for rank in range(len(loads))]
+        assert [list(itertools.chain(*slices)) for slices in zip(*by_rank, strict=True)] == alone
         assert list(itertools.chain(*alone)) == plan.batch_draws(batch).tolist()
         assert (
             plan.batch_draws(batch).tolist() == BatchPlan(num_samples, batch_size, 2, seed).batch_draws(batch).tolist()
         )
-        sizes = [len(part) for part in alone]
+        sizes = [len(microbatch) for microbatch in alone]
         assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1 and len(sizes) == min(accumulate, batch.size)
 
 
-def in_parts(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
-    """Return a worker's samples in each part of a batch."""
-    ends = np.cumsum(partition.part_sizes(batch))
+def in_microbatches(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
+    """Return a worker's samples in each microbatch."""
+    ends = np.cumsum(partition.microbatch_sizes(batch))
     samples = partition.local_draws(batch)
     assert len(samples) == ends[-1]
-    return [part.tolist() for part in np.split(samples, ends[:-1])]
+    return [microbatch.tolist() for microbatch in np.split(samples, ends[:-1])]
 
 
 @given(st.integers(1, 60), st.integers(1, 30), seeds, loads, loads, st.data())

@@ -26,6 +26,7 @@ from raytrain.launch.ray.private_api import (
     missing,
     version_error,
 )
+from raytrain.launch.ray.process_variables import variables_set
 
 PACKAGE = Path(__file__).parents[2] / "raytrain"
 pytestmark = pytest.mark.not_quick  # importing torch starts a process
@@ -104,7 +105,7 @@ def test_an_elastic_run_is_refused_if_this_ray_has_none(monkeypatch: pytest.Monk
 def test_variables_that_ray_removes_meanwhile_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_BEFORE", "1")
     monkeypatch.delenv("RAY_NEW", raising=False)
-    with private_api.variables_set({"RAY_BEFORE": "2", "RAY_NEW": "3"}):
+    with variables_set({"RAY_BEFORE": "2", "RAY_NEW": "3"}):
         del os.environ["RAY_NEW"]
     assert os.environ["RAY_BEFORE"] == "1" and "RAY_NEW" not in os.environ
 

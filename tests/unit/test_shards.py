@@ -23,7 +23,7 @@ from raytrain.data import shards as shard_files
 from raytrain.data.blocks import LocalBatch, batches_from_stream, to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.images.crop_box import STRETCHED
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader, read_contents
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images

@@ -47,7 +47,7 @@ def test_the_read_order_never_runs_more_than_a_block_ahead_of_any_worker(
     rows_used = [0] * len(loads)
     for step in range(first_step, plan.num_steps):
         for rank, order in enumerate(orders):
-            rows_used[rank] += sum(order.partition.part_sizes(plan.batch(step)))
+            rows_used[rank] += sum(order.partition.microbatch_sizes(plan.batch(step)))
             while rows_there[rank] < rows_used[rank]:
                 which, number = next(turns)
                 assert number == read[which]
@@ -74,7 +74,7 @@ def test_a_full_queue_blocks_its_producer() -> None:
     with ThreadPoolExecutor() as pool:
         pushed = pool.submit(streams.push, STREAM, 0, 2, 1)
         assert streams.take(STREAM, 0, timeout_s=10) == [1]
-        assert pushed.result(timeout=10)
+        assert pushed.result(timeout=60)
     assert streams.take(STREAM, 0, timeout_s=0) == [2]
 
 
@@ -129,4 +129,4 @@ def test_closing_releases_blocked_producers() -> None:
     with ThreadPoolExecutor() as pool:
         pushed = pool.submit(streams.push, STREAM, 0, 2, 1)
         streams.close()
-        assert not pushed.result(timeout=10)
+        assert not pushed.result(timeout=60)

@@ -20,7 +20,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.launch.placement import Hardware
 from raytrain.launch.ray import cluster_watch as module
 from raytrain.launch.ray.cluster_watch import wait_for_machines
-from raytrain.launch.ray.private_api import autoscaler_problems
+from raytrain.launch.ray.head_queries import autoscaler_problems
 
 
 class Cluster:

@@ -1,0 +1,50 @@
+"""How the tests share two processes: what pytest-xdist asks of ``conftest.py``.
+
+Each process has a Ray, an S3 server and folders of its own. It gets whole files, so that the fixtures of a module are
+made once, and first all tests that need a process without a Ray cluster, then those that are on one: a process that has
+connected to its cluster stays connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+_NUM_PROCESSES = 2
+
+
+def num_processes(config: pytest.Config) -> int:
+    """Return the number of processes beside pytest's own; 0 if that runs the tests itself.
+
+    One file is not worth a second Ray. Slow tests may look at the whole machine, fill its memory or make its networks.
+    What tests print with ``-s`` would come from no terminal.
+    """
+    files = {argument.partition("::")[0] for argument in config.args}
+    is_one_file = len(files) == 1 and files.pop().endswith(".py")
+    has_slow_tests = config.option.markexpr not in ("not slow", "quick")
+    prints = config.option.capture == "no"
+    return 0 if is_one_file or has_slow_tests or prints else _NUM_PROCESSES
+
+
+class FileByFile(LoadScopeScheduling):
+    """Give each process one file after the other, in the order of ``conftest.py``.
+
+    That order has some files twice, with their tests beside a cluster and with those on one.
+    """
+
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        super().add_node_collection(node, collection)
+        self.config.option.loadscopereorder = False  # otherwise files with many tests would come first
+        self._stretches: dict[str, str] = {}
+        stretch, previous_file = 0, ""
+        for nodeid in collection:
+            file = nodeid.partition("::")[0]
+            stretch += file != previous_file
+            self._stretches[nodeid] = f"{stretch} {file}"
+            previous_file = file
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._stretches[nodeid]
