@@ -12,8 +12,6 @@ from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
 from .experiments.find_rate import find_rate as find_rate
-from .experiments.study import StudyResult as StudyResult
-from .experiments.study import study as study
 from .experiments.sweep import sweep as sweep
 from .experiments.trials import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
@@ -25,11 +23,14 @@ from .inference.serve import serve as serve
 from .launch.train import RunHandle as RunHandle
 from .launch.train import stop as stop
 from .launch.train import train as train
+from .loader.image_loader import ImageLoader as ImageLoader
 from .runs.outcome import TrainResult as TrainResult
 from .storage.filesystem import filesystem as filesystem
 from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
 from .training.batch import Batch as Batch
+from .training.data_parallel import no_sync as no_sync
+from .training.data_parallel import parallel as parallel
 from .training.run import Epoch as Epoch
 from .training.run import Run as Run
 from .training.weight_average import WeightAverage as WeightAverage

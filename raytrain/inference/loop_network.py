@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.child_processes import send_own_code
 from raytrain.config.user_code import in_one_sentence
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
@@ -97,6 +98,7 @@ def loop_network(
     run = _Preparing(config, classes, plan)
     failed = "The loop, run as far as its first epoch for its network, failed"
     with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
+        send_own_code()  # to processes that the loop starts
         loop(run)
 
     # Runs are evaluated with the average of their weights, if there is one. If an evaluation had weights that the

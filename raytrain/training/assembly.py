@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from raytrain.config.child_processes import send_own_code
 from raytrain.config.user_code import describe, restart_may_help, users_line
-from raytrain.errors import LoopFailed, RaytrainError, UsageError
+from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import Note
+from raytrain.runs.documents import UNUSED_OPTIONS, write_json
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop, transfer
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
+from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.evaluation import check_evaluation, evaluate_prepared
 from raytrain.training.gallery import Gallery
+from raytrain.training.loop_source import remember_source_lines
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -29,7 +35,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
-from raytrain.training.unused_options import unused_options
+from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
 
 
@@ -71,7 +77,7 @@ def make_run(
         torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
     if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
         reporter.event(Note(warning))  # before the first step, which may take minutes then
-    if worker.rank == 0 and (note := transfer.kept_head_note(config, spec.classes, weights)):
+    for note in transfer.notes_on_weights(config, spec.classes, weights) if worker.rank == 0 else ():
         reporter.event(Note(note))
 
     # All that a loop prepares finds its state in the newest checkpoint.
@@ -85,16 +91,18 @@ def make_run(
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )
+    augment = Augment(config, build_transforms(config, spec.transforms))
+    label_sets = None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device)
     return Run(
         config=config,
         classes=spec.classes,
         plan=spec.plan,
-        source=source,
         reporter=reporter,
         worker=worker,
         weights=weights,
-        label_sets=None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device),
-        augment=Augment(config, build_transforms(config, spec.transforms)),
+        label_sets=label_sets,
+        augment=augment,
+        batches=DeviceBatches(config, source, augment, device, len(spec.classes), label_sets),
         loss=Loss(config, len(spec.classes), spec.class_weights, device),
         models=models,
         state=state,
@@ -112,11 +120,14 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     """
 
     def after_first_step() -> Iterator[str]:
-        yield from unused_options(run, spec.loop) if spec.loop is not None else ()
+        if spec.loop is not None:
+            record_unused_options(spec, run)
+            yield from unused_options(run, spec.loop)
         yield from (*run.loss.notes(), *run.augment.notes(run.device))
         if spec.loop is not None:
             check_evaluation(run)
 
+    remember_source_lines(spec.sources)  # for the sentence of an error in the loop
     run.steps.notes = after_first_step
     with report_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
         try:
@@ -128,9 +139,19 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
             raise
 
 
+def record_unused_options(spec: RunSpec, run: Run) -> None:
+    """Write the options that the loop does not use beside those of the run, so that `compare` leaves them out."""
+    assert spec.loop is not None
+    unused = [name for names in options_without_effect(run, spec.loop).values() for name in names]
+    if run.rank == 0:
+        with suppress(StorageError):
+            write_json(spec.store, UNUSED_OPTIONS, {"options": unused})
+
+
 def _call_loop(spec: RunSpec, run: Run) -> None:
     """Call the loop. Raises what is wrong as one of our exceptions, unless another attempt may do without it."""
     first_step = run.progress.step
+    send_own_code()  # to processes that the loop starts
     try:
         if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
             memory.check_memory(run)
@@ -139,6 +160,13 @@ def _call_loop(spec: RunSpec, run: Run) -> None:
         raise memory.out_of_memory(run) from error
     except RaytrainError:
         raise
+    except BdbQuit as error:
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        raise LoopFailed(
+            f"its loop was left in a debugger, or the debugger had no terminal ({line}): breakpoint() opens one, with "
+            "--backend local --workers 1 in a terminal",
+            False,
+        ) from error
     except (Exception, SystemExit) as error:
         if restart_may_help(error):
             raise

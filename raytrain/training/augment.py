@@ -20,7 +20,7 @@ from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError
 from raytrain.training.random_numbers import held_generators, kept_generators, seed_each, seed_generators
 
-_FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
+_FLIP, _DOWN, _RIGHT, _NUMBERS_PER_IMAGE = range(4)  # columns of an image's random numbers, and their count
 _NUM_TRIED = 8  # images
 _UNSEEDED = (
     "--transforms {name} makes different images of the same one, although all random number generators that are found "
@@ -36,7 +36,7 @@ class Augment:
     if ``--image-size`` says so. The result is float32 (float64 with that precision), in the configured memory format,
     on the device of the images.
 
-    The random numbers of an image depend only on the seed, the epoch and the sample. So an image looks the same in any
+    The random numbers of an image depend only on the seed, the epoch and the draw. So an image looks the same in any
     batch, on any worker or device, and after a resume.
     """
 
@@ -51,14 +51,14 @@ class Augment:
         self.scale = (1 / (255 * by_channel[1])).to(self.dtype)  # x·scale + shift = (x/255 - mean) / std
         self.shift = (-by_channel[0] / by_channel[1]).to(self.dtype)
 
-    def train(self, images: Tensor, samples: Int64s, epoch: int) -> Tensor:
-        """Augment and normalise the images of ``samples``, int64 (B,), for ``epoch``."""
+    def train(self, images: Tensor, draws: Int64s, epoch: int) -> Tensor:
+        """Augment and normalise the images of ``draws``, int64 (B,), for ``epoch``."""
         seed = self.config.seed
         pixels = images.permute(0, 3, 1, 2)  # (B, C, H, W)
 
         # Whole images in a cache are cropped here, others where they are decoded.
         if self.config.cache_side is not None:
-            pixels = _crop(pixels.to(self.dtype), crop_numbers(seed, epoch, samples), self.config)
+            pixels = _crop(pixels.to(self.dtype), crop_numbers(seed, epoch, draws), self.config)
         pixels = self._resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs))
 
         # torchvision's transforms and those of the user take bytes, and draw on the host for each image.
@@ -67,15 +67,15 @@ class Augment:
             named = self.config.transforms
             subject = "The augmentation" if named is None else f"--transforms {named}"
             with in_one_sentence(f"{subject} cannot be applied to {_kind(pixels[0])}"):
-                pixels = transform_each(self.transforms, pixels, samples, seed, epoch, self.own_generators)
+                pixels = transform_each(self.transforms, pixels, draws, seed, epoch, self.own_generators)
 
         # Flips and shifts are one gather on the device for the whole batch.
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
-        draws = uniform(mix(seed, epoch), samples, _NUM_DRAWS)
+        numbers = uniform(mix(seed, epoch), draws, _NUMBERS_PER_IMAGE)
         if self.config.flip == "alternating":  # below 0.5 in every second epoch (Jordan 2024)
-            draws[:, _FLIP] = (uniform(mix(seed), samples, _NUM_DRAWS)[:, _FLIP] + epoch / 2) % 1
-        on_device = torch.from_numpy(draws).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
+            numbers[:, _FLIP] = (uniform(mix(seed), draws, _NUMBERS_PER_IMAGE)[:, _FLIP] + epoch / 2) % 1
+        on_device = torch.from_numpy(numbers).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
         return self._normalise(*self._flip_and_shift(pixels, on_device))
 
     def notes(self, device: torch.device) -> list[str]:
@@ -100,19 +100,19 @@ class Augment:
         mode = self.config.interpolation
         return F.interpolate(pixels.to(self.dtype), size, mode=mode, antialias=True).clamp(0, 255)
 
-    def _flip_and_shift(self, pixels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Flip and shift ``pixels``, (B, C, H, W), as ``draws``, (B, 3), choose, and keep their dtype.
+    def _flip_and_shift(self, pixels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Flip and shift ``pixels``, (B, C, H, W), as the random ``numbers``, (B, 3), choose, and keep their dtype.
 
         Return also a mask, bool (B, 1, H, W), of the pixels that come from inside the image.
         """
         height, width = pixels.shape[2:]
         reach = self.config.translate
-        shifts = (draws[:, _DOWN : _RIGHT + 1] * (2 * reach + 1)).long() - reach  # (B, 2), uniform in -reach..reach
+        shifts = (numbers[:, _DOWN : _RIGHT + 1] * (2 * reach + 1)).long() - reach  # (B, 2), uniform in -reach..reach
         y = torch.arange(height, device=pixels.device) - shifts[:, :1]  # (B, H): source row
         x = torch.arange(width, device=pixels.device) - shifts[:, 1:]  # (B, W): source column
         inside = _within(y, height)[:, None, :, None] & _within(x, width)[:, None, None, :]
         if self.config.flip != "none":
-            x = torch.where(draws[:, _FLIP, None] < 0.5, width - 1 - x, x)
+            x = torch.where(numbers[:, _FLIP, None] < 0.5, width - 1 - x, x)
         source = y.clamp(0, height - 1)[:, :, None] * width + x.clamp(0, width - 1)[:, None, :]  # (B, H, W)
         source = source.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)  # one gather per plane is the fastest
         return pixels.flatten(2).gather(2, source).view(pixels.shape), inside
@@ -132,10 +132,10 @@ def _within(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
-def _crop(pixels: Tensor, draws: Floats, config: ResolvedConfig) -> Tensor:
-    """Crop the box that ``draws`` (B, 4) choose from each image (B, C, H, W), and resize it to the image size."""
+def _crop(pixels: Tensor, numbers: Floats, config: ResolvedConfig) -> Tensor:
+    """Crop the box that ``numbers`` (B, 4) choose from each image (B, C, H, W), and resize it to the image size."""
     height, width = pixels.shape[2:]
-    left, top, right, bottom = crop_boxes((height, width), draws).T  # (B,) each
+    left, top, right, bottom = crop_boxes((height, width), numbers).T  # (B,) each
     zero = np.zeros_like(left)
     across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
     down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
@@ -200,19 +200,19 @@ def _own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> list[Any
 
 
 def transform_each(
-    transforms: Transforms, images: Tensor, samples: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
+    transforms: Transforms, images: Tensor, draws: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
 ) -> Tensor:
-    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), whose indices are ``samples``, int64 (B,).
+    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), which show ``draws``, int64 (B,).
 
     The random numbers of torch, NumPy and Python, and of the ``generators`` that the transforms hold, depend on
-    ``seed``, ``epoch`` and the sample alone while an image is transformed, so that it looks the same in any batch and
+    ``seed``, ``epoch`` and the draw alone while an image is transformed, so that it looks the same in any batch and
     on any worker. Afterwards those of the libraries continue as before. Raises UsageError if a transform changes an
     image's shape or type.
     """
     transformed: list[Tensor] = []
     with kept_generators(images.device):
-        for image, sample in zip(images, samples.tolist(), strict=True):
-            key = mix(seed, epoch, _KEY, sample)
+        for image, draw in zip(images, draws.tolist(), strict=True):
+            key = mix(seed, epoch, _KEY, draw)
             seed_generators(key, image.device)
             seed_each(generators, key)
             result: object = transforms(image)

@@ -1,8 +1,8 @@
-"""Out of memory: in how many parts a global batch fits, found by trial, or reported when a run meets its limit.
+"""Out of memory: in how many microbatches a global batch fits, found by trial, or reported when a run meets its limit.
 
 With ``--accumulate auto`` each worker tries, before the first step, whether a step of its images fits into its memory:
-at once, in two parts, in four, and so on. All workers take the most parts that any of them needs. A run whose memory
-does not suffice later ends with the number of parts to try next, with which it is started again.
+at once, in two microbatches, in four, and so on. All workers take the most that any of them needs. A run whose memory
+does not suffice later ends with the number of microbatches to try next, with which it is started again.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from raytrain.training.weight_average import WeightAverage
 
 
 def check_memory(run: Run) -> None:
-    """Raise OutOfMemory on all workers, with the parts that fit, by trial; UsageError if no image does."""
-    # Find the fewest parts, a power of two, in which this worker can compute its images; too many if none do.
-    num_parts = 1
-    while num_parts < 2 * run.plan.batch_size and not _fits(run, num_parts):
-        num_parts *= 2
-    most_parts = torch.tensor(num_parts, device=run.device)
+    """Raise OutOfMemory on all workers, with how many microbatches fit, by trial; UsageError if no image fits."""
+    # Find the fewest microbatches, a power of two, in which this worker can compute its images; too many if none do.
+    num_microbatches = 1
+    while num_microbatches < 2 * run.plan.batch_size and not _fits(run, num_microbatches):
+        num_microbatches *= 2
+    most = torch.tensor(num_microbatches, device=run.device)
     if run.world_size > 1:
-        dist.all_reduce(most_parts, dist.ReduceOp.MAX)
-    if most_parts > run.plan.accumulate:
-        raise _out_of_memory(run, int(most_parts))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    if most > run.plan.accumulate:
+        raise _out_of_memory(run, int(most))
 
 
-def _fits(run: Run, num_parts: int) -> bool:
-    """Return whether this worker can compute its images of the largest of ``num_parts`` parts of a global batch."""
-    plan = replace(run.plan, accumulate=num_parts)
+def _fits(run: Run, num_microbatches: int) -> bool:
+    """Return whether this worker can compute its images of the largest of ``num_microbatches`` of a global batch."""
+    plan = replace(run.plan, accumulate=num_microbatches)
     partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
-    num_images = max(1, *partition.part_sizes(plan.batch(0)))
+    num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))
     fits = True
     try:
         _try_step(run, num_images)
@@ -80,17 +80,17 @@ def out_of_memory(run: Run) -> RaytrainError:
     return _out_of_memory(run, 2 * run.plan.accumulate)
 
 
-def _out_of_memory(run: Run, num_parts: int) -> RaytrainError:
-    """Return the error that asks for ``num_parts``, or for a smaller network if not even a single image fits."""
-    if num_parts // 2 >= run.plan.batch_size:  # half as many were tried, with one image each
+def _out_of_memory(run: Run, num_microbatches: int) -> RaytrainError:
+    """Return the error that asks for ``num_microbatches``, or for a smaller network if not even a single image fits."""
+    if num_microbatches // 2 >= run.plan.batch_size:  # half as many were tried, with one image each
         return UsageError(
             "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
             "--image-size, or a smaller network."
         )
     before = run.plan.accumulate
-    at_once = "at once" if before == 1 else f"in {before} parts"
+    at_once = "at once" if before == 1 else f"in {before} microbatches"
     return OutOfMemory(
         f"The memory of a worker does not suffice for a global batch {at_once}; compute it with --accumulate "
-        f"{num_parts}",
-        num_parts,
+        f"{num_microbatches}",
+        num_microbatches,
     )

@@ -135,10 +135,10 @@ def check_evaluation(run: Run) -> None:
     and the network stays as it is. All networks are in evaluation mode meanwhile, as a ``forward`` that somebody has
     replaced may still call the original.
     """
-    if run.own_evaluation is not None or run.config.is_range_test or run.part is None:
+    if run.own_evaluation is not None or run.config.is_range_test or run.microbatch is None:
         return
     run.config.check_metrics(built_in_metrics(run.config))
-    model, images = run.models.evaluated, run.part.images[:_NUM_TRIED]
+    model, images = run.models.evaluated, run.microbatch.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()
     except Exception:  # torch copies no weights that were computed

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.images.decode import Pixels
+from raytrain.data.images.resize import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import DocumentLost, Event
 from raytrain.runs.documents import EVALUATION, plain, write_json

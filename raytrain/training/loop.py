@@ -20,13 +20,13 @@ def train(run: Run) -> None:
     for epoch in run.epochs():  # after a resume, the first one may have begun before
         for batch in epoch:
             optimizer.zero_grad()
-            for part in batch.microbatches():  # one, unless --accumulate asks for more
-                logits = model(part.images)  # (m, C)
-                loss = run.loss(logits, part.targets)  # the mean; cross entropy if no option says else
-                with run.no_sync(not part.is_last):  # the last backward sums the gradients of all parts
+            for microbatch in batch.microbatches():  # one, unless --accumulate asks for more
+                logits = model(microbatch.images)  # (m, C)
+                loss = run.loss(logits, microbatch.targets)  # the mean; cross entropy if no option says else
+                with run.no_sync(not microbatch.is_last):  # the last backward sums the gradients of them all
                     scaler.scale(loss).backward()  # afterwards they are those of the whole global batch
-                run.log(loss=loss, accuracy=run.accuracy(logits, part))
-                run.show(part, logits)  # to whoever watches
+                run.log(loss=loss, accuracy=run.accuracy(logits, microbatch))
+                run.show(microbatch, logits)  # to whoever watches
             scaler.unscale_(optimizer)
             if run.config.clip_norm is not None:
                 clip_grad_norm_(model.parameters(), run.config.clip_norm)

@@ -75,32 +75,32 @@ def _paste(images: Tensor, pasted: Tensor, share: float, random: np.random.Gener
 def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the image before each image of the slice and its label, in the cyclic order of the global batch.
 
-    The global batch consists of P parts, and each part of one slice for each of the N workers.
+    The global batch consists of P microbatches, and each of them of one slice for each of the N workers.
     """
     images, labels = batch.images.roll(1, 0), batch.labels.roll(1, 0)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return images, labels
 
     # Only the first image of a slice has its predecessor on another worker, so each sends the last one of each slice.
-    num_parts, world_size = len(batch.part_sizes), dist.get_world_size()
-    sizes = torch.tensor(batch.part_sizes).to(batch.labels.device, non_blocking=True)
+    num_microbatches, world_size = len(batch.microbatch_sizes), dist.get_world_size()
+    sizes = torch.tensor(batch.microbatch_sizes).to(batch.labels.device, non_blocking=True)
     ends = (sizes.cumsum(0) - 1).clamp(min=0)
     last_images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
     last_labels, all_sizes = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
 
     # Empty slices have none to give: the predecessor is in the last slice before it that is filled, or, at the start
     # of the global batch, in the last of all.
-    order = torch.arange(num_parts * world_size, device=all_sizes.device)  # of the slices: part by part, rank by rank
+    order = torch.arange(num_microbatches * world_size, device=all_sizes.device)  # of slices: by microbatch, then rank
     filled = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last filled one up to each
     filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
     slices_before = filled.roll(1)[dist.get_rank() :: world_size]  # (P,), for this worker's slices
-    ranks, parts = slices_before % world_size, slices_before // world_size
-    images_before, labels_before = last_images[ranks, parts], last_labels[ranks, parts]
+    ranks, microbatches = slices_before % world_size, slices_before // world_size
+    images_before, labels_before = last_images[ranks, microbatches], last_labels[ranks, microbatches]
 
     start = 0
-    for part, size in enumerate(batch.part_sizes):
+    for number, size in enumerate(batch.microbatch_sizes):
         if size:
-            images[start], labels[start] = images_before[part], labels_before[part]
+            images[start], labels[start] = images_before[number], labels_before[number]
         start += size
     return images, labels
 

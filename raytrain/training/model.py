@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_code import in_one_sentence, load_function
-from raytrain.errors import StorageError, UsageError, did_you_mean
+from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.model_names import missing, unknown_classifier, unknown_timm_model
+from raytrain.training.weights_source import not_downloaded
 
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
@@ -135,10 +136,7 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
         with torch.random.fork_rng(devices=[]):
             return make()
     except (OSError, RuntimeError) as error:
-        raise StorageError(
-            f"{library}'s weights for {in_timm or name} cannot be downloaded ({error}); save them on a machine with a "
-            "network connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
-        ) from None
+        raise not_downloaded(library, in_timm or name, error) from None
 
 
 def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,20 @@ from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.optimisation import rising_rate
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
+
+
+@contextmanager
+def optimizer_hooks(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Call ``before`` and ``after`` with the optimizer at each step of any optimizer of this process, in this context.
+
+    Example: ``with optimizer_hooks(lambda optimizer, *_: print(optimizer), lambda *_: None): optimizer.step()``
+    """
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class OptimizerSteps:
@@ -46,15 +60,9 @@ class OptimizerSteps:
         self._autocast_before: list[bool] = []  # of the steps that are running: an optimizer may wrap another one
         self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
+    def followed(self) -> AbstractContextManager[None]:
         """Follow the steps of all optimizers of this process in this context."""
-        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return optimizer_hooks(self._before, self._after)
 
     def begin(self, step: int) -> None:
         """Follow the optimizers through the batch of ``step``, counted from 0."""

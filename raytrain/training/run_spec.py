@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from raytrain.data.dataset import Dataset, class_weights
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.storage.store import Store
+from raytrain.training.loop_source import SourceLines, source_lines
 
 if TYPE_CHECKING:
     from raytrain.training.augment import Transforms
@@ -35,6 +36,7 @@ class RunSpec:
     store: Store  # of the run
     class_weights: tuple[float, ...] | None = None  # in the loss
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
+    sources: Mapping[str, SourceLines] = field(default_factory=dict)  # of the loop, by file: for errors on workers
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class RunSpec:
             store=store,
             class_weights=class_weights(config.class_weights, data.train),
             label_sets=data.train.label_sets,
+            sources=source_lines(loop) if loop else {},
         )
 
     @property
@@ -61,4 +64,6 @@ class RunSpec:
     def with_functions(self) -> RunSpec:
         """Return a spec with the loop and the transforms that the options name, which may import anything."""
         loop = self.loop or load_optional("--loop", self.config.loop)
-        return replace(self, loop=loop, transforms=load_optional("--transforms", self.config.transforms))
+        transforms = load_optional("--transforms", self.config.transforms)
+        sources = {**source_lines(loop), **source_lines(transforms)}  # a worker's own ones are those of its files
+        return replace(self, loop=loop, transforms=transforms, sources={**self.sources, **sources})

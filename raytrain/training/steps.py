@@ -122,7 +122,7 @@ class Steps:
         self.watch = LoopWatch(config, worker, models, self.report_once)
         self.notes: Callable[[], Iterable[str]] = tuple  # returns what to report of the loop after its first step
         # Counts of this worker: its images in the batch, and those of them whose loss the loop computes (all, or those
-        # of a part).
+        # of a microbatch).
         self._num_local = self._num_images = 0
         # Counts of this attempt, the same on all workers.
         self._num_steps_done = 0
@@ -170,7 +170,7 @@ class Steps:
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint, optimizer_steps=has_stepped))
 
-    def begin_part(self, num_images: int) -> None:
+    def begin_microbatch(self, num_images: int) -> None:
         """Weight by ``num_images``, of this worker's images, what the loop computes from now on."""
         self._num_images = num_images
 
@@ -279,8 +279,12 @@ class Steps:
         checkpoint = self._checkpoints.newest
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
-        status = "stopped" if self.progress.step < self._plan.num_steps else "finished"
-        reason = self._early_stop.reason or (None if self.is_over else StopReason("caller", "the loop returned"))
+        # A search for a learning rate has found its end once the loss explodes.
+        reason = self._early_stop.reason
+        has_exploded = self._config.is_range_test and reason is not None and reason.kind == "diverged"
+        has_ended = has_exploded or self.progress.step >= self._plan.num_steps
+        status = "finished" if has_ended else "stopped"
+        reason = reason or (None if self.is_over else StopReason("caller", "the loop returned"))
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     def wait_for_checkpoint(self) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config.options import options_by_call
-from raytrain.config.user_code import is_of_user, variables_of
 from raytrain.errors import flag
 from raytrain.recipes import RECIPES
+from raytrain.training.loop_source import own_code
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -33,16 +31,8 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     changed = {name for name in options if getattr(config, name) != getattr(recipe, name)}
     names = names_in_code(loop)
 
-    # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate decides
-    # the schedule itself, and a loop that was given no learning rate has one of its own.
-    decided = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
-    if not config.learning_rate:
-        decided.add("learning_rate")
-    for call, taken in options_by_call().items():
-        if call.rpartition(".")[2] in names:
-            continue
-        unused = [name for name in taken if name in changed - names - decided]
-        if unused:
+    for call, without_effect in options_without_effect(run, loop).items():
+        if unused := [name for name in without_effect if name in changed]:
             flags, takes = ", ".join(map(flag, unused)), "takes" if len(unused) == 1 else "take"
             yield f"{flags} {takes} effect in {call}, which the loop does not call"
 
@@ -54,6 +44,21 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
         yield _NOT_SCALED
 
 
+def options_without_effect(run: Run, loop: Callable[..., Any]) -> dict[str, list[str]]:
+    """Return the options that change nothing in ``loop``, by the call that takes them, which the loop lacks."""
+    # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate decides
+    # the schedule itself, and a loop that was given no learning rate has one of its own.
+    config, names = run.config, names_in_code(loop)
+    decided = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
+    if not config.learning_rate:
+        decided.add("learning_rate")
+    return {
+        call: [name for name in taken if name not in names | decided]
+        for call, taken in options_by_call().items()
+        if call.rpartition(".")[2] not in names
+    }
+
+
 def names_in_code(function: Any) -> set[str]:
     """Return the names in the code of ``function`` and of the user's functions and classes that it refers to.
 
@@ -61,26 +66,4 @@ def names_in_code(function: Any) -> set[str]:
 
         names_in_code(lambda run: run.build_model())  # {"build_model"}
     """
-    names: set[str] = set()
-    seen: dict[int, Any] = {}
-    waiting: list[Any] = [function]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing  # which also keeps its ID from being given to another one
-        if isinstance(thing, CodeType):
-            names.update(thing.co_names)
-            waiting += [constant for constant in thing.co_consts if isinstance(constant, CodeType)]
-        elif isinstance(thing, FunctionType) and is_of_user(thing.__code__.co_filename):
-            of_module, of_closure = variables_of(thing)
-            waiting += [thing.__code__, *of_module.values(), *of_closure.values()]
-        elif isinstance(thing, MethodType):
-            waiting += [thing.__func__, type(thing.__self__)]
-        elif isinstance(thing, partial):
-            waiting += [thing.func, *thing.args]  # pyright: ignore[reportUnknownMemberType]
-        elif isinstance(thing, type):
-            waiting += [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
-        elif callable(thing) and not isinstance(thing, FunctionType):
-            waiting.append(type(thing))
-    return names
+    return {name for code, _ in own_code(function) for name in code.co_names}
