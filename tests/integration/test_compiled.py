@@ -32,6 +32,7 @@ def losses(folder: Path, **chosen: Any) -> list[float | None]:
     return [row.loss for row in recorder.rows if row.kind == "step"]
 
 
+@pytest.mark.slow
 def test_a_network_with_dropout_trains_as_it_does_otherwise(tmp_path: Path) -> None:
     wanted = losses(tmp_path / "plain", compile=False)
     assert losses(tmp_path / "compiled", compile=True) == pytest.approx(wanted, rel=1e-9)

@@ -424,7 +424,11 @@ def wrong_weights(case: Case, found: dict[str, tuple[Tensors, list[str]]]) -> di
     return {name: each for name, each in differences.items() if not each < STRETCHED.get(name, 1e-10)}
 
 
-@pytest.mark.parametrize("workers", [pytest.param("2", marks=pytest.mark.slow), "2, unreadable", "3", "5"])
+def slow(workers: str) -> Any:
+    return pytest.param(workers, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("workers", [slow("2"), "2, unreadable", "3", slow("5")])
 def test_a_plain_loop_ends_with_the_weights_of_one_process(workers: str) -> None:
     case = CASES[workers]
     with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,7 @@ def run(folder: Path, *words: str | Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_one_process_trains_and_measures(folder: Path) -> None:
     assert re.search(r"epoch 1: accuracy \d\.\d\d", run(folder, sys.executable, "plain.py"))
 
@@ -42,6 +43,7 @@ def test_torchrun_trains_on_two_processes(folder: Path) -> None:
     assert re.search(r"epoch 1: loss \d+\.\d\d", printed)
 
 
+@pytest.mark.slow
 def test_accelerate_trains_and_saves_the_state_of_the_loader(folder: Path) -> None:
     assert "epoch 1: loss" in run(folder, sys.executable, "with_accelerate.py")
     assert (folder / "checkpoint" / "custom_checkpoint_0.pkl").exists()
