@@ -259,13 +259,14 @@ def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = 
     """
     trusted = ["--trust"] if trust else []
     commands = (
-        ["show", name],
-        ["evaluate", name, *(["--data", data] if data else []), *trusted],
-        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted],
-        ["export", name, "--output", f"{name}.onnx", *trusted],
-        ["serve", name, *trusted],
+        (None, ["show", name]),
+        (None, ["evaluate", name, *(["--data", data] if data else []), *trusted]),
+        (None, ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted]),
+        ("onnx", ["export", name, "--output", f"{name}.onnx", *trusted]),
+        ("serve", ["serve", name, *trusted]),
     )
-    return Group(Text("\nTry next"), *(command_line(shell_command(*words, storage=storage)) for words in commands))
+    lines = (command_line(shell_command(*words, storage=storage, extra=extra)) for extra, words in commands)
+    return Group(Text("\nTry next"), *lines)
 
 
 def command_line(command: str) -> Text:

@@ -102,7 +102,7 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 
 
 @dataclass(frozen=True)
-class ImageSet:
+class ImageFiles:
     """Images of one manifest, and how a process reads them. It travels to new processes.
 
     ``kept_in`` is the order in which decoded images are kept, in files of ``folder``; None if they are streamed.
@@ -114,10 +114,10 @@ class ImageSet:
     folder: Path
 
 
-class ImageSetReader:
-    """Reads an :class:`ImageSet` in one process: a worker, or one beside it. ``kept`` are the blocks that are kept."""
+class ImageFilesReader:
+    """Reads :class:`ImageFiles` in one process: a worker, or one beside it. ``kept`` are the blocks that are kept."""
 
-    def __init__(self, image_set: ImageSet, report: Report) -> None:
+    def __init__(self, image_set: ImageFiles, report: Report) -> None:
         self._images, self._manifest, self._report = image_set.images, image_set.manifest, report
         self.kept: SharedBlocks | None = None
         if image_set.kept_in is not None:
@@ -135,9 +135,9 @@ class ImageSetReader:
             self.kept.read_ahead()
 
 
-def open_readers(sets: Sequence[ImageSet], report: Report) -> list[ImageSetReader]:
+def open_readers(sets: Sequence[ImageFiles], report: Report) -> list[ImageFilesReader]:
     """Return a reader of each of the ``sets`` for this process."""
-    return [ImageSetReader(image_set, report) for image_set in sets]
+    return [ImageFilesReader(image_set, report) for image_set in sets]
 
 
 class MachineBatches(AbstractContextManager["MachineBatches"]):
@@ -162,7 +162,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         data = data.kept_on(cache.disk)
         folder = Path(cache.folder)
         self._sets = [
-            ImageSet(ImageReader(store, *format, isolated), manifest, order, folder / name)
+            ImageFiles(ImageReader(store, *format, isolated), manifest, order, folder / name)
             for store, format, manifest, order, name in (
                 (data.train_store, data.train_format, data.train, cache.train, "train"),
                 (data.test_store, data.test_format, data.test, cache.test, "test"),
@@ -214,7 +214,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
             yield reading.popleft().result()
 
 
-def _block_bytes(image_set: ImageSet) -> int:
+def _block_bytes(image_set: ImageFiles) -> int:
     """Return the bytes of one decoded block."""
     shape = image_set.images.shape
     return image_set.manifest.rows_per_block(shape) * shape.num_bytes

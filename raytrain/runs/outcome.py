@@ -175,18 +175,19 @@ def train_command(config: TrainConfig) -> str:
     return shlex.join([*command, *_flags(config, names)])
 
 
-def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain") -> str:
+def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:
     """Return a command line as one types it on this machine.
 
-    It begins with ``uv run`` if this process runs under uv, which sets UV, and names ``storage`` if that is not the
-    default.
+    It begins with ``uv run`` if this process runs under uv, which sets UV, and with the ``extra`` that the command
+    needs: uv installs it then. It names ``storage`` if that is not the default.
 
     Example:
         >>> shell_command("show", "digits", storage="s3://bucket/runs")
         'raytrain show digits --storage s3://bucket/runs'
     """
     where = [] if storage == "./runs" else ["--storage", storage]
-    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words, *where])
+    uv = ["uv", "run", *(("--extra", extra) if extra else ())] if "UV" in os.environ else []
+    return shlex.join([*uv, program, *words, *where])
 
 
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
