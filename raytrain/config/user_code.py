@@ -187,6 +187,9 @@ class OwnCodePickler(cloudpickle.Pickler):
         if isinstance(obj, CodeType):
             make, arguments = cast(Any, cloudpickle.Pickler.dispatch_table)[CodeType](obj)
             return _code_of_file, (make, arguments, obj.co_filename)
+        # torch.classes, which cloudpickle takes along with a loop that names torch and run.classes, and cannot pickle.
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
         return cast(Any, super()).reducer_override(obj)
 
 

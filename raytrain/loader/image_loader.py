@@ -131,6 +131,11 @@ class ImageLoader:
         return self._data.train.classes
 
     @property
+    def num_classes(self) -> int:
+        """Number of classes, the width of a classifier's output."""
+        return len(self.classes)
+
+    @property
     def num_images(self) -> int:
         """Number of training images, of all processes together."""
         return len(self._data.train)

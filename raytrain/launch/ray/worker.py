@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import importlib.metadata
 import inspect
 import logging
@@ -48,6 +50,10 @@ _POLL_S = 20.0
 
 
 # In the driver: what travels.
+
+
+# A loop that names torch and run.classes takes torch.classes along, which cloudpickle cannot pickle by itself.
+copyreg.pickle(type(torch.classes), lambda module: (importlib.import_module, (module.__name__,)))  # pyright: ignore
 
 
 def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
