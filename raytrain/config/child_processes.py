@@ -14,15 +14,14 @@ process sends back is found in the same ways.
 from __future__ import annotations
 
 import operator
+import pickle
 import sys
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, cast
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
-
-from raytrain.config.user_code import import_own_file, own_files
+from raytrain.config.user_code import import_own_file, own_files, pickle_own_code
 
 
 def send_own_code() -> None:
@@ -45,7 +44,7 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
         found = operator.attrgetter(value.__qualname__)(sys.modules.get(value.__module__))
     files = own_files()
     if found is not value:
-        return _from_value, (cloudpickle.dumps(value), files)  # pyright: ignore[reportUnknownMemberType]
+        return _from_value, (pickle_own_code(value), files)
     if (path := files.get(value.__module__)) is not None:
         return _from_file, (value.__module__, path, value.__qualname__)
     return NotImplemented
@@ -58,7 +57,7 @@ def _from_file(module: str, path: str, name: str) -> Any:
 
 def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
     _import(files)  # the value may refer to them
-    return cloudpickle.loads(pickled)
+    return pickle.loads(pickled)
 
 
 def _import(files: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import linecache
 import sys
 import sysconfig
@@ -149,7 +150,7 @@ def check_loop(loop: object) -> None:
             'TrainConfig(loop="file.py:function").'
         )
     with sending({"The loop": loop}):
-        cloudpickle.dumps(loop)  # pyright: ignore[reportUnknownMemberType]
+        pickle_own_code(loop)
 
 
 @contextmanager
@@ -176,11 +177,18 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
         ) from None
 
 
-class OwnCodePickler(cloudpickle.Pickler):
-    """Pickles as cloudpickle does, and keeps the files of functions, which name the line of an error in them.
+def pickle_own_code(value: object) -> bytes:
+    """Return ``value``, which may hold functions of the user's, pickled for another process.
 
-    Example: ``OwnCodePickler(file).dump(loop)``
+    Example: ``loop = pickle.loads(pickle_own_code(loop))``
     """
+    file = io.BytesIO()
+    _OwnCodePickler(file).dump(value)  # pyright: ignore[reportUnknownMemberType]
+    return file.getvalue()
+
+
+class _OwnCodePickler(cloudpickle.Pickler):
+    """Pickles as cloudpickle does, and keeps the files of functions, which name the line of an error in them."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce ``obj``; pickle calls this."""
@@ -207,7 +215,7 @@ def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _can_be_pickled(value: object) -> bool:
     try:
-        cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
+        pickle_own_code(value)
     except Exception:
         return False
     return True

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ray import cloudpickle
 from ray.exceptions import RayActorError
 
-from raytrain.config.user_code import OwnCodePickler, describe, load_function, restart_may_help
+from raytrain.config.user_code import check_loop, describe, load_function, pickle_own_code, restart_may_help
 from raytrain.errors import UsageError
 from raytrain.training.model import build_model
 
@@ -55,15 +53,12 @@ def test_a_network_of_the_users_that_cannot_be_built_is_said_with_its_line(tmp_p
         build_model(f"{tmp_path}/network.py:build", 3, 3, seed=0)
 
 
-def _names_classes(run: Any) -> int:
-    return len(torch.zeros(run.num_classes)) + len(run.classes)
+def _names_classes(run: Any) -> Any:
+    return torch.zeros(len(run.classes))
 
 
-def test_a_loop_that_names_torch_and_its_classes_travels() -> None:
+def test_a_loop_that_names_torch_and_the_classes_of_its_run_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     """By these two names, cloudpickle takes the module torch.classes along."""
-    _names_classes.__module__ = "__main__"  # pickled by value
-    importlib.import_module("raytrain.launch.ray.worker")
-    file = io.BytesIO()
-    OwnCodePickler(file).dump(_names_classes)
-    for pickled in (file.getvalue(), cloudpickle.dumps(_names_classes)):  # pyright: ignore
-        assert pickle.loads(pickled).__name__ == "_names_classes"
+    monkeypatch.setattr(_names_classes, "__module__", "__main__")  # it is pickled by value then
+    check_loop(_names_classes)
+    assert len(pickle.loads(pickle_own_code(_names_classes))(SimpleNamespace(classes=("a", "b")))) == 2

@@ -18,7 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from raytrain.config.user_code import OwnCodePickler
+from raytrain.config.user_code import pickle_own_code
 from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError
 from raytrain.launch.coordinator import Coordinator
@@ -173,7 +173,7 @@ class AgentProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the agent has ended, which whoever waits for it will see
             pickle.dump(os.getcwd(), self._process.stdin)
-            OwnCodePickler(self._process.stdin).dump((spec, inputs))
+            self._process.stdin.write(pickle_own_code((spec, inputs)))
             self._process.stdin.flush()
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copyreg
-import importlib
 import importlib.metadata
 import inspect
 import logging
 import os
+import pickle
 import sys
 import sysconfig
 import threading
@@ -20,16 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray import cloudpickle
 from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 
 import raytrain
-from raytrain.config.user_code import sending, trace_of
+from raytrain.config.user_code import pickle_own_code, sending, trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
@@ -50,10 +49,6 @@ _POLL_S = 20.0
 
 
 # In the driver: what travels.
-
-
-# A loop that names torch and run.classes takes torch.classes along, which cloudpickle cannot pickle by itself.
-copyreg.pickle(type(torch.classes), lambda module: (importlib.import_module, (module.__name__,)))  # pyright: ignore
 
 
 def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
@@ -79,7 +74,7 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             if travelling_module.__name__ != "__main__":  # which is pickled by value anyway
                 cloudpickle.register_pickle_by_value(travelling_module)  # pyright: ignore
     with sending({"The loop": spec.loop, "--transforms": spec.transforms}):
-        return cloudpickle.dumps(functions)  # pyright: ignore[reportPrivateImportUsage]
+        return pickle_own_code(functions)
 
 
 _INSTALLED_IN = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
@@ -124,7 +119,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
         os.chdir(inputs.working_folder)  # a loop or a model may read files by relative paths
     missing_folders = [folder for folder in inputs.module_path if folder not in sys.path]
     sys.path.extend(missing_folders)  # a loop may import what is beside it
-    loop, transforms = cloudpickle.loads(inputs.functions)
+    loop, transforms = pickle.loads(inputs.functions)
     spec = replace(spec, loop=loop, transforms=transforms)
 
     # Bring together what a run needs of Ray: its process group, its images, its coordinator, its weights.
