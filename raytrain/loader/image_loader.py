@@ -213,8 +213,9 @@ class ImageLoader:
             next(self._ahead)  # the shorter batch that drop_last leaves out
             self._ahead_step = step
         if self._ahead is None or self._ahead_step != step:
-            self._stop_reading()
+            self._reading.close()
             self._ahead, self._ahead_step = batches.read_ahead(step), step
+            self._reading.callback(self._ahead.close)
         local, tensors = next(self._ahead)
         self._ahead_step += 1
         return batches.prepare(local, tensors)
@@ -236,19 +237,21 @@ class ImageLoader:
         group.check_equal("a loader of other images or options", config.to_json(), data.train.digest)
         group.check_equal("its loader at another step", self._next_step)
 
+        if (config.mixup or config.cutmix) and world_size > 1 and not group.can_talk:
+            raise UsageError(
+                f"mixup and cutmix mix the images of all {world_size} processes, which cannot talk to each other here: "
+                "call torch.distributed.init_process_group() first, and leave out rank and world_size."
+            )
+
         cache = _machine_cache(config, data, self._next_step, group, self._opened)
         self._source = self._opened.enter_context(_Source(config, data, rank, world_size, cache))
-        self._opened.callback(self._stop_reading)
+        self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
         own = self._transforms if callable(self._transforms) else load_optional("transforms", config.transforms)
         augment = Augment(config, build_transforms(config, own))
         sets = data.train.label_sets
         label_sets = None if sets is None else torch.from_numpy(sets).to(device)
         self._batches = DeviceBatches(config, self._source, augment, device, len(self.classes), label_sets)
         return self._batches
-
-    def _stop_reading(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
 
     def close(self) -> None:
         """End the processes beside this one, and free what is kept. The end of this process does that, too."""
@@ -272,7 +275,7 @@ class TestImages:
     __test__ = False  # pytest would collect it
 
     def __init__(self, loader: ImageLoader) -> None:
-        self._loader = weakref.proxy(loader)
+        self._loader = loader
 
     def __len__(self) -> int:
         """Return the number of batches, some of which may have no image for this process, and are left out."""
@@ -314,17 +317,18 @@ class _Group:
         """Return the rank of this process and the number of processes, as far as they are known now."""
         if self._given is not None:
             return self._given
-        if self._can_talk:
+        if self.can_talk:
             return dist.get_rank(), dist.get_world_size()
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     @property
-    def _can_talk(self) -> bool:
+    def can_talk(self) -> bool:
+        """True if the processes can send each other values."""
         return self._given is None and dist.is_available() and dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of each process, by rank; only that of this one if they cannot talk to each other."""
-        if not self._can_talk:
+        if not self.can_talk:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
@@ -332,7 +336,7 @@ class _Group:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returns on process 0, on all of them; or raise what it raises there."""
-        if not self._can_talk:
+        if not self.can_talk:
             return make()
         made: list[Any] = [None]
         if dist.get_rank() == 0:

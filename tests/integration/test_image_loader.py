@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from raytrain.storage.open import open_store
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import make_images, put_images
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.not_quick
 
@@ -111,6 +114,12 @@ def test_test_images_are_each_on_one_process(images: Path) -> None:
         assert sorted(found) == list(range(9)) and two[0].test.num_images == 9
 
 
+def test_test_images_may_outlive_the_name_of_their_loader(images: Path) -> None:
+    test = ImageLoader(images, batch_size=20, **SIZE).test
+    gc.collect()
+    assert sum(batch.num_used for batch in test) == 9
+
+
 def test_batches_are_those_of_a_run(images: Path, tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -197,6 +206,26 @@ def test_a_state_of_other_images_or_batches_is_refused(images: Path, tmp_path: P
     for (loader,), name in zip(others, ("batch_size is 20", "seed is 0", "images is 81"), strict=True):
         with pytest.raises(UsageError, match=f"whose {name}"):
             loader.load_state_dict(state)
+
+
+def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:
+    for option in ("mixup", "cutmix"):
+        one, _ = loaders(images, 2, **{option: 0.2})
+        with pytest.raises(UsageError, match="mix the images of all 2 processes, which cannot talk"):
+            next(iter(one))
+
+
+def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path) -> None:
+    def processes() -> list[psutil.Process]:
+        return [each for each in psutil.Process().children() if "raytrain.loader.decoders" in " ".join(each.cmdline())]
+
+    before = processes()
+    (loader,) = loaders(images, 1)
+    next(iter(loader))
+    (started,) = set(processes()) - set(before)
+    del loader
+    gc.collect()
+    wait_for(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "it runs on")
 
 
 def test_a_closed_loader_says_so(images: Path) -> None:
