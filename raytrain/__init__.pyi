@@ -2,6 +2,7 @@
 
 from . import recipes as recipes
 from .config import TrainConfig as TrainConfig
+from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
 from .display.look import look as look
@@ -20,6 +21,7 @@ from .inference.evaluate import evaluate as evaluate
 from .inference.export import export as export
 from .inference.predict import predict as predict
 from .inference.serve import serve as serve
+from .launch.attach import attach as attach
 from .launch.train import RunHandle as RunHandle
 from .launch.train import stop as stop
 from .launch.train import train as train
@@ -28,6 +30,7 @@ from .runs.outcome import TrainResult as TrainResult
 from .storage.filesystem import filesystem as filesystem
 from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
+from .training.augmentation import Augmentation as Augmentation
 from .training.batch import Batch as Batch
 from .training.data_parallel import no_sync as no_sync
 from .training.data_parallel import parallel as parallel

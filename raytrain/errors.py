@@ -21,6 +21,13 @@ class RaytrainError(Exception):
     """Base of every error that raytrain raises on purpose; its text is all that a user needs to read.
 
     ``exit_code`` is the exit code of the command line: 2 for bad usage or input, 1 for a run that failed.
+
+    Example::
+
+        try:
+            raytrain.train(config)
+        except raytrain.RaytrainError as error:
+            sys.exit(str(error))
     """
 
     exit_code = 1
@@ -40,13 +47,19 @@ class RaytrainError(Exception):
 
 
 class UsageError(RaytrainError, ValueError):
-    """A setting or an input is wrong; the sentence names the setting, the numbers and what to do."""
+    """A setting or an input is wrong; the sentence names the setting, the numbers and what to do.
+
+    Example: ``TrainConfig(batch_size=0)`` raises it.
+    """
 
     exit_code = 2
 
 
 class StorageError(RaytrainError):
-    """Storage (a folder or a bucket) refused access, is missing or cannot be reached; the sentence says what to do."""
+    """Storage (a folder or a bucket) refused access, is missing or cannot be reached; the sentence says what to do.
+
+    Example: ``raytrain.train(TrainConfig(data="s3://no-such-bucket", batch_size=32))`` raises it.
+    """
 
     exit_code = 2
 
@@ -79,7 +92,15 @@ class LoopFailed(RaytrainError):
 
 
 class TrainingFailed(RaytrainError):
-    """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
+    """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run.
+
+    Example::
+
+        try:
+            raytrain.train(config)
+        except raytrain.TrainingFailed as failed:
+            print(failed, failed.summary["steps"])
+    """
 
     def __init__(self, sentence: str, summary: dict[str, Any] | None = None) -> None:
         super().__init__(sentence, summary)

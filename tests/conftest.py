@@ -249,17 +249,17 @@ def google_url(google: GoogleStorage) -> str:
 @pytest.fixture(scope="session")
 def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real images: ``train`` with 30 and ``test`` with 10 of each CIFAR-10 class, 32×32 JPEG."""
-    return extract_cifar10(tmp_path_factory.mktemp("cifar10"), num_train=30, num_test=10)
+    return extract_cifar10(tmp_path_factory.mktemp("cifar10"), num_train=30, num_validation=10)
 
 
-def extract_cifar10(folder: Path, num_train: int, num_test: int) -> Path:
+def extract_cifar10(folder: Path, num_train: int, num_validation: int) -> Path:
     """Extract the first CIFAR-10 images of each class to ``folder``; skip the test if the archive is missing."""
     archive = Path(os.environ.get("RAYTRAIN_TEST_DATA", "")) / "cifar10.tgz"
     if not archive.is_file():
         pytest.skip("RAYTRAIN_TEST_DATA names no folder with cifar10.tgz")
     wanted = {
         f"{part}/{i:04d}.jpg"
-        for part, num_images in (("train", num_train), ("test", num_test))
+        for part, num_images in (("train", num_train), ("test", num_validation))
         for i in range(num_images)
     }
     with tarfile.open(archive) as tar:

@@ -2,8 +2,9 @@
 
 Each command is a plain function; tyro makes the parser from its annotations. Three things make this more than a call of
 ``tyro.cli``. A ``config: TrainConfig`` becomes the choice of a recipe, whose options start from the recipe's defaults:
-tyro gets the sections of options as dataclasses with these defaults, made for one parse. A run that is resumed starts
-from its own stored options instead, whose place is known only after a first parse, so the same words are parsed twice.
+tyro gets the sections of options as dataclasses with these defaults, made for one parse. With ``--config`` they start
+from a file instead, and those of a run that is resumed from its stored options. Where these are is known only after a
+parse, so the same words are parsed again, up to three times: what is typed wins.
 And a command line must start at once, so tyro gets to know only the command and the recipe that are chosen, and words
 without a recipe, as in ``train --data X``, are completed before it sees them.
 """
@@ -21,19 +22,22 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, Generic, TextIO, TypeVar, Union, cast, get_args, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from raytrain.cli.options_file import read_options_file
 from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.marks import Mark, Synonym
 from raytrain.config.options import marks_of, options_with
 from raytrain.config.user_code import names_own_function, stored_function_error
+from raytrain.config.values import hints_of
 from raytrain.errors import UsageError, did_you_mean, flag
-from raytrain.recipes import RECIPES
+from raytrain.recipes import AUTO, CUSTOM, RECIPES
 from raytrain.runs.documents import CONFIG, open_run, read_config, run_store
 from raytrain.runs.outcome import as_tuple
 
@@ -83,37 +87,74 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
 
     Example: ``parse(["train", "cifar10", "--epochs", "3"], {"train": train})()``
     """
-    defaults = {name: recipe() for name, recipe in RECIPES.items()}
+    recipes = {name: recipe() for name, recipe in RECIPES.items()}
     argv = list(argv)
 
-    # A command whose first own word is an option, as in `train --data X`, has the recipe custom there.
+    # A command whose first own word is an option, as in `train --data X`, has the recipe auto there. Who gives a loop
+    # has decided how to train, and auto would change the network, the rate and more of it.
+    given = _given_options(argv)
+    default = CUSTOM if "loop" in given else AUTO
     missing_at = None
     if len(argv) >= 2 and argv[0] in commands and "config" in _hints(commands[argv[0]]):
         first = next((place for place, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
         if first < len(argv) and argv[first].startswith("--") and argv[first] not in (*_HELP, _ALL_HELP):
             missing_at = first
-            argv.insert(first, "custom")
+            argv.insert(first, default)
 
-    command = _parse(argv, commands, defaults)
+    command = _parse(argv, commands, recipes)
     typed = command.keywords.get("config")
     if typed is None:
         return command
+    recipe = typed["recipe"] if missing_at is None else None  # as typed
+    values: Mapping[str, Any] = {}
+
+    # Parse a second time with --config: what was not typed is now as the file has it, instead of as the recipe has it.
+    if (place := typed.pop(_CONFIG_FILE)) is not None:
+        file = read_options_file(place)
+        if None not in (recipe, file.recipe) and recipe != file.recipe:
+            raise UsageError(
+                f"{place} is for the recipe {file.recipe}, and the command for {recipe}; leave one of them out."
+            )
+        recipe, values = file.recipe or recipe, file.values
+        default = CUSTOM if "loop" in given or values.get("loop") else AUTO
+        if missing_at is not None:
+            argv[missing_at] = recipe or default
+        start = SimpleNamespace(**{**vars(recipes[recipe or default]), **values})
+        command = _parse(argv, commands, {**recipes, start.recipe: start})
+        if file.is_foreign and not command.keywords.get("trust"):
+            _check_functions(typed, command.keywords["config"], place)
+        typed = command.keywords["config"]
+        del typed[_CONFIG_FILE]
 
     # Whoever resumes a run need not give --data; with it, --resume may also start a run that does not exist yet.
     is_resumed = bool(typed["resume"] and typed["name"]) and (
         not typed["data"] or run_store(typed["storage"], typed["name"]).exists(CONFIG)
     )
     if is_resumed:
-        # Parse a second time: what was not typed is now as the run has it, instead of as the recipe has it.
-        recipe = typed["recipe"] if missing_at is None else None
-        stored = _stored_options(command.func.__name__, typed, recipe, defaults)
+        # Parse once more: what neither was typed nor is in the file is now as the run has it.
+        stored = _stored_options(command.func.__name__, typed, recipe, recipes)
         if missing_at is not None:
             argv[missing_at] = stored.recipe
-        command = _parse(argv, commands, {**defaults, stored.recipe: stored})
+        start = SimpleNamespace(**{**vars(stored), **values})
+        command = _parse(argv, commands, {**recipes, stored.recipe: start})
+        command.keywords["config"].pop(_CONFIG_FILE)
         if not command.keywords.get("trust"):
-            _check_functions(typed, command.keywords["config"])
-    command.keywords["config"] = TrainConfig(**command.keywords["config"])
+            resumed = command.keywords["config"]
+            _check_functions(typed, resumed, f"{resumed['storage']}/{resumed['name']}/{CONFIG}")
+    options = command.keywords["config"]
+    options["open_options"] = tuple(name for name in options["open_options"] if name not in {*given, *values})
+    command.keywords["config"] = TrainConfig(**options)
     return command
+
+
+def _given_options(words: Sequence[str]) -> set[str]:
+    """Return the names of the options whose flags are among the words of a command, with any value."""
+    option_of = {flag(name): name for name in hints_of(TrainConfig)}
+    option_of |= {flag(name).replace("--", "--no-", 1): name for name in hints_of(TrainConfig)}
+    for name, hint in hints_of(TrainConfig).items():
+        option_of |= {mark.flag: name for mark in marks_of(hint) if isinstance(mark, Synonym)}
+    flags = (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
+    return {option_of[word] for word in flags if word in option_of}
 
 
 def _stored_options(
@@ -126,20 +167,31 @@ def _stored_options(
     stored = read_config(open_run(typed["storage"], typed["name"]))
     if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
         raise UsageError(
-            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe or 'custom'}; "
+            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe or AUTO}; "
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
     machines = {name: getattr(defaults[stored.recipe], name) for name in options_with(Mark.DECIDED_ANEW)}
     return dataclasses.replace(stored, **machines, storage=typed["storage"], resume=False)
 
 
-def _check_functions(typed: Mapping[str, Any], resumed: Mapping[str, Any]) -> None:
-    """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
+def _check_functions(typed: Mapping[str, Any], started: Mapping[str, Any], document: str) -> None:
+    """Raise UsageError if a function would run that was not typed: one that only ``document`` names."""
     for option in options_with(Mark.OWN_CODE):
-        for name in map(str, set(as_tuple(resumed[option])).difference(as_tuple(typed[option]))):
+        for name in map(str, set(as_tuple(started[option])).difference(as_tuple(typed[option]))):
             if names_own_function(name):
-                document = f"{resumed['storage']}/{resumed['name']}/{CONFIG}"
                 raise stored_function_error(option, name, document, may_be_named=True)
+
+
+def config_file_of(words: Sequence[str]) -> str | None:
+    """Return the file that ``--config`` names in the words of a command; None if they name none.
+
+    Example: ``config_file_of(["train", "--config", "run.yaml"]) == "run.yaml"``
+    """
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            return value if equals else following
+    return None
 
 
 _Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
@@ -156,7 +208,7 @@ class _CommandLine(Generic[C]):
     """Show the traceback of an error; RAYTRAIN_DEBUG=1 does the same."""
 
 
-def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, TrainConfig]) -> functools.partial[T]:
+def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Any]) -> functools.partial[T]:
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     # --help-all is tyro's help with all options; with --help, those that few people use are hidden from tyro.
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
@@ -168,14 +220,14 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     is_open = has_recipe and len(recipes) > 1
-    more = f"\n\nWithout a recipe, it is custom; see raytrain {argv[0]} custom --help." if is_open else ""
+    more = f"\n\nWithout a recipe, it is {AUTO}, or {CUSTOM} with --loop." if is_open else ""
     choice = _choice(
         subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command) + more)
         for name, command in chosen.items()
     )
 
     # An unknown flag is compared with those of the commands that are possible here.
-    flags = [flag(name) for name in ("json", "debug")]
+    flags = [flag(name) for name in ("json", "debug", *(["config"] if has_recipe else []))]
     for command in chosen.values():
         for name, hint in _hints(command).items():
             section = TrainConfig if name == "config" else hint
@@ -271,7 +323,7 @@ def _choice(subcommands: Iterable[Any]) -> Any:
 
 
 def _bound(
-    command: Callable[..., T], recipes: Mapping[str, TrainConfig], is_short: bool
+    command: Callable[..., T], recipes: Mapping[str, Any], is_short: bool
 ) -> Callable[..., functools.partial[T]]:
     """Return the function that tyro calls instead of ``command``, whose ValueError it would take for a mistake.
 
@@ -312,16 +364,30 @@ def _hints(command: Callable[..., Any]) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name != "return"}
 
 
-def _options(defaults: TrainConfig, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
+_CONFIG_FILE = "config_file"
+_ConfigFile = Annotated[
+    str | None,
+    arg(
+        name="config",
+        metavar="FILE",
+        help_behavior_hint="",
+        help="Options in a file, .yaml or .json, or a run's config.json, by path or URL; those that are typed win.",
+    ),
+]
+
+
+def _options(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
     """Return the function that tyro calls with the sections of a recipe's options; it gives all options in one dict."""
 
-    def merge(**sections: object) -> dict[str, Any]:
-        return {name: value for section in sections.values() for name, value in vars(section).items()}
+    def merge(config_file: str | None, **sections: object) -> dict[str, Any]:
+        options = {name: value for section in sections.values() for name, value in vars(section).items()}
+        return {**options, _CONFIG_FILE: config_file}
 
     types = {name: _section(section, defaults, hidden) for name, section in SECTIONS.items()}
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=types[name]) for name in types]
-    merge.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    merge.__annotations__ = types
+    file = inspect.Parameter(_CONFIG_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ConfigFile)
+    merge.__signature__ = inspect.Signature([file, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
+    merge.__annotations__ = {_CONFIG_FILE: _ConfigFile, **types}
     return merge
 
 

@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, cast
 
-from raytrain.config.user_code import import_own_file, own_files, pickle_own_code
+from raytrain.config.user_code import import_missing_files, own_files, pickle_own_code
 
 
 def send_own_code() -> None:
@@ -63,6 +63,4 @@ def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
 def _import(files: dict[str, str]) -> None:
     """Import the user's files that are not imported yet, and send back in the same way what is theirs."""
     send_own_code()
-    for module, path in files.items():
-        if module not in sys.modules:
-            import_own_file(path)
+    import_missing_files(files)

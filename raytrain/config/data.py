@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.marks import Mark
 from raytrain.config.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from raytrain.errors import UsageError, flag
@@ -18,14 +20,22 @@ class DataOptions:
 
     data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = ""
     """Training images: a folder or a URL (s3://…, gs://…, az://…), with one folder per class, or any with --labels."""
+    validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
+    """Images to measure each epoch, which choose the best checkpoint; by default those in val/ or test/ of --data."""
+    validation_fraction: Annotated[float | None, Interval(gt=0, lt=1)] = None
+    """Fraction of each class that is held out for validation; by default 0.1 if no images are given for it."""
+    validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = None
+    """Part K of N equal ones of each class is for validation, such as 2/5; `raytrain sweep --folds 5` tries all."""
     test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
-    """Test images, in the same layout. Without it, --test-fraction of --data is held out."""
-    test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
-    """Fraction of each class that is held out for testing if --test-data is not given."""
+    """Images to measure once, at the end; without other images for validation, they are for validation instead."""
     labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
     """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet), also in a bucket: rows of images; column split splits."""
+    validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = None
+    """Label file of the validation images, which are below --validation-data, or else below --data."""
     test_labels: Annotated[str | None, Mark.SHARED_PLACE] = None
-    """Label file of the images to test on, if --labels has none of them; those are below --test-data, or --data."""
+    """Label file of the test images, which are below --test-data, or else below --data."""
+    label_pattern: str | None = None
+    """Regular expression whose group label is the class in the name of a file, such as (?P<label>.+)_[0-9]+[.]jpg."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
     label_column: tuple[str, ...] = ()
@@ -33,8 +43,8 @@ class DataOptions:
     label_separator: str | None = None
     """Separates the classes in the column of --labels if an image may have several, or none, such as |."""
     group_by: str | None = None
-    """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
-    sampling: Annotated[Literal["uniform", "balanced"], Mark.SWEEPABLE] = "uniform"
+    """Column of --labels, such as patient: images that share a value are all held out, or none is."""
+    sampling: Annotated[Literal["uniform", "balanced"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = "uniform"
     """balanced draws every class equally often: rare classes repeat in an epoch, images of common ones are left out."""
     max_bad_fraction: Fraction = 0.01
     """Bad images are left out and listed; the run fails if more than this fraction cannot be read (0: at the first)."""
@@ -48,6 +58,14 @@ class DataOptions:
     """Batches that each worker prepares ahead of the loop."""
 
     @property
+    def fold(self) -> tuple[int, int] | None:
+        """``validation_fold`` as two numbers: (2, 5) for ``2/5``; None without it."""
+        if self.validation_fold is None:
+            return None
+        number, _, num_folds = self.validation_fold.partition("/")
+        return int(number), int(num_folds)
+
+    @property
     def multi_label(self) -> bool:
         """True if an image may have several classes, or none."""
         return self.label_separator is not None or len(self.label_column) > 1
@@ -57,15 +75,33 @@ def check_data(options: DataOptions) -> None:
     """Raise UsageError if options of labels do not fit together."""
     # Options about a label file are a mistake without one.
     for name in ("key_column", "label_column", "label_separator", "group_by"):
-        if getattr(options, name) not in (None, ()) and options.labels is None and options.test_labels is None:
+        files = (options.labels, options.validation_labels, options.test_labels)
+        is_of_pattern = options.label_pattern is not None and name in ("label_separator", "group_by")
+        if getattr(options, name) not in (None, ()) and files == (None, None, None) and not is_of_pattern:
             raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
-    if options.group_by is not None and options.labels is None:
+    if options.label_pattern is not None:
+        _check_pattern(options, options.label_pattern)
+    elif options.group_by is not None and options.labels is None:
         raise UsageError("--group-by is for the label file of the training images; give that with --labels.")
-    if options.test_labels is not None and options.labels is None and options.test_data is None:
-        raise UsageError(
-            "--test-labels says which images are tested on, and nothing which are trained on; give --labels or "
-            "--test-data, too."
-        )
+    for part in ("validation", "test"):
+        labels, data = getattr(options, f"{part}_labels"), getattr(options, f"{part}_data")
+        if labels is not None and options.labels is None and data is None:
+            raise UsageError(
+                f"--{part}-labels says which images are held out, and nothing which are trained on; give --labels or "
+                f"--{part}-data, too."
+            )
+    if options.validation_data is not None and options.validation_fraction is not None:
+        raise UsageError("--validation-data and --validation-fraction both say what is for validation; give one.")
+    if options.validation_fold is not None:
+        match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", options.validation_fold)
+        if match is None or not 1 < int(match[2]) >= int(match[1]):
+            raise UsageError(
+                f"--validation-fold is {options.validation_fold}; give the number of a fold and how many there are, at "
+                "least two, such as 1/5."
+            )
+        for name in ("validation_data", "validation_labels", "validation_fraction"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--validation-fold and {flag(name)} both say what is for validation; give one.")
     # Several classes of an image are either in one column, separated, or in one column each.
     if options.label_separator is not None and len(options.label_column) > 1:
         raise UsageError(
@@ -75,20 +111,46 @@ def check_data(options: DataOptions) -> None:
         raise UsageError("--label-separator is empty; give the text between two classes, such as |.")
 
 
+def check_label_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of ``--label-pattern``; raise UsageError if it is none, or has no group."""
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"--label-pattern is {pattern!r}, which is no regular expression ({error}).") from None
+    if not expression.groups:
+        raise UsageError(
+            f"--label-pattern is {pattern!r}, which has no group that is the class; write one, such as (?P<label>.+)."
+        )
+    return expression
+
+
+def _check_pattern(options: DataOptions, pattern: str) -> None:
+    """Raise UsageError if ``--label-pattern`` does not go with the other options of labels."""
+    for name in ("labels", "validation_labels", "test_labels"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--label-pattern and {flag(name)} both say the classes of the images; give one of them.")
+    expression = check_label_pattern(pattern)
+    if options.group_by is not None and options.group_by not in expression.groupindex:
+        raise UsageError(
+            f"--group-by is {options.group_by}, and --label-pattern has no group of this name; write one, such as "
+            f"(?P<{options.group_by}>.+)."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AugmentationOptions:
     """Random changes of training images."""
 
-    flip: Annotated[Literal["none", "random", "alternating"], Mark.COMMON, Mark.SWEEPABLE] = "none"
+    flip: Annotated[Literal["none", "random", "alternating"], Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE] = "none"
     """random mirrors half of the training images; alternating half of them in the first epoch, then the other half."""
-    translate: Annotated[NonNegativeInt, Mark.SWEEPABLE] = 0
+    translate: Annotated[NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = 0
     """Shift training images by up to this many pixels in each direction; the gap is 0 after normalisation."""
     random_resized_crop: bool = False
     """Train on random crops (8 % to 100 % of the area) of the original images, resized to --image-size."""
     cache_side: Annotated[float, Interval(ge=1)] | None = None
     """Cut random crops from images kept at this many times --image-size, such as 1.15, not from the originals."""
-    auto_augment: Literal["randaugment", "trivialaugment"] | None = None
-    """Train on images changed by two random operations of RandAugment, or by one of TrivialAugment."""
+    auto_augment: Annotated[str | None, "randaugment|rand-mM-nN|trivialaugment|augmix|augmix-mM|3-augment"] = None
+    """Random operations: RandAugment's (two, rand-m9-n2), one of TrivialAugment's, AugMix, or DeiT III's 3-Augment."""
     color_jitter: Annotated[Fraction, Mark.SWEEPABLE] = 0.0
     """Change brightness, contrast and saturation of training images by up to this fraction."""
     rotation: Annotated[float, Interval(ge=0, le=180), Mark.SWEEPABLE] = 0.0
@@ -111,7 +173,9 @@ class AugmentationOptions:
 
 
 def check_augmentation(options: AugmentationOptions) -> None:
-    """Raise UsageError if there is a size for random crops, but there are no random crops."""
+    """Raise UsageError for a policy that does not exist, or a size for random crops without random crops."""
+    if options.auto_augment is not None:
+        AutoAugment.parse(options.auto_augment)
     if options.cache_side is not None and not options.random_resized_crop:
         raise UsageError(
             f"--cache-side is {options.cache_side:g}, and only random crops use it; add --random-resized-crop, or omit "

@@ -1,4 +1,4 @@
-"""Options of the evaluation on the test images, of what stops a run that is good enough, and of checkpoints."""
+"""Options of the evaluation on the validation images, of what stops a run that is good enough, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from typing import Annotated, Literal, NamedTuple
 
 from raytrain.config.marks import Mark
 from raytrain.config.values import NonNegativeInt, PositiveInt, seconds
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean
 
 TestView = Literal["flip", "shift"]
+
+NAMED_METRICS = ("top5", "auroc", "average_precision", "calibration_error")
+"""Metrics that evaluations measure if an option names them; ``top5`` may have another number."""
+_NAMED = re.compile(r"top[1-9]\d*|auroc|average_precision|calibration_error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Evaluations on the test images."""
+    """Evaluations on the validation images."""
 
-    evaluate_every: Annotated[NonNegativeInt, Mark.SET_BY_FIND_RATE] = 1
-    """Epochs between evaluations on the test images; 0: only at the end."""
+    evaluate_every: Annotated[NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = 1
+    """Epochs between evaluations on the validation images; 0: only at the end."""
     until: Annotated[str | None, "METRIC=X", Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
     patience: Annotated[PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: Annotated[str | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, Mark.SET_BY_FIND_RATE] = None
     """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
-    test_views: Annotated[tuple[TestView, ...], Mark.SET_BY_FIND_RATE] = ()
-    """Average the logits of test images over their mirror images (flip), over copies shifted by a pixel (shift)."""
+    metrics: Annotated[tuple[str, ...], Mark.SET_BY_FIND_RATE] = ()
+    """Further metrics of each evaluation: top5, auroc, average_precision, calibration_error, torchmetrics:CLASS."""
+    test_views: Annotated[tuple[TestView, ...], Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = ()
+    """Average the logits of measured images over their mirror images (flip), over copies shifted by a pixel (shift)."""
 
     @property
     def target(self) -> tuple[str, float] | None:
@@ -35,11 +41,24 @@ class EvaluationOptions:
         name, _, value = (self.until or "").partition("=")
         return (name, float(value)) if self.until else None
 
+    @property
+    def named_metrics(self) -> tuple[str, ...]:
+        """What evaluations measure besides what they always do: ``metrics``, and what ``best`` and ``until`` name."""
+        chosen = self.best, self.target and self.target[0]
+        named = [*self.metrics, *(name for name in chosen if name is not None and _NAMED.fullmatch(name))]
+        return tuple(dict.fromkeys(named))
+
 
 def check_evaluation(options: EvaluationOptions) -> None:
     """Raise UsageError if evaluations cannot stop the run as they should."""
     if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", options.until):
         raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
+    for name in options.metrics:
+        if not (_NAMED.fullmatch(name) or re.fullmatch(r"torchmetrics:[A-Za-z]\w*(\(.*\))?", name)):
+            raise UsageError(
+                f"--metrics has {name!r}{did_you_mean(name, NAMED_METRICS)}; give {', '.join(NAMED_METRICS)}, or "
+                "torchmetrics: and one of its classes, such as torchmetrics:MulticlassCohenKappa."
+            )
     if (options.until or options.patience) and not options.evaluate_every:
         raise UsageError("--until and --patience look at evaluations, of which --evaluate-every 0 makes none.")
 
@@ -79,7 +98,7 @@ class CheckpointOptions:
     """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
     keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
     """Number of newest checkpoints to keep, besides the best."""
-    max_failures: NonNegativeInt = 3
+    max_failures: Annotated[NonNegativeInt, Mark.OF_LAUNCHER] = 3
     """Failures of the workers to recover from, from the last checkpoint; not a loop's that fails twice in one way."""
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from raytrain.config.marks import Mark
-from raytrain.config.values import NonNegativeFloat, PositiveInt
+from raytrain.config.values import NonNegativeFloat, PositiveFloat, PositiveInt
 from raytrain.errors import UsageError, flag
 
 DeviceType = Literal["auto", "cpu", "cuda"]
@@ -15,28 +16,68 @@ DeviceType = Literal["auto", "cpu", "cuda"]
 _DEVICE = r"auto|cpu|cuda|cuda:(\d+(,\d+)*|[A-Za-z][\w-]*)"
 
 
+@dataclass(frozen=True)
+class Prices:
+    """What an hour costs, in dollars: of each machine, or of each GPU, by a part of its name."""
+
+    per_machine: float | None = None
+    by_gpu: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Prices:
+        """Return the prices that ``--price`` names; raise UsageError if it names none.
+
+        Example: ``Prices.parse(["A100=1.8"]).of_gpu("NVIDIA A100-SXM4-80GB") == 1.8``
+        """
+        found = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+)", text) for text in texts]
+        parts = [(match[1], float(match[2])) for match in found if match]
+        of_gpus = tuple((gpu, price) for gpu, price in parts if gpu)
+        if len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
+            raise UsageError(
+                f"--price is {' '.join(texts)!r}; give dollars per machine and hour, such as 3.06, or one price per "
+                "hour for each type of GPU, such as A100=1.8 L4=0.7."
+            )
+        return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
+
+    def of_gpu(self, name: str) -> float | None:
+        """Return the price of a GPU by its name: that of the longest type that is a part of it; None if none is."""
+        fitting = [(len(gpu), price) for gpu, price in self.by_gpu if gpu.lower() in name.lower()]
+        return max(fitting)[1] if fitting else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """Workers, and the machines that they run on."""
 
-    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_ANEW] = "auto"
+    workers: Annotated[
+        PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER
+    ] = "auto"
     """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
     device: Annotated[
         str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
     ] = "auto"
     """auto: GPUs if there are any; cuda:0,2: GPUs that `raytrain devices` counts so; cuda:A100: GPUs of a type."""
-    backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW] = "ray"
+    backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = "ray"
     """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
-    address: Annotated[str | None, Mark.DECIDED_ANEW, Mark.OF_COMMAND] = None
+    address: Annotated[str | None, Mark.DECIDED_ANEW, Mark.OF_COMMAND, Mark.OF_LAUNCHER] = None
     """Ray cluster to use; by default RAY_ADDRESS, then one that you started on this machine, then a new local one."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
     worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW] = None
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
-    wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW] = 0.0
+    wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = 0.0
     """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
-    scope_keys: bool = False
+    price: Annotated[tuple[str, ...], "X|GPU=X", Mark.DESCRIBES_RUN] = ()
+    """Dollars per machine and hour, such as 3.06, or per hour of a type of GPU, such as A100=1.8 L4=0.7."""
+    max_cost: PositiveFloat | None = None
+    """Dollars by --price, of all attempts together, after which the run stops with a checkpoint."""
+    scope_keys: Annotated[bool, Mark.OF_LAUNCHER] = False
     """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
+
+    @property
+    def prices(self) -> Prices | None:
+        """``price``, parsed; None if it is not given."""
+        return Prices.parse(self.price) if self.price else None
 
     @property
     def elastic_workers(self) -> tuple[int, int] | None:
@@ -82,6 +123,11 @@ def check_machines(options: MachineOptions) -> None:
         )
     if options.worker_load is not None and sum(options.worker_load) <= 0:
         raise UsageError(f"--worker-load is {options.worker_load}; at least one number must be above 0.")
+
+    if options.price:
+        Prices.parse(options.price)
+    elif options.max_cost is not None:
+        raise UsageError(f"--max-cost is {options.max_cost:g}, and no --price says what a machine or a GPU costs.")
 
     # The local backend has no cluster, so an option of a cluster is a mistake there.
     is_for_cluster = {

@@ -33,8 +33,14 @@ class Mark(Enum):
     """It is about the machines: each attempt decides on it, and a resumed run does not keep it."""
     DECIDED_AT_START = auto()
     """The first attempt decides on it if it is None or auto, and a resumed run keeps that."""
+    CHOSEN_BY_AUTO = auto()
+    """The recipe auto decides on it from the images, unless somebody has given it."""
     SHAPES_STATE = auto()
     """The state in checkpoints is laid out by it, so a resumed run must have the same value."""
+    OF_LAUNCHER = auto()
+    """It says how processes are started, or what they run: `raytrain.attach`, which starts none, refuses it."""
+    SECRET = auto()
+    """Its value may be a secret: no document of a run and no command that raytrain prints has it."""
     SHARED_PLACE = auto()
     """A folder, a file or a URL that all machines must reach."""
     OWN_CODE = auto()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
@@ -24,6 +25,13 @@ Resizer = Literal["pillow", "cykooz"]
 
 DEFAULT_SIZE: Size = (224, 224)
 
+_ARGUMENTS_OF_OPTIONS = {
+    **dict.fromkeys(("num_classes", "n_classes", "num_class", "num_labels"), "the data say how many classes there are"),
+    **dict.fromkeys(("in_chans", "in_channels", "channels"), "--channels says it"),
+    **dict.fromkeys(("pretrained", "weights", "checkpoint_path", "pretrained_cfg"), "--weights says it"),
+    "img_size": "--image-size says it",
+}
+"""Arguments of a library's networks that are given otherwise, and how."""
 _FULL_AFTER = 0.8  # fraction of the epochs after which images have their full size
 _MULTIPLE = 4  # pixels; networks halve such a side twice without a remainder
 
@@ -32,13 +40,21 @@ _MULTIPLE = 4  # pixels; networks halve such a side twice without a remainder
 class NetworkOptions:
     """The network and the images that it takes."""
 
-    model: Annotated[str, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")] = "resnet18"
+    model: Annotated[
+        str, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")
+    ] = "resnet18"
     """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
-    weights: Annotated[str | None, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")] = None
+    model_option: Annotated[tuple[str, ...], "NAME=VALUE", Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
+    """Arguments of the function that makes the network, such as drop_path_rate=0.1; values as Python writes them."""
+    weights: Annotated[
+        str | None, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")
+    ] = None
     """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
     freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
-    image_size: Annotated[ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.COMMON, Mark.DECIDED_AT_START] = None
+    image_size: Annotated[
+        ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.DECIDED_AT_START
+    ] = None
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
@@ -55,17 +71,32 @@ class NetworkOptions:
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
     std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = None
     """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""
-    precision: Annotated[Literal["auto", Precision], Mark.SWEEPABLE, Mark.DECIDED_AT_START] = "auto"
+    precision: Annotated[Literal["auto", Precision], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.DECIDED_AT_START] = (
+        "auto"
+    )
     """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32.
     tf32: float32, with products that NVIDIA's GPUs since Ampere compute faster, from rounded factors."""
-    batch_norm: Annotated[Literal["sync", "aggregate"], Mark.SWEEPABLE] = "sync"
-    """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics."""
-    channels_last: Annotated[bool, Mark.SWEEPABLE] = False
+    batch_norm: Annotated[Literal["sync", "aggregate", "frozen"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = "sync"
+    """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics;
+    frozen with the statistics of the initial weights, which stay as they are."""
+    channels_last: Annotated[bool, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = False
     """Store images and weights in channels-last memory format, which is faster on most hardware."""
     compile: Annotated[bool, Mark.SWEEPABLE] = False
     """Compile the network with torch.compile."""
     gradient_checkpointing: Annotated[bool, Mark.SWEEPABLE] = False
     """Compute parts of the network twice, to need less memory."""
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """The arguments in ``model_option`` by their names: numbers, None, True and so on as such, else text."""
+        options: dict[str, Any] = {}
+        for word in self.model_option:
+            name, _, text = word.partition("=")
+            try:
+                options[name] = ast.literal_eval(text)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                options[name] = text
+        return options
 
     @property
     def full_image_size(self) -> ImageSize:
@@ -80,6 +111,15 @@ def check_network(options: NetworkOptions) -> None:
             f"--image-size is {options.image_size!r}; give a side, such as 224, height and width, or a range for "
             "images that grow from epoch to epoch, such as 128..224."
         )
+    names = [word.partition("=")[0] for word in options.model_option]
+    for name, word in zip(names, options.model_option, strict=True):
+        if "=" not in word or not name.isidentifier():
+            raise UsageError(f"--model-option is {word!r}; give NAME=VALUE, such as drop_path_rate=0.1.")
+        is_of_library = ":" not in options.model or timm_name(options.model) is not None
+        if is_of_library and (instead := _ARGUMENTS_OF_OPTIONS.get(name)) is not None:
+            raise UsageError(f"--model-option {word}: {instead}; leave it out.")
+        if names.count(name) > 1:
+            raise UsageError(f"--model-option gives {name} {names.count(name)} times; give it once.")
     for name in ("mean", "std"):
         value = getattr(options, name)
         if value is not None and len(value) != options.channels:

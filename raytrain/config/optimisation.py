@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 from annotated_types import Interval
 
 from raytrain.config.marks import Mark, Synonym, TakenBy
-from raytrain.config.values import NonNegativeFloat, PositiveFloat, PositiveInt, seconds
+from raytrain.config.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, seconds
 from raytrain.errors import UsageError, did_you_mean
 
 N = TypeVar("N", int, float)
@@ -52,15 +52,22 @@ class Schedule(NamedTuple):
 class OptimisationOptions:
     """How long and how the network learns."""
 
-    epochs: Annotated[PositiveInt, Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = 10
+    epochs: Annotated[PositiveInt, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = 10
     """Passes over the training images."""
     batch_size: Annotated[
-        PositiveInt | str | None, "N|N/worker", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_AT_START, Synonym("--bs")
+        PositiveInt | str | None,
+        "N|N/worker",
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.DECIDED_AT_START,
+        Synonym("--bs"),
     ] = None
     """Images per step: 128 of all workers together, or 32/worker."""
     learning_rate: Annotated[
         NonNegativeFloat | str | None,
         "X|X/worker",
+        Mark.CHOSEN_BY_AUTO,
         Mark.COMMON,
         Mark.SWEEPABLE,
         Mark.DECIDED_AT_START,
@@ -72,31 +79,44 @@ class OptimisationOptions:
     schedule: Annotated[
         str,
         "constant|cosine|linear|piecewise:X/Nep|rising:X..X",
+        Mark.CHOSEN_BY_AUTO,
         Mark.COMMON,
         Mark.SWEEPABLE,
         TakenBy("run.build_scheduler"),
     ] = "constant"
     """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs, rising: find-rate."""
     warmup_epochs: Annotated[
-        NonNegativeFloat, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, TakenBy("run.build_scheduler")
+        NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, TakenBy("run.build_scheduler")
     ] = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
     optimizer: Annotated[
-        Literal["sgd", "adamw", "lamb", "lion"], Mark.COMMON, Mark.SWEEPABLE, TakenBy("run.build_optimizer")
+        Literal["sgd", "adamw", "lamb", "lion"],
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        TakenBy("run.build_optimizer"),
     ] = "sgd"
     """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
-    momentum: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = 0.9
+    momentum: Annotated[NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = 0.9
     """Momentum of SGD."""
-    nesterov: Annotated[bool, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = False
+    nesterov: Annotated[bool, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = False
     """SGD looks ahead along its momentum, as Nesterov's does."""
-    weight_decay: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.build_optimizer"), Synonym("--wd")] = 0.0
+    weight_decay: Annotated[
+        NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer"), Synonym("--wd")
+    ] = 0.0
     """L2 penalty for SGD, decoupled weight decay for the others."""
-    decay_norms_and_biases: Annotated[bool, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")] = True
+    decay_norms_and_biases: Annotated[
+        bool, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
+    ] = True
     """Apply --weight-decay to norms and biases, too."""
     head_learning_rate_factor: Annotated[
-        NonNegativeFloat, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
+        NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
     ] = 1.0
     """Multiplies the learning rate of the head, the layer that outputs one number per class."""
+    head_epochs: Annotated[
+        NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, TakenBy("run.train_head_first")
+    ] = 0
+    """Epochs at the start in which the head learns alone; then warm-up and schedule begin, with all layers."""
     layer_decay: Annotated[
         float, Interval(gt=0, le=1), Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
     ] = 1.0
@@ -104,10 +124,16 @@ class OptimisationOptions:
     clip_norm: Annotated[PositiveFloat | None, Mark.SWEEPABLE, TakenBy("clip_grad_norm_")] = None
     """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
     ema_decay: Annotated[
-        Annotated[float, Interval(ge=0, lt=1)] | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("WeightAverage")
+        Annotated[float, Interval(ge=0, lt=1)] | None,
+        Mark.CHOSEN_BY_AUTO,
+        Mark.SWEEPABLE,
+        Mark.SHAPES_STATE,
+        TakenBy("WeightAverage"),
     ] = None
     """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
-    label_smoothing: Annotated[float, Interval(ge=0, lt=1), Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
+    label_smoothing: Annotated[
+        float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")
+    ] = 0.0
     """Probability that is spread evenly over all classes."""
     class_weights: Annotated[str | None, Mark.SWEEPABLE, TakenBy("run.loss")] = None
     """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
@@ -148,6 +174,11 @@ def check_optimisation(options: OptimisationOptions) -> None:
     Schedule.parse(options.schedule)
     if options.max_time is not None and options.max_time_s is None:
         raise UsageError(f"--max-time is {options.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
+    if options.head_epochs >= max(options.epochs, 1) and options.head_epochs:
+        raise UsageError(
+            f"--head-epochs is {options.head_epochs} and --epochs {options.epochs}, which leaves no epoch for all "
+            "layers; give fewer, or --freeze all to train the head alone."
+        )
     if options.nesterov and (options.optimizer != "sgd" or options.momentum == 0):
         raise UsageError(
             f"--nesterov is for SGD with momentum, and --optimizer is {options.optimizer} with --momentum "

@@ -10,7 +10,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
-from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, Intervals, check_evaluation
+from raytrain.config.evaluation import (
+    NAMED_METRICS,
+    CheckpointOptions,
+    EvaluationOptions,
+    Intervals,
+    check_evaluation,
+)
 from raytrain.config.machines import MachineOptions, check_machines
 from raytrain.config.marks import Mark, Synonym, TakenBy
 from raytrain.config.network import (
@@ -32,6 +38,8 @@ from raytrain.errors import UsageError, did_you_mean, flag
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_OTHER_METRICS = f"name one of these, or {', '.join(NAMED_METRICS)}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -45,7 +53,9 @@ class RunOptions:
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
     recipe: Annotated[str, Mark.SUBCOMMAND] = "custom"
     """Name of the recipe that these options started from."""
-    loop: Annotated[str | None, Mark.COMMON, Mark.OWN_CODE] = None
+    open_options: Annotated[tuple[str, ...], Mark.SUBCOMMAND, Mark.OF_COMMAND] = ()
+    """Names of the options that the images decide on: of the recipe auto, those that nobody has given."""
+    loop: Annotated[str | None, Mark.COMMON, Mark.OWN_CODE, Mark.OF_LAUNCHER] = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     seed: Annotated[int, Mark.SWEEPABLE] = 0
     """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
@@ -57,6 +67,10 @@ class RunOptions:
     """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
     note: Annotated[str | None, Mark.DESCRIBES_RUN] = None
     """What the run is about, for whoever looks at it later."""
+    notify: Annotated[
+        str | None, "URL|COMMAND|$VARIABLE", Mark.OF_COMMAND, Mark.SECRET, Mark.SET_BY_FIND_RATE
+    ] = field(default=None, repr=False)
+    """Tell a webhook, such as one of Slack's, or a command of yours how the run ends; $NAME: what that variable has."""
     trace: Annotated[bool, Mark.SET_BY_FIND_RATE] = False
     """Record which samples each worker used in each step, for `raytrain audit`."""
 
@@ -85,7 +99,10 @@ class TrainConfig(
     RunOptions,
     DataOptions,  # the fields of the last class come first
 ):
-    """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
+    """The options of a training run. The annotation of each option has its limits, the text below it is its --help.
+
+    Example: ``TrainConfig(data="s3://bucket/photos", model="resnet50", batch_size="32/worker", epochs=20)``
+    """
 
     def __new__(cls, *values: object, **options: object) -> Self:
         """Raise UsageError, where Python would raise TypeError, for options that do not exist or have no name."""
@@ -154,7 +171,10 @@ class TrainConfig(
             )
         # What is given stays. What is None takes a default of ResolvedConfig, or what was found out for this run.
         scaled = vars(self.scaled_to(num_workers))
-        options: dict[str, Any] = {option: value for option, value in scaled.items() if value is not None}
+        secret = options_with(Mark.SECRET)  # for the process that starts the run, and no other
+        options: dict[str, Any] = {
+            option: value for option, value in scaled.items() if value is not None and option not in secret
+        }
         options |= {"name": name, "mean": self.mean or mean, "std": self.std or std}
         options.setdefault("learning_rate", 0.0)
         # Where auto stands, the machines decide.
@@ -173,7 +193,7 @@ class TrainConfig(
         if self.learning_rate is None:
             raise UsageError("--learning-rate is not given; give a number, such as 0.1 or 0.05/worker.")
 
-    def check_metrics(self, measured: Collection[str], advice: str = "name one of these") -> None:
+    def check_metrics(self, measured: Collection[str], advice: str = _OTHER_METRICS) -> None:
         """Raise UsageError if evaluations, which measure ``measured``, lack a metric that an option is about.
 
         Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
@@ -183,15 +203,19 @@ class TrainConfig(
             "--until": self.target and self.target[0],
             "--patience": self.best_metric if self.patience else None,
         }
-        for option, metric in metric_of_option.items():
+        of_metrics = [("--metrics", name) for name in self.metrics if ":" not in name]
+        for option, metric in [*metric_of_option.items(), *of_metrics]:
             if metric and metric not in measured:
                 names = ", ".join(measured) or "nothing"
                 hint = did_you_mean(metric, measured)
                 raise UsageError(f"{option} needs {metric}{hint}, and evaluations measure {names}; {advice}.")
 
     def to_json(self) -> str:
-        """Return the options as indented JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """Return the options as indented JSON text, without secrets."""
+        options = dataclasses.asdict(self)
+        for name in options_with(Mark.SECRET):
+            del options[name]
+        return json.dumps(options, indent=2) + "\n"
 
 
 def _check_sections_fit(config: TrainConfig) -> None:

@@ -83,8 +83,15 @@ def import_own_file(path: str | Path) -> ModuleType:
 
 def own_files() -> dict[str, str]:
     """Return the files that this process has imported by their paths, by the names of their modules."""
-    modules = {name: module for name, module in sys.modules.items() if name.startswith(_OWN)}
+    modules = {name: module for name, module in [*sys.modules.items()] if name.startswith(_OWN)}
     return {name: file for name, module in modules.items() if (file := getattr(module, "__file__", None))}
+
+
+def import_missing_files(files: Mapping[str, str]) -> None:
+    """Import the user's ``files``, those of :func:`own_files` in another process, that this one has not imported."""
+    for module, path in files.items():
+        if module not in sys.modules:
+            import_own_file(path)
 
 
 def no_function(option: str, name: str, known: Iterable[str]) -> UsageError:

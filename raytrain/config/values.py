@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -44,14 +45,22 @@ def read_values(config: Any) -> None:
     Raises UsageError if a value is not of its field's type.
     """
     for name, hint in hints_of(config.__class__).items():
-        value = _plain(getattr(config, name))
-        if not matches(value, hint) and matches((value,), hint):
-            value = (value,)  # one of what there may be several of
-        # NaN is a number that check_limits refuses, with the limits.
-        is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
-        if not matches(value, hint) and not is_nan:
-            raise _wrong_type(name, getattr(config, name), hint)
-        object.__setattr__(config, name, value)
+        object.__setattr__(config, name, read_value(name, getattr(config, name), hint))
+
+
+def read_value(name: str, given: object, hint: Any) -> Any:
+    """Return the value of the option ``name`` as a plain one of JSON and tuples.
+
+    Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
+    """
+    value = _plain(given)
+    if not matches(value, hint) and matches((value,), hint):
+        value = (value,)  # one of what there may be several of
+    # NaN is a number that check_limits refuses, with the limits.
+    is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
+    if not matches(value, hint) and not is_nan:
+        raise _wrong_type(name, given, hint)
+    return value
 
 
 def matches(value: object, hint: Any) -> bool:
@@ -87,14 +96,22 @@ def matches(value: object, hint: Any) -> bool:
 
 def check_limits(config: object) -> None:
     """Raise UsageError if a number in ``config`` is outside the limits in the annotations of its class."""
-    for name, bounds in _bounds(type(config)).items():
-        value = getattr(config, name)
-        parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-        numbers = [part for part in parts if isinstance(part, (int, float))]
-        if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
-            allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
-            subject = "each number" if isinstance(value, tuple) else "it"
-            raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
+    for name in _bounds(type(config)):
+        check_limit(type(config), name, getattr(config, name))
+
+
+def check_limit(options: type, name: str, value: object) -> None:
+    """Raise UsageError if a number in the ``value`` of an option is outside the limits in its annotation.
+
+    Example: ``check_limit(TrainConfig, "epochs", 0)`` raises it.
+    """
+    bounds = _bounds(options)[name]
+    parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+    numbers = [part for part in parts if isinstance(part, (int, float))]
+    if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
+        allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
+        subject = "each number" if isinstance(value, tuple) else "it"
+        raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
 
 
 def seconds(text: str) -> float | None:
@@ -110,6 +127,9 @@ def _plain(value: Any) -> Any:
     """Return ``value`` as the command line gives it: paths as text, numbers of NumPy and torch as Python's, tuples."""
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, Mapping):  # NAME=VALUE, as of --model-option
+        options = cast("Mapping[str, object]", value).items()
+        return tuple(f"{name}={item if _is_plain_text(item) else repr(item)}" for name, item in options)
     if isinstance(value, Set):
         return tuple(sorted(cast("Set[Any]", value)))
     if hasattr(value, "tolist"):
@@ -117,6 +137,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(_plain, cast("Sequence[Any]", value)))
     return value
+
+
+def _is_plain_text(value: object) -> bool:
+    """Return True if ``value`` is a text that Python would not read as another value, such as 1 or None."""
+    if not isinstance(value, str):
+        return False
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return True
+    return False
 
 
 def _wrong_type(name: str, value: object, hint: Any) -> UsageError:

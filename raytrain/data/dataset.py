@@ -1,4 +1,4 @@
-"""Training and test images of a run, their statistics, and weights of their classes."""
+"""Training, validation and test images of a run, their statistics, and weights of their classes."""
 
 from __future__ import annotations
 
@@ -15,81 +15,118 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import readable_images
-from raytrain.data.labels.label_file import LabelColumns, read_label_file
-from raytrain.data.labels.labelled_images import training_and_test_images
+from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.label_pattern import digest_of_pattern, table_by_pattern
+from raytrain.data.labels.labelled_images import labelled_parts
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST
+from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
 from raytrain.storage.store import Store
 
 BALANCED = "balanced"
 _NUM_MEASURED_IMAGES = 1024
-_TEST_BATCH_PER_WORKER = 250
+_EVALUATION_BATCH_PER_WORKER = 250
 
 
 @dataclass(frozen=True)
 class Dataset:
     """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1.
 
-    ``train_format`` and ``test_format`` say how they are decoded.
+    ``train_format`` and ``evaluation_format`` say how they are decoded: those to train on, and all others.
+    ``test`` is None if the run has two parts only: what it is measured on while it trains is no test.
     ``stored`` is the training manifest that the run has in storage; None if it is new.
     """
 
     train_store: Store
-    test_store: Store
+    validation_store: Store
     train: Manifest
-    test: Manifest
+    validation: Manifest
     train_format: ImageFormat
-    test_format: ImageFormat
+    evaluation_format: ImageFormat
     mean: tuple[float, ...]
     std: tuple[float, ...]
     stored: Manifest | None = None
+    test_store: Store | None = None
+    test: Manifest | None = None
+
+    @property
+    def parts(self) -> dict[Part, tuple[Store, Manifest, ImageFormat]]:
+        """The parts that the run has, each with its store, its images, and how these are decoded."""
+        parts: dict[Part, tuple[Store, Manifest, ImageFormat]] = {
+            "train": (self.train_store, self.train, self.train_format),
+            "validation": (self.validation_store, self.validation, self.evaluation_format),
+        }
+        if self.test is not None and self.test_store is not None:
+            parts["test"] = (self.test_store, self.test, self.evaluation_format)
+        return parts
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all parts together."""
+        return sum(len(images) for _, images, _ in self.parts.values())
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes of all decoded training images, and of all test images."""
-        return len(self.train) * self.train_format.shape.num_bytes, len(self.test) * self.test_format.shape.num_bytes
+        """Bytes of all decoded training images, and of all validation images."""
+        train_bytes = len(self.train) * self.train_format.shape.num_bytes
+        return train_bytes, len(self.validation) * self.evaluation_format.shape.num_bytes
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """Return the global batches of a run with these options."""
         return training_plan(config, self.train)
 
-    def test_plan(self, num_workers: int) -> BatchPlan:
-        """Return the batches in which ``num_workers`` workers evaluate."""
-        batch_size = _TEST_BATCH_PER_WORKER * num_workers
-        return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
+    def validation_plan(self, num_workers: int) -> BatchPlan:
+        """Return the batches in which ``num_workers`` workers evaluate the validation images."""
+        return evaluation_plan(self.validation, num_workers)
 
     def read_by(self, config: ResolvedConfig) -> Dataset:
         """Return the same images, decoded as a run with these options decided."""
         return replace(self, train_format=training_format(config))
 
+    def treated_as(self, config: TrainConfig) -> Dataset:
+        """Return the same images, resized, cropped and normalised as these options say."""
+        return replace(
+            self,
+            train_format=training_format(config),
+            evaluation_format=evaluation_format(config),
+            mean=config.mean or self.mean,
+            std=config.std or self.std,
+        )
+
     def kept_on(self, disk: DiskCache | None) -> Dataset:
         """Return the same images, whose files are kept on a disk of each machine that reads them."""
-        train_store, test_store = self.train_store.kept_on(disk), self.test_store.kept_on(disk)
-        return replace(self, train_store=train_store, test_store=test_store)
+        train_store, validation_store = self.train_store.kept_on(disk), self.validation_store.kept_on(disk)
+        test_store = self.test_store and self.test_store.kept_on(disk)
+        return replace(self, train_store=train_store, validation_store=validation_store, test_store=test_store)
 
     def write(self, run_store: Store) -> None:
         """Write the manifests into the run's folder, unless they were read from there."""
         if self.train is not self.stored:
-            write_manifests(run_store, self.train, self.test)
+            write_manifests(run_store, self.train, self.validation, self.test)
 
 
-def count_left_out(train: Manifest, test: Manifest) -> dict[str, int]:
-    """Return how many files beside the images are not used, by reason; each once if both are in one folder."""
-    apart = test.url != train.url
-    return dict(Counter(train.left_out) + (Counter(test.left_out) if apart else Counter()))
+def count_left_out(*parts: Manifest) -> dict[str, int]:
+    """Return how many files beside the images are not used, by reason; each once if several parts are in one folder."""
+    by_url = {manifest.url: manifest for manifest in reversed(parts)}
+    return dict(sum((Counter(manifest.left_out) for manifest in reversed(by_url.values())), Counter[str]()))
 
 
-def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
+def write_manifests(run_store: Store, train: Manifest, validation: Manifest, test: Manifest | None = None) -> None:
     """Write a run's manifests, their summary and its classes into the run's folder."""
-    summary = {"training": len(train), "test": len(test), "left_out": count_left_out(train, test)}
-    run_store.put(IMAGES, json.dumps(summary).encode())
+    summary: dict[str, Any] = {"training": len(train), "validation": len(validation)}
+    parts = [train, validation]
+    if test is not None:
+        summary["test"] = len(test)
+        parts.append(test)
+        run_store.put(TEST_MANIFEST, test.to_parquet())
+    run_store.put(IMAGES, json.dumps({**summary, "left_out": count_left_out(*parts)}).encode())
     run_store.put(MANIFEST, train.to_parquet())
-    run_store.put(TEST_MANIFEST, test.to_parquet())
+    run_store.put(VALIDATION_MANIFEST, validation.to_parquet())
     run_store.put(CLASSES, json.dumps(list(train.classes)).encode())
 
 
@@ -98,34 +135,73 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
     Raises UsageError if there are no images.
     """
-    train_store = open_store(config.data)
-    test_store = open_store(config.test_data) if config.test_data else train_store
-    urls = [train_store.url, test_store.url]
-    table, test_table = (
-        read_label_file(file, label_columns(config), urls) if file else None
-        for file in (config.labels, config.test_labels)
-    )
-    if table is not None and test_table is not None and not config.test_data:
-        table, test_table = table.tested_on(test_table), None
+    # What the options name: stores, and label files. One of held-out images below --data is a part of that of --data.
+    places = {"train": config.data, "validation": config.validation_data, "test": config.test_data}
+    stores: dict[Part, Store] = {
+        part: open_store(places[part] or config.data) for part in PARTS if places[part] or part == "train"
+    }
+    files = {"train": config.labels, "validation": config.validation_labels, "test": config.test_labels}
+    urls = [store.url for store in stores.values()]
+    columns = label_columns(config)
+    tables: dict[Part, LabelTable] = {
+        part: read_label_file(file, columns, urls) for part in PARTS if (file := files[part])
+    }
+    below: dict[Part, LabelTable] = {
+        part: tables.pop(part) for part in HELD_OUT if part in tables and part not in stores
+    }
+    if below:
+        tables["train"] = tables["train"].with_parts(below)
 
     # A run that resumes has manifests. They are used unless other images or labels are asked for now.
-    stored: list[Manifest] = []
-    with suppress(FileNotFoundError):  # it is new
-        stored = [Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST)] if run_store else []
-    digests = [labels.digest if labels else "" for labels in (table, test_table or table)]
-    asked_for = list(zip(urls, digests, strict=True))
-    if [(manifest.url, manifest.labels_digest) for manifest in stored] == asked_for:
-        train, test = stored
-    else:
-        train, test = training_and_test_images(config, table, test_table, train_store, test_store)
+    found = _stored_parts(run_store) if run_store else {}
+    stored_train = found.get("train")
+    asked_for: set[tuple[str, str]] = set()
+    for part, store in stores.items():
+        table = tables.get(part, tables.get("train"))
+        digest = table.digest if table else ""
+        asked_for.add((store.url, digest_of_pattern(config.label_pattern) if config.label_pattern else digest))
+    if {(manifest.url, manifest.labels_digest) for manifest in found.values()} != asked_for:
+        if config.label_pattern is not None:
+            bad = config.max_bad_fraction
+            tables |= {part: table_by_pattern(stores[part], config.label_pattern, columns, bad) for part in stores}
+        found = labelled_parts(config, stores, tables)
+    train, validation, test = found["train"], found["validation"], found.get("test")
 
-    test_format = evaluation_format(config)
+    format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
-        measured_mean, measured_std = measure_mean_std(train_store, train, test_format, config.seed)
+        measured_mean, measured_std = measure_mean_std(stores["train"], train, format, config.seed)
         mean, std = mean or measured_mean, std or measured_std
-    stored_train = stored[0] if stored else None
-    return Dataset(train_store, test_store, train, test, training_format(config), test_format, mean, std, stored_train)
+    store_of = {store.url: store for store in stores.values()}
+    return Dataset(
+        train_store=stores["train"],
+        validation_store=store_of[validation.url],
+        test_store=store_of[test.url] if test is not None else None,
+        train=train,
+        validation=validation,
+        test=test,
+        train_format=training_format(config),
+        evaluation_format=format,
+        mean=mean,
+        std=std,
+        stored=stored_train,
+    )
+
+
+def _stored_parts(run_store: Store) -> dict[Part, Manifest]:
+    """Return the manifests that a run has stored; none if it is new."""
+    documents: dict[Part, str] = {"train": MANIFEST, "validation": VALIDATION_MANIFEST, "test": TEST_MANIFEST}
+    found: dict[Part, Manifest] = {}
+    for part, document in documents.items():
+        with suppress(FileNotFoundError):
+            found[part] = Manifest.from_parquet(run_store.get(document))
+    return found if "validation" in found else {}
+
+
+def evaluation_plan(images: Manifest, num_workers: int) -> BatchPlan:
+    """Return the batches in which ``num_workers`` workers evaluate ``images``, each once, in their order."""
+    batch_size = _EVALUATION_BATCH_PER_WORKER * num_workers
+    return BatchPlan(len(images), batch_size, 1, 0, shuffle=False, shard_shuffle=images.shard_shuffle)
 
 
 def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:

@@ -1,4 +1,4 @@
-"""Images with the same content: test images that are training images too, and training images of two classes."""
+"""Images with the same content: held-out images that are training images too, and training images of two classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -40,19 +40,21 @@ class Duplicates:
 
     compared: int
     images: int
-    test: tuple[Duplicate, ...]  # test images that are training images, too
+    held_out: tuple[Duplicate, ...]  # held-out images that are training images, too
     contradicting: tuple[Duplicate, ...]  # training images that are training images of another class, too
 
 
-def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) -> Duplicates:
-    """Compare training and test images, each with all others, by the MD5 of their files, until ``deadline_s``.
+def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplicates:
+    """Compare training images, the first of ``parts``, and held-out images, each with all others, by the MD5 of their
+    files, until ``deadline_s``.
 
     An image whose size in bytes no other has needs no reading, and neither do objects whose entity tags are such
     hashes, as most are in S3. ``deadline_s`` is a time of ``time.monotonic``. Raises StorageError if a store refuses or
     cannot be reached.
     """
-    manifests = train.manifest, test.manifest
-    num_train, num_images = len(train.manifest), len(train.manifest) + len(test.manifest)
+    manifests = [part.manifest for part in parts]
+    ends = np.cumsum([len(manifest) for manifest in manifests])  # of the numbers of each part
+    num_train, num_images = int(ends[0]), int(ends[-1])
 
     # Only images that have as many bytes as others are compared, those first that share their size with the fewest.
     # Packed images are taken in their order, for a shard is read as a whole.
@@ -62,16 +64,17 @@ def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) 
     order = np.arange(num_images) if is_packed else np.lexsort((size, counts[size]))
     candidates = order[counts[size[order]] > 1]
 
-    # Test images have the numbers after those of the training images. The first of a group is a training image, if
+    # Held-out images have the numbers after those of the training images. The first of a group is a training image, if
     # any of them is.
-    hashes = dict(_hashes(train, test, candidates, deadline_s))
+    hashes = dict(_hashes(parts, ends, candidates, deadline_s))
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for image in sorted(hashes):
         groups[hashes[image]].append(image)
     pairs = [(image, group[0]) for group in groups.values() for image in group[1:] if group[0] < num_train]
 
     def name_and_label(image: int) -> tuple[str, str]:
-        manifest, index = (manifests[0], image) if image < num_train else (manifests[1], image - num_train)
+        part = int(np.searchsorted(ends, image, side="right"))
+        manifest, index = manifests[part], image - (int(ends[part - 1]) if part else 0)
         return manifest.keys[index].as_py(), ", ".join(manifest.class_names(manifest.labels[index]))
 
     duplicates = [Duplicate(*name_and_label(image), *name_and_label(first)) for image, first in sorted(pairs)]
@@ -79,28 +82,28 @@ def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) 
     return Duplicates(
         compared=num_images - len(candidates) + len(hashes),
         images=num_images,
-        test=tuple(duplicates[num_contradicting:]),
+        held_out=tuple(duplicates[num_contradicting:]),
         contradicting=tuple(pair for pair in duplicates[:num_contradicting] if pair.label != pair.training_label),
     )
 
 
 def _hashes(
-    train: StoredImages, test: StoredImages, candidates: Int64s, deadline_s: float
+    parts: Sequence[StoredImages], ends: Int64s, candidates: Int64s, deadline_s: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield number and hash of training images, and of test images, whose numbers follow theirs, until the deadline."""
-    num_train = len(train.manifest)
+    """Yield number and hash of the images of all parts, numbered one part after another, until the deadline."""
     for start in range(0, len(candidates), _BLOCK):
         if start and time.monotonic() >= deadline_s:
             return
         block = candidates[start : start + _BLOCK]
-        yield from train.hashes(block[block < num_train])
-        for index, content_hash in test.hashes(block[block >= num_train] - num_train):
-            yield index + num_train, content_hash
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            first = end - len(part.manifest)
+            for index, content_hash in part.hashes(block[(block >= first) & (block < end)] - first):
+                yield index + first, content_hash
 
 
 @dataclass(frozen=True, eq=False)
 class StoredImages:
-    """The training images, or the test images, and the hashes of their files."""
+    """The images of a part, and the hashes of their files."""
 
     store: Store
     manifest: Manifest

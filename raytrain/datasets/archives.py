@@ -40,8 +40,8 @@ from raytrain.data.labels.part_names import is_part
 from raytrain.errors import UsageError
 
 ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
+IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
 
-_IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
 _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
 _NO_LABELS = NO_LABELS | {"-1"}
@@ -74,7 +74,7 @@ class Archive:
     left_out: Counter[str] = field(default_factory=Counter)
     choices: set[str] = field(default_factory=set[str])  # which column is read where several could be
 
-    def read(self, file: IO[bytes]) -> ArchivedImages:
+    def read(self, file: Any) -> ArchivedImages:
         """Yield the images, in the archive's order; count those without label or content, and other files.
 
         In Parquet, images are bytes, or structs of bytes and path as Hugging Face writes them, who also writes the
@@ -85,7 +85,7 @@ class Archive:
         not say which of several images has the label.
         """
         try:
-            for image in self._parquet(file) if self.name.endswith(".parquet") else self._tar(file):
+            for image in self._images(file):
                 label = composed(image.label.strip())
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
@@ -101,6 +101,10 @@ class Archive:
             reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
+    def _images(self, source: Any) -> ArchivedImages:
+        """Yield the images of an open file, in its order."""
+        return self._parquet(source) if self.name.endswith(".parquet") else self._tar(source)
+
     # Parquet.
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
@@ -108,9 +112,9 @@ class Archive:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow
         advice = "rename the right one to image, or give a label file with --labels"
-        image = self._column(schema, _IMAGE_COLUMNS, None, "images", advice)
+        image = self._column(schema.names, IMAGE_COLUMNS, None, "images", advice)
         label_name = next(iter(self.columns.label), None)
-        label = self._column(schema, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
+        label = self._column(schema.names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
 
         # Images are bytes, or structs with bytes, and an image has at most one label.
         content_type, label_type = schema.field(image).type, schema.field(label).type
@@ -156,26 +160,22 @@ class Archive:
                                 f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it."
                             )
                         text = classes[int(text)]
-                    # The first bytes say the format of a file whose name does not.
-                    key = keys[row]
-                    if not key.lower().endswith(SUFFIXES):
-                        key += next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
-                    yield ArchivedImage(key, content, text or "", part)
+                    yield ArchivedImage(with_suffix(keys[row], content), content, text or "", part)
                 else:
                     self.left_out["rows without the bytes of an image"] += 1
                 row += 1
 
-    def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
+    def _column(self, names: Sequence[str], usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
         """Return the column called ``name``, or by a usual name. Raise UsageError unless there is one."""
-        column = find_column(schema.names, name, usual)
+        column = find_column(names, name, usual)
         if column is None:
             raise UsageError(
                 f"{self.name} has no column of {content}: none of {name or ', '.join(usual)} is among its columns "
-                f"{', '.join(schema.names[:10])}; {advice}."
+                f"{', '.join(names[:10])}; {advice}."
             )
-        if schema.names.count(column) > 1:
-            raise UsageError(f"{self.name} has {schema.names.count(column)} columns called {column!r}; rename one.")
-        if name is None and len(candidates := [each for each in schema.names if each.lower() in usual]) > 1:
+        if names.count(column) > 1:
+            raise UsageError(f"{self.name} has {names.count(column)} columns called {column!r}; rename one.")
+        if name is None and len(candidates := [each for each in names if each.lower() in usual]) > 1:
             self.choices.add(
                 f"the column of {content} that is read is {column!r} of {', '.join(map(repr, candidates))}"
             )
@@ -185,7 +185,7 @@ class Archive:
         """Return the key of each row: that of its column, else the path beside the bytes if unique, else its number."""
         schema = parquet.schema_arrow
         if self.columns.key is not None:
-            column = self._column(schema, (), self.columns.key, "keys", "name it with --key-column")
+            column = self._column(schema.names, (), self.columns.key, "keys", "name it with --key-column")
         else:
             column = find_column([name for name in schema.names if name != image], None, KEY_COLUMNS)
         numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
@@ -199,7 +199,8 @@ class Archive:
         return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
 
     def _split_column(self, parquet: pq.ParquetFile, label: str) -> str | None:
-        """Return the column split, or else one whose texts are names of training or test images; None without any.
+        """Return the column split, or else one whose texts are names of training or validation images; None without
+        any.
 
         An archive may have the rows of one part alone, so unlike in a label file not all parts have to be there.
         """
@@ -313,8 +314,9 @@ class Archive:
         named = [pair for pair, reason in zip(named, reasons, strict=True) if reason is None]
         folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
+            first, second, *_ = folders.folder_of.values()
             raise UsageError(
-                f"{self.name} contains {folders.train}/ and {folders.test}/, which would become one data set; unpack "
+                f"{self.name} contains {first}/ and {second}/, which would become one data set; unpack "
                 "it, and pack each folder."
             )
         if not any(folders.classes):
@@ -325,6 +327,13 @@ class Archive:
             )
         for (name, member), label in zip(named, folders.classes, strict=True):
             yield ArchivedImage(name, _content(tar, member), label)
+
+
+def with_suffix(key: str, content: bytes) -> str:
+    """Return ``key`` with the suffix of an image: the first bytes of a file say the format if its name does not."""
+    if key.lower().endswith(SUFFIXES):
+        return key
+    return key + next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
 
 
 def _check_end(tar: tarfile.TarFile) -> None:

@@ -1,9 +1,10 @@
-"""`raytrain pack`: labelled images, from folders or archives, into packed shards, if asked for as smaller JPEGs."""
+"""`raytrain pack`: labelled images, from folders, archives or a Ray dataset, into packed shards, perhaps smaller."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,12 +17,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from raytrain.config.data import check_label_pattern
+from raytrain.config.values import Location
 from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import shrink
 from raytrain.data.images.image_format import BadImage
 from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.label_file import LabelColumns
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
 from raytrain.data.shards import assign_shards, encode_shard, is_shard_of, packed_manifest, shard_path
+from raytrain.datasets.ray_dataset import RAY_DATASET, Rows, is_ray_dataset
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
@@ -51,12 +56,20 @@ class PackResult:
 
 
 def pack(
-    source: str,
-    destination: str,
-    console: Console | None = None,
+    source: Location | Rows,
+    destination: Location,
     *,
-    labels: Labelling | None = None,
-    shrinking: Shrinking | None = None,
+    labels: Location | None = None,
+    key_column: str | None = None,
+    label_column: str | Sequence[str] = (),
+    label_separator: str | None = None,
+    label_pattern: str | None = None,
+    split: str | None = None,
+    max_bad_fraction: float = 0.01,
+    image_suffix: str | None = None,
+    shorter_side: int | None = None,
+    quality: int = 90,
+    console: Console | None = None,
 ) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
 
@@ -65,39 +78,80 @@ def pack(
     The index is written last; without it, nothing counts as packed.
 
     Args:
-        source: s3://bucket/prefix or a folder, with images or with Parquet files or WebDataset tars of images; or one
-            such file, or a pattern with ``*`` (see :mod:`raytrain.datasets.archives`).
-        destination: s3://bucket/prefix or a folder.
+        source: a folder or a URL (s3://…, gs://…, az://…) with images, or with Parquet files or WebDataset tars of
+            images; or one such file, or a pattern with ``*``. Or a ``ray.data.Dataset``, whose rows have an image as
+            the bytes of a file or as a uint8 array (H, W, C), and a label, a string or an integer.
+        destination: a folder or a URL.
+        labels: a label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, else their folders are the
+            labels.
+        key_column: column with the path of each image; by default ``key``, ``path``, ``file_name``, ``file`` or
+            ``image``. A row of a Ray dataset without one is called by its content.
+        label_column: column with the class; by default ``label``, ``class``, ``target`` or ``category``. Several hold 0
+            and 1.
+        label_separator: separates the classes of an image that may have several, as in ``cat|dog``.
+        label_pattern: a regular expression whose group ``label`` is the class in the name of a file.
+        split: the value of the column ``split`` whose images are packed.
+        max_bad_fraction: fraction of the rows of ``labels`` that may lack an image.
+        image_suffix: which image of a WebDataset sample with several is packed, such as ``png``; by default the JPEG.
+        shorter_side: larger images become JPEGs whose shorter side has so many pixels; by default they stay as they
+            are. The smaller files lie in a temporary folder of this machine meanwhile.
+        quality: of the JPEGs that ``shorter_side`` makes, 1 to 100.
         console: shows the progress bar; by default standard error.
-        labels: where the labels are; by default in ``metadata.csv`` or ``.jsonl`` beside the images, else the folders
-            of the images are the labels.
-        shrinking: what larger images become, in a temporary folder on this machine; by default they stay as they are.
 
     Raises:
         UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it, or no
             image can be shrunk like this.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
 
-    Example: ``pack("s3://photos/flowers", "s3://photos/flowers-packed", shrinking=Shrinking(256, 90))``.
+    Example::
+
+        raytrain.pack("s3://photos/flowers", "s3://photos/flowers-packed", shorter_side=256)
+        dataset = ray.data.read_images("s3://photos/birds", include_paths=True).add_column("label", species)
+        raytrain.pack(dataset, "s3://photos/birds-packed")
     """
-    if shrinking is not None and not (shrinking.shorter_side > 0 < shrinking.quality <= 100):
+    if shorter_side is not None and not (shorter_side > 0 < quality <= 100):
         raise UsageError(
-            f"--shorter-side is {shrinking.shorter_side} and --quality {shrinking.quality}; the first must be at least "
-            "1, the second 1 to 100."
+            f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "
+            "100."
         )
+    if label_pattern is not None:
+        check_label_pattern(label_pattern)
+    if label_pattern is not None and labels is not None:
+        raise UsageError("--label-pattern and --labels both say the classes of the images; give one of them.")
+    if isinstance(source, (str, os.PathLike)):
+        source, source_name = os.fspath(source), os.fspath(source)
+    elif is_ray_dataset(source):
+        source_name = RAY_DATASET
+    else:
+        raise UsageError(
+            f"raytrain.pack got a {type(source).__module__}.{type(source).__name__}; give a folder, a URL or a "
+            "ray.data.Dataset, which ray.data.from_huggingface, from_torch, from_pandas or from_items make of others."
+        )
+    label_columns = (label_column,) if isinstance(label_column, str) else tuple(label_column)
+    labelling = Labelling(
+        file=None if labels is None else os.fspath(labels),
+        columns=LabelColumns(key=key_column, label=label_columns, separator=label_separator),
+        pattern=label_pattern,
+        split=split,
+        max_bad_fraction=max_bad_fraction,
+        image_suffix=image_suffix,
+    )
     console = console or Console(stderr=True)
-    with labelled_source(source, labels or Labelling()) as (images_store, images), ExitStack() as opened:
+    packed_store = open_store(os.fspath(destination))
+    with labelled_source(source, labelling) as (images_store, images), ExitStack() as opened:
         if images.packing is not None:
-            raise UsageError(f"The images in {source} are packed already; give the folder that they were packed from.")
-        packed_store = open_store(destination)
+            raise UsageError(
+                f"The images in {source_name} are packed already; give the folder that they were packed from."
+            )
         if images_store.url == packed_store.url:
-            raise UsageError(f"{source} cannot be packed into itself; give another folder for the shards.")
+            raise UsageError(f"{source_name} cannot be packed into itself; give another folder for the shards.")
         refuse_links_out(images_store, images.keys.to_pylist())
         packed_store.check_writable()
 
         # Shrunk images are files on this machine; others are fetched when their shard is written.
         read = partial(_fetch_unchanged, images_store)
-        if shrinking is not None:
+        if shorter_side is not None:
+            shrinking = Shrinking(shorter_side, quality)
             read, images = _shrunk(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
         shards = assign_shards(images)
         paths, num_written = _write_missing(read, packed_store, shards, console)
@@ -111,7 +165,7 @@ def pack(
             f"{packed.url} lacks {len(missing):,} of {len(shards):,} shards, or its index; run the command again."
         )
     return PackResult(
-        source=source,
+        source=source_name,
         destination=packed.url,
         num_images=len(packed),
         num_classes=len(packed.classes),

@@ -1,4 +1,4 @@
-"""Sources of `raytrain pack`, labelled images in folders, in archives, or beside a label file."""
+"""Sources of `raytrain pack`, labelled images in folders, in archives, in a Ray dataset, or beside a label file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import errno
 import hashlib
 import logging
 import os
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -19,11 +20,13 @@ import numpy as np
 
 from raytrain.data.labels.folders import build_manifest, composed, plain_booleans
 from raytrain.data.labels.label_file import JOINED, METADATA, LabelColumns, LabelTable, own_label_table, read_label_file
+from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
-from raytrain.data.labels.part_names import is_test, is_training
+from raytrain.data.labels.part_names import is_held_out, is_training
 from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
+from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
 from raytrain.errors import UsageError
 from raytrain.storage.folder import explain_os_error
 from raytrain.storage.open import open_store
@@ -47,33 +50,41 @@ class Labelling:
     columns: LabelColumns = field(default_factory=LabelColumns)
     split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
     max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image
+    pattern: str | None = None  # finds the labels in the names of files, see raytrain.data.labels.label_pattern
     image_suffix: str | None = None  # see :class:`raytrain.datasets.archives.Archive`
 
 
 @contextmanager
-def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
+def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
     """Yield the store of labelled images, and their manifest; archives are unpacked into a temporary folder meanwhile.
 
     ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
-    ``*``.
+    ``*``; or a ``ray.data.Dataset``, whose rows are written into a temporary folder, too.
     """
-    source = source if "://" in source else os.path.expanduser(source)
+    opened: Sequence[_OpenedArchive]
+    if isinstance(source, str):
+        source = source if "://" in source else os.path.expanduser(source)
+        archives = _archives(source, os.path.basename(labels.file or ""))
+        opened = _open_archives(source, archives, labels)
+    else:
+        opened = [("", RayDatasetRows(RAY_DATASET, labels.columns), nullcontext(source))]
+        source, archives = RAY_DATASET, [RAY_DATASET]
 
     # Archives are unpacked: their images are then in folders, beside a table of their labels.
-    archives = _archives(source, os.path.basename(labels.file or ""))
     if labels.image_suffix is not None and not any(archive.endswith(_TAR_SUFFIXES) for archive in archives):
         raise UsageError(
             f"--image-suffix is {labels.image_suffix}, which names an image of each sample in a tar of WebDataset, and "
             f"{source} is none; leave it out."
         )
     if archives:
-        if labels.file is not None or labels.columns.separator or len(labels.columns.label) > 1:
+        is_labelled = labels.file is not None or labels.pattern is not None
+        if is_labelled or labels.columns.separator or len(labels.columns.label) > 1:
             raise UsageError(
-                "--labels, --label-separator and several --label-column are for images in folders; those in "
-                f"{archives[0]} have one label each in the file."
+                "--labels, --label-pattern, --label-separator and several --label-column are for images in folders; "
+                f"those in {archives[0]} have one label each."
             )
         with TemporaryFolder() as folder:
-            table = _unpack(source, archives, labels, folder / "images")
+            table = _unpack(source, opened, folder / "images")
             store = open_store(str(folder / "images"))
             images = replace(list_images(store), url=source)  # as messages should name it
             yield store, _by_table(images, table, labels)
@@ -81,12 +92,14 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
 
     # Images in folders, with a label file or by the names of these.
     store = open_store(source)
-    if labels.file is None:
+    if labels.pattern is not None:
+        table = table_by_pattern(store, labels.pattern, labels.columns, labels.max_bad_fraction)
+    elif labels.file is None:
         table = own_label_table(store, labels.columns)
     else:
         table = read_label_file(labels.file, labels.columns, [store.url])
     if table is not None:
-        yield store, _by_table(list_images(store), table, labels)
+        yield store, _by_table(table.images or list_images(store), table, labels)
     elif labels.split is not None or labels.columns != LabelColumns():
         raise UsageError(
             "--split, --key-column, --label-column and --label-separator are for a label file, and none is beside "
@@ -191,35 +204,50 @@ def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:
-    """Raise UsageError if the names say that some archives are of training images and some of test images."""
+    """Raise UsageError if the names say that some archives are of training images and some of others."""
     words = {word for path in archives for word in re.split(r"[-_.]", path.rpartition("/")[2])}
-    if any(map(is_training, words)) and any(map(is_test, words)):
+    if any(map(is_training, words)) and any(map(is_held_out, words)):
         raise UsageError(
-            f"{source} has archives of training and of test images; pack each by a pattern, such as "
+            f"{source} has archives of training and of held-out images; pack each by a pattern, such as "
             f"{source.partition('*')[0].rstrip('/')}/train*."
         )
 
 
-def _unpack(source: str, archives: Sequence[str], labelling: Labelling, folder: Path) -> LabelTable:
-    """Write the images of the archives below ``folder``, and return their labels."""
-    # Each archive gets a folder: its name, with as many of its folders as make it unique.
+_OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]
+"""The folder that an archive's images get, the archive, and what opens it."""
+
+
+def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> list[_OpenedArchive]:
+    """Return the archives, each with a folder: its name, with as many of its folders as make it unique."""
     names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
     prefixes = [name.rpartition("/")[2] for name in names]
     if len(set(prefixes)) < len(prefixes):
         shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))
         prefixes = [name[shared:].strip("/") for name in names]
+    files = _filesystem(source) if archives else None
 
+    @contextmanager
+    def opened(path: str) -> Iterator[IO[bytes]]:
+        assert files is not None
+        with _explained(path), files.open(path, "rb") as file:
+            yield cast(IO[bytes], file)
+
+    readers = [Archive(path, labels.columns, labels.image_suffix) for path in archives]
+    return list(zip(prefixes, readers, map(opened, archives), strict=True))
+
+
+def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> LabelTable:
+    """Write the images of the archives below ``folder``, and return their labels."""
     label_of: dict[str, tuple[str, str]] = {}  # and the split
     examples: dict[bool, tuple[str, str]] = {}  # an archive of numbers as labels, one without any, and a label of each
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
-    files = _filesystem(source)
-    for name, prefix in zip(archives, prefixes, strict=True):
-        archive, labels_of_archive = Archive(name, labelling.columns, labelling.image_suffix), set[str]()
-        with _explained(name), files.open(name, "rb") as file:
-            for image in archive.read(cast(IO[bytes], file)):
-                key = f"{prefix}/{image.key}"
+    for prefix, archive, opening in opened:
+        name, labels_of_archive = archive.name, set[str]()
+        with opening as content:
+            for image in archive.read(content):
+                key = posixpath.join(prefix, image.key)
                 if key in label_of:
                     repeated.append(image.key)
                     continue
@@ -248,8 +276,8 @@ def _unpack(source: str, archives: Sequence[str], labelling: Labelling, folder: 
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
     if not label_of:
-        after_it = f" and the {len(archives) - 1:,} files after it" if len(archives) > 1 else ""
-        raise UsageError(f"There are no labelled images in {archives[0]}{after_it}.")
+        after_it = f" and the {len(opened) - 1:,} files after it" if len(opened) > 1 else ""
+        raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
     keys = sorted(label_of, key=composed)
     labels, splits = zip(*(label_of[key] for key in keys), strict=True)
     columns_of_table = list(map(composed, keys)), plain_booleans(labels), splits, [""] * len(keys)

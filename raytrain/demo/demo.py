@@ -38,26 +38,28 @@ _CANVAS = SIZE * _OVERSAMPLE
 _DIGIT_HEIGHT = 20 * _OVERSAMPLE
 
 
-def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: float = 0.1, seed: int = 0) -> Path:
+def render_digits(
+    directory: str | Path, num_images: int = 5000, validation_fraction: float = 0.1, seed: int = 0
+) -> Path:
     """Write grey 28x28 PNG images into class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
 
-    Every class gets ``num_images / 10`` images, rounded down, of which ``test_fraction`` go to ``test``. The same
+    Every class gets ``num_images / 10`` images, rounded down, of which ``validation_fraction`` go to ``test``. The same
     arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
-    or no test image.
+    or no validation image.
 
     Example: ``render_digits("images", num_images=100)``
     """
     num_per_class = num_images // NUM_CLASSES
-    num_test = round(num_per_class * test_fraction)
-    if not 0 < num_test < num_per_class:
+    num_validation = round(num_per_class * validation_fraction)
+    if not 0 < num_validation < num_per_class:
         raise UsageError(
-            f"num_images {num_images} and test_fraction {test_fraction} leave {num_test} of a class's {num_per_class} "
-            "images for testing; each class needs at least one image for training and one for testing."
+            f"num_images {num_images} and validation_fraction {validation_fraction} leave {num_validation} of a "
+            f"class's {num_per_class} images for validation; each class needs an image for it and one for training."
         )
     root = Path(directory)
     # One generator for all images, in this order: the pixels depend on nothing but the arguments.
     rng = np.random.default_rng(seed)
-    for split, count in (("train", num_per_class - num_test), ("test", num_test)):
+    for split, count in (("train", num_per_class - num_validation), ("test", num_validation)):
         for digit in range(NUM_CLASSES):
             folder = root / split / str(digit)
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     The digits stay in the folder ``images``, and the run in the folder ``storage``, as ``demo``, ``demo-2``, …
     Raises UsageError if ``storage`` is not a folder, and what :func:`raytrain.launch.train.train` raises.
 
-    Example: ``run_demo(storage="./runs").test_accuracy``
+    Example: ``run_demo(storage="./runs").validation_accuracy``
     """
     from raytrain.datasets.upload import upload
     from raytrain.demo.s3_server import S3Server
@@ -152,9 +154,9 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
 
 
 def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
-    """Return the test accuracy, where everything is stored, and commands to try next, as text."""
-    accuracy = result.test_accuracy
-    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the test images are right"
+    """Return the validation accuracy, where everything is stored, and commands to try next, as text."""
+    accuracy = result.validation_accuracy
+    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the validation images are right"
     locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
     return Group(
         Text.assemble((tested, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."),

@@ -25,17 +25,23 @@ from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
+from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
+from raytrain.launch.suspicious_pictures import read_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.training.augment import Augment, build_transforms
+from raytrain.runs.suspicious_labels import NUM_SHOWN
+from raytrain.storage.store import Store
+from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
 from raytrain.training.gallery import screen_pixels
 from raytrain.training.mixup import mix_batch
+from raytrain.training.user_transforms import UserTransforms
 
-_MAX_IMAGES = 2048  # of the training images, and as many test images
+_MAX_IMAGES = 2048  # of each part
 _BLOCK = 64  # images that are read at once
 _NUM_SHOWN = 40  # images after augmentation
+_MAX_SUSPICIOUS = 100  # images whose labels look wrong
 _SAMPLING_FRACTION = 0.5  # of the time; the rest is for duplicates
 _MAX_SIDE = 256  # height and width, in pixels, beyond which images are made smaller
 
@@ -46,7 +52,8 @@ class ClassCount:
 
     name: str
     training: int
-    test: int
+    validation: int
+    test: int = 0
 
 
 class MinMedianMax(NamedTuple):
@@ -82,14 +89,28 @@ class FirstImages:
     labels: tuple[str, ...]  # (n,)
 
 
+@dataclass(frozen=True, eq=False)
+class SuspiciousImages:
+    """Training images whose labels look wrong, the worst first, as a run has found while it trained.
+
+    ``rows`` are those of :class:`raytrain.diagnostics.suspicious_labels.RankedLabels`, as far as they are shown.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    pixels: tuple[Pixels | None, ...]  # (H, W, C) each, of the first ones; None if an image cannot be read
+    label_files: dict[str, str]  # that were written, by the option that takes each
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookResult:
     """What a data set has: its classes, its files, and its first images as a network would see them."""
 
     title: str
     data: str
-    test_data: str
+    validation_data: str
+    test_data: str | None  # None if there are two parts
     training_images: int
+    validation_images: int
     test_images: int
     left_out: dict[str, int]  # other files, by the reason why they are not used
     shrinking: Shrinking | None  # when the images were packed
@@ -98,54 +119,84 @@ class LookResult:
     sample: ImageSample
     duplicates: Duplicates
     first_images: FirstImages
+    suspicious: SuspiciousImages | None = None  # of a run that is there already
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values, without the pixels."""
-        return plain({name: value for name, value in vars(self).items() if name not in ("title", "first_images")})
+        left_out = "title", "first_images", "suspicious"
+        suspicious = vars(self.suspicious) if self.suspicious is not None else {"rows": (), "label_files": {}}
+        return plain(
+            {
+                **{name: value for name, value in vars(self).items() if name not in left_out},
+                "suspicious_labels": suspicious["rows"],
+                "label_files": suspicious["label_files"],
+            }
+        )
 
 
-def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
+def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | None = None) -> LookResult:
     """Look at the images that a run with these options would be trained and tested on. Trains and writes nothing.
 
-    No more files are read after ``limit_s`` seconds; the result says how many were. Raises UsageError or StorageError
-    if the data cannot be read, or no run could start with it.
+    No more files are read after ``limit_s`` seconds; the result says how many were. Of a run that is there, which
+    ``config`` resumes, it has the images whose labels look wrong, and ``write_labels`` is a label file to write. Raises
+    UsageError or StorageError if the data cannot be read, or no run could start with it.
 
     Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """
     check_named(config)
     config = with_preprocessing_of_weights(config)
     name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
-    data = open_dataset(config, run_store(config.storage, name))
+    store = run_store(config.storage, name)
+    data = open_dataset(config, store)
+    suspicious = _suspicious_images(config, store, data, write_labels)
 
     # Half of the time is for images that cannot be read, the other half for images that are there twice.
     started_s = time.monotonic()
     sample = sample_images(data, config.seed, started_s + _SAMPLING_FRACTION * limit_s)
-    images = StoredImages(data.train_store, data.train), StoredImages(data.test_store, data.test)
-    duplicates = find_duplicates(*images, started_s + limit_s)
+    parts = [StoredImages(store, manifest) for store, manifest, _ in data.parts.values()]
+    duplicates = find_duplicates(parts, started_s + limit_s)
 
-    counts = (manifest.class_counts().tolist() for manifest in (data.train, data.test))
+    counts = (part.manifest.class_counts().tolist() for part in parts)
     return LookResult(
         title=config.name or config.recipe,
         data=data.train.url,
-        test_data=data.test.url,
+        validation_data=data.validation.url,
+        test_data=None if data.test is None else data.test.url,
         training_images=len(data.train),
-        test_images=len(data.test),
-        left_out=count_left_out(data.train, data.test),
+        validation_images=len(data.validation),
+        test_images=len(data.test or ()),
+        left_out=count_left_out(*(part.manifest for part in parts)),
         shrinking=data.train.shrinking,
         classes=tuple(map(ClassCount, data.train.classes, *counts)),
         size_bytes=MinMedianMax.of(data.train.sizes_bytes.tolist()),
         sample=sample,
         duplicates=duplicates,
         first_images=first_images(config, data, _NUM_SHOWN),
+        suspicious=suspicious,
     )
 
 
+def _suspicious_images(
+    config: TrainConfig, store: Store, data: Dataset, write_to: str | None
+) -> SuspiciousImages | None:
+    """Return the images of the run in ``store`` whose labels look wrong, and write its label files, if asked to."""
+    ranked = rank_labels(config, store, data) if config.resume else None
+    if write_to is not None:
+        ranked = check_can_rank(config, ranked)
+    if ranked is None:
+        return None
+    files = write_labels(ranked, data, write_to) if write_to is not None else {}
+    rows = tuple(row for row in ranked.table.slice(0, _MAX_SUSPICIOUS).to_pylist() if row["draws"])
+    pixels = read_pictures(data, ranked.samples[: min(NUM_SHOWN, len(rows))].tolist(), _MAX_SIDE)
+    return SuspiciousImages(rows, tuple(pixels), files)
+
+
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
-    """Decode up to 2,048 random training images, and as many test images, in another process, until ``deadline_s``."""
+    """Decode up to 2,048 random images of each part, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
     unreadable: list[SkippedImage] = []
     # A file may crash a decoder, or make it take all memory: that must not end this process.
-    with DecodeProcess(data.test_format.shape) as process:
+    with DecodeProcess(data.evaluation_format.shape) as process:
         for key, content in _contents(data, seed, deadline_s):
             try:
                 file = require_bytes(content)
@@ -163,8 +214,8 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
 
 
 def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str, bytes | Exception]]:
-    """Yield keys and files, in blocks of training and of test images in turn, each in a random order."""
-    sets = [(data.train_store, data.train), (data.test_store, data.test)]
+    """Yield keys and files, in blocks of each part in turn, each in a random order."""
+    sets = [(store, manifest) for store, manifest, _ in data.parts.values()]
     orders = [random_order(manifest, seed) for _, manifest in sets]
     for start in range(0, _MAX_IMAGES, _BLOCK):
         if start and time.monotonic() >= deadline_s:
@@ -203,7 +254,10 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     images, labels, draws = block.images[readable], block.labels[readable], draws[readable]
     samples = samples_of(draws, plan.num_samples)
     local = LocalBatch(plan.batch(0), images, labels, samples, draws, (len(draws),))
-    augment = Augment(config, build_transforms(config, load_optional("--transforms", config.transforms)))
+    own = load_optional("--transforms", config.transforms)
+    if own is not None:
+        local = replace(local, images=UserTransforms(config, own)(images, draws, epoch=0))
+    augment = Augment(config, crops=own is None)
     return to_batch(local, augment, torch.device("cpu"), training=True, label_sets=_label_sets(data))
 
 

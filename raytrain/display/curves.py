@@ -34,7 +34,7 @@ _COLORS = (BLUE, ORANGE)  # of training and evaluations
 _DASHES = ("-", "--", ":")  # of the first ten runs, the next ten, and others
 _COMPARED: tuple[tuple[str, Kind, str], ...] = (
     ("training loss", "step", "loss"),
-    ("test accuracy", "evaluation", "accuracy"),
+    ("validation accuracy", "evaluation", "accuracy"),
 )
 
 
@@ -87,7 +87,7 @@ def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
 
 
 def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> RenderableType:
-    """Return training loss and test accuracy over the steps, a line for each run, called by its label."""
+    """Return training loss and validation accuracy over the steps, a line for each run, called by its label."""
     return side_by_side(*_run_comparison(records, labels))
 
 
@@ -115,7 +115,7 @@ def curve_figure(record: RunRecord) -> Figure:
 
 
 def comparison_figure(records: Sequence[RunRecord]) -> Figure:
-    """Return training loss and test accuracy of several runs over their steps.
+    """Return training loss and validation accuracy of several runs over their steps.
 
     Raise UsageError if none of them has a history.
     """
@@ -132,8 +132,8 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
 
 def _run_plot(metric: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
     """Return a metric of a run over its steps: a line for training, a dot for each evaluation."""
-    tested = _series("test", "yellow", rows, "evaluation", metric)
-    lines = [_series("train", "cyan", rows, "step", metric), replace(tested, mark="●")]
+    measured = _series("validation", "yellow", rows, "evaluation", metric)
+    lines = [_series("train", "cyan", rows, "step", metric), replace(measured, mark="●")]
     return Plot(metric.replace("_", " "), lines, height)
 
 

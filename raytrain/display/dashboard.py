@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_count, format_duration, status_style
+from raytrain.display.console import format_count, format_dollars, format_duration, status_style
 from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
 from raytrain.monitor.snapshot import Snapshot
@@ -102,12 +102,18 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def _measurements(snapshot: Snapshot) -> list[str]:
-    """Return speed, learning rate, waiting time, skipped images and retries, if they are known and not zero."""
+    """Return speed, learning rate, waiting time, skipped images, retries and cost, if they are known and not zero."""
     latest = snapshot.latest
     values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
     counts = {"skipped": snapshot.num_skipped, "retries": snapshot.num_retries}
-    return texts + [f"{count:,} {name}" for name, count in counts.items() if count]
+    return texts + [f"{count:,} {name}" for name, count in counts.items() if count] + cost_texts(snapshot)
+
+
+def cost_texts(snapshot: Snapshot) -> list[str]:
+    """Return the dollars and the energy of the GPUs so far, as far as they are known."""
+    dollars = [] if snapshot.dollars is None else [format_dollars(snapshot.dollars)]
+    return dollars + ([] if snapshot.gpu_kwh is None else [f"{snapshot.gpu_kwh:.2f} kWh"])
 
 
 def _time_left(snapshot: Snapshot) -> list[str]:

@@ -42,7 +42,13 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
         confusions = headed_table(("true class", "predicted"), ("images", "of the class"), pairs)
 
     tables = Columns([classes, confusions], padding=(0, 4))
-    return Group(key_value_table({**result.summary(), "picture": picture}), *_warnings(result), Text(), tables)
+    about = {**result.summary(), **result.metrics, "picture": picture}
+    if result.accuracy is not None and result.accuracy_interval is not None:
+        low, high = result.accuracy_interval
+        about["accuracy"] = (
+            f"{result.accuracy:.4f} (95 % interval: {low:.4f} to {high:.4f})"
+        )
+    return Group(key_value_table(about), *_warnings(result), Text(), tables)
 
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
@@ -52,7 +58,7 @@ def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
     table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
-    return Group(key_value_table(result.summary()), *_warnings(result), table)
+    return Group(key_value_table({**result.summary(), **result.metrics}), *_warnings(result), table)
 
 
 def _known_first(value: float | None) -> tuple[bool, float]:

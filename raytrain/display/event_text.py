@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain.display.console import format_count
+from raytrain.display.console import format_count, format_dollars
 from raytrain.monitor import events
 from raytrain.monitor.events import Event
 from raytrain.runs.outcome import StopReason, stop_reason_of
@@ -18,10 +18,12 @@ def event_text(event: Event) -> str:
         # Sentences of which a part depends on a field.
         case events.TrainingStarted(workers, step):
             return f"training on {format_count(workers, 'worker')}" + (f", resuming after step {step:,}" * (step > 0))
-        case events.Evaluated(epoch):
+        case events.Evaluated() | events.Tested():
             values = {"accuracy": event.accuracy, "loss": event.loss}
             measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
-            return f"evaluated after epoch {epoch}: {measured}"
+            if isinstance(event, events.Tested):
+                return f"measured the test images, with the best checkpoint: {measured}"
+            return f"evaluated after epoch {event.epoch}: {measured}"
         case events.StopRequested(reason):
             aborts = "; the step ends first, a second one aborts" if reason.kind == "signal" else ""
             return f"stop requested: {stop_text(reason)}{aborts}"
@@ -57,6 +59,7 @@ _SENTENCES: dict[type[Event], str] = {
     "is room",
     events.HeadBack: "the head of the cluster answers again",
     events.TrackerOpened: "{tracker} shows the run: {place}",
+    events.ProvenanceChanged: "different from the attempt before: {changes}",
     events.Note: "{text}",
 }
 
@@ -71,11 +74,13 @@ def stop_text(reason: StopReason) -> str:
         "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
         "command": f"raytrain stop on {detail}",
         "page": f"the page on {detail}",
-        "early_stopping": f"early stopping: test {metric} {value:.4f} after {epochs}, below the better half of "
-        "the trials",
+        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, worse than the better "
+        "half of the trials",
         "target": f"--until {detail}: {metric} is {value:.4f}",
         "patience": f"--patience {count}: {metric} is not {bound}",
         "time": f"--max-time {detail}",
+        "tracker": f"a request in {detail}",
+        "cost": f"--max-cost {detail}: the run has cost {format_dollars(value)}",
     }
     return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+import os
+import shlex
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,16 +13,21 @@ from rich.text import Text
 
 from raytrain.data.labels.listing import counted
 from raytrain.diagnostics.look import LookResult, look_at
-from raytrain.display.console import UNKNOWN, bar, class_table, format_count, key_value_table
+from raytrain.diagnostics.suspicious_labels import LABEL_FILE_SUFFIXES
+from raytrain.display.console import UNKNOWN, bar, class_table, format_count, headed_table, key_value_table
 from raytrain.display.curves import GREY, png_bytes, titled_figure
 from raytrain.display.notebook import as_html, is_notebook
 from raytrain.runs.redact import one_line
+from raytrain.runs.suspicious_labels import NUM_SHOWN
+from raytrain.storage.open import check_output
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
     from raytrain.config import TrainConfig
+    from raytrain.config.values import Location
     from raytrain.data.duplicates import Duplicate, Duplicates
+    from raytrain.data.images.resize import Pixels
     from raytrain.diagnostics.look import ImageSample, MinMedianMax
 
 _NUM_FILES_SHOWN = 5
@@ -29,7 +36,7 @@ _WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # of the figure, in inches
 _MAX_LETTERS = 24  # in a line of a label
 
 
-def look(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
+def look(config: TrainConfig, *, limit_s: float = 30.0, write_labels: Location | None = None) -> LookResult:
     """Look at the images that a run with these options would be trained and tested on. Trains nothing.
 
     In a notebook, the first images as the network sees them and what was found are shown below the cell.
@@ -37,6 +44,8 @@ def look(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
     Args:
         config: the options of the run.
         limit_s: seconds after which no more files are read; the result says how many were.
+        write_labels: with ``config.resume`` and ``config.name``, a label file to write, .csv or .parquet: the run's
+            training images, the one whose label looks the most wrong first, to correct and train with ``labels``.
 
     Raises:
         UsageError, StorageError: the data cannot be read, or no run could start with it.
@@ -45,7 +54,10 @@ def look(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
 
         raytrain.look(raytrain.recipes.custom(data="photos"))
     """
-    result = look_at(config, limit_s=limit_s)
+    output = None if write_labels is None else os.fspath(write_labels)
+    if output is not None:
+        check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
+    result = look_at(config, limit_s=limit_s, write_labels=output)
     if is_notebook():
         from IPython.display import HTML, display
 
@@ -63,13 +75,15 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
     """Return the images, the classes from the smallest on, and the problems. ``picture`` is the file of the figure."""
     # What there is, and how much of it was read.
     sample = result.sample
-    num_images = result.training_images + result.test_images
+    num_images = result.training_images + result.validation_images + result.test_images
     shrunk = result.shrinking
     about = {
         "data": result.data,
+        "validation data": result.validation_data,
         "test data": result.test_data,
         "training images": result.training_images,
-        "test images": result.test_images,
+        "validation images": result.validation_images,
+        "test images": result.test_images or None,
         "other files": ", ".join(counted(count, reason) for reason, count in result.left_out.items()) or "none",
         "packed as": shrunk and f"JPEGs of quality {shrunk.quality}, shorter side {shrunk.shorter_side:,}, if larger",
         "bytes": _range_text(result.size_bytes),
@@ -82,13 +96,18 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
     }
 
     # The classes, with the size of each as a bar beside the largest one's.
+    parts = ("training", "validation", "test") if result.test_images else ("training", "validation")
     largest = max(1, *(count.training for count in result.classes))
     rows = [
-        (count.name, f"{count.training:,}", f"{count.test:,}", bar(count.training, largest))
+        (
+            count.name,
+            *(f"{number:,}" for number in (count.training, count.validation, count.test)[: len(parts)]),
+            bar(count.training, largest),
+        )
         for count in sorted(result.classes, key=lambda count: count.training)
     ]
-    classes = class_table(("training", "test"), rows, "larger")
-    return Group(key_value_table(about), classes, *_problems(sample, result.duplicates))
+    classes = class_table(parts, rows, "larger")
+    return Group(key_value_table(about), classes, *_problems(sample, result.duplicates), *_suspicious(result))
 
 
 def _range_text(values: MinMedianMax | None) -> str:
@@ -98,13 +117,13 @@ def _range_text(values: MinMedianMax | None) -> str:
 def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[RenderableType]:
     """Yield a sentence for each kind of problem, with the first files; or one that there is none."""
     num_unreadable = format_count(len(sample.unreadable), "image")
-    num_test = format_count(len(duplicates.test), "test image")
+    num_held_out = format_count(len(duplicates.held_out), "held-out image")
     num_contradicting = format_count(len(duplicates.contradicting), "training image")
     files_by_problem = {
         f"{num_unreadable} of {sample.images:,} cannot be read": [
             f"{one_line(image.key)}: {one_line(image.reason)}" for image in sample.unreadable
         ],
-        f"{num_test} with the content of a training image": list(map(_pair_text, duplicates.test)),
+        f"{num_held_out} with the content of a training image": list(map(_pair_text, duplicates.held_out)),
         f"{num_contradicting} with the content of another class": list(map(_pair_text, duplicates.contradicting)),
     }
 
@@ -119,6 +138,22 @@ def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[Renderabl
         yield Text("No image that cannot be read and no duplicate was found.", "dim")
 
 
+def _suspicious(result: LookResult) -> Iterable[RenderableType]:
+    """Yield the images whose labels look wrong, and how to give back the label files that were written."""
+    images = result.suspicious
+    if images is None:
+        return
+    yield Text("\nTraining images whose labels look the most wrong, by the mean margin of the label over all epochs:")
+    rows = [
+        [one_line(row["path"]), one_line(row["label"]), one_line(row["suggested"]), f"{row['margin']:.2f}"]
+        for row in images.rows[:NUM_SHOWN]
+    ]
+    yield headed_table(["image", "label", "or", "margin"], [], rows)
+    if images.label_files:
+        options = " ".join(f"{option} {shlex.quote(file)}" for option, file in images.label_files.items())
+        yield Text(f"Correct the column label, from the first row on, and train again with {options}")
+
+
 def _pair_text(pair: Duplicate) -> str:
     """Return an image and the training image with the same content, each with its class."""
     images = ((pair.key, pair.label), (pair.training_key, pair.training_label))
@@ -128,13 +163,36 @@ def _pair_text(pair: Duplicate) -> str:
 def look_figure(result: LookResult) -> Figure:
     """Return a grid of images after augmentation, with the label of each above it."""
     images = result.first_images
-    num_rows = max(1, -(-len(images.labels) // _COLUMNS))  # rounded up
     title = f"{result.title}    the first images of epoch 1, as the network sees them"
-    figure = titled_figure(title, _WIDTH, _HEADING + _ROW * num_rows)
-    cells = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
+    num_rows = _num_rows(images.labels)
+    if (suspicious := result.suspicious) is None:
+        figure = titled_figure(title, _WIDTH, _HEADING + _ROW * num_rows)
+        _draw_images(figure, images.pixels, images.labels)
+        return figure
+
+    # Below them, those whose labels look wrong.
+    labels = [f"{row['label']}, or {row['suggested']}?" for row in suspicious.rows[: len(suspicious.pixels)]]
+    num_below = _num_rows(labels)
+    figure = titled_figure(title, _WIDTH, 2 * _HEADING + _ROW * (num_rows + num_below))
+    above, below = figure.subfigures(2, 1, height_ratios=[num_rows, num_below])
+    _draw_images(above, images.pixels, images.labels)
+    below.suptitle("labels that may be wrong", x=0.01, ha="left", weight="bold", fontsize=10)
+    _draw_images(below, suspicious.pixels, labels)
+    return figure
+
+
+def _num_rows(labels: Sequence[str]) -> int:
+    return max(1, -(-len(labels) // _COLUMNS))  # rounded up
+
+
+def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], labels: Sequence[str]) -> None:
+    """Draw images in a grid, each below its label; one that cannot be read leaves its place empty."""
+    cells = figure.subplots(_num_rows(labels), _COLUMNS, squeeze=False).ravel()
     for cell in cells:
         cell.set_axis_off()
-    for cell, pixels, label in zip(cells, images.pixels, images.labels, strict=False):
+    for cell, pixels, label in zip(cells, images, labels, strict=False):
+        if pixels is None:
+            continue
         cell.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
 
         # A long label of classes that are mixed has a line for each of them; a line that is still too long is cut.

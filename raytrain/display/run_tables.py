@@ -18,6 +18,7 @@ from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
     format_count,
+    format_dollars,
     format_duration,
     format_option,
     format_optional,
@@ -50,8 +51,8 @@ _RESULTS = {
     "status": ("status", ""),
     "steps": ("steps", ","),
     "epochs": ("epochs", "g"),
-    "test_accuracy": ("last accuracy", ".4f"),
-    "test_loss": ("last loss", ".4f"),
+    "validation_accuracy": ("last accuracy", ".4f"),
+    "validation_loss": ("last loss", ".4f"),
     "loss": ("training loss", ".4f"),
     "images_per_s": ("images/s", ",.0f"),
     "seconds": ("seconds", ",.0f"),
@@ -79,9 +80,12 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
         ("status", [status_text(status.status) for status in statuses]),
         ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
-        ("last\naccuracy", [format_value(run.test_accuracy) for run in runs]),
+        ("last\naccuracy", [format_value(run.validation_accuracy) for run in runs]),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
+    if any(status.dollars is not None for status in statuses):
+        costs = [UNKNOWN if status.dollars is None else format_dollars(status.dollars) for status in statuses]
+        columns.insert(-1, ("cost", costs))
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
     return Group(FittingTable(columns), *(problem_lines(run.name, run.problems) for run in runs if run.problems))
@@ -150,8 +154,16 @@ def run_page(record: RunRecord) -> RenderableType:
 
     # Its images.
     if counts := record.images:
-        images = f"{counts['training']:,} for training, {counts['test']:,} for test"
+        numbers = {part: counts[part] for part in ("training", "validation", "test")}
+        images = ", ".join(f"{count:,} for {part}" for part, count in numbers.items() if count)
         parts.append(key_value_table({"images": images, "left out": lost_files(counts["left_out"]) or None}))
+
+    # What it was made of, attempt by attempt.
+    if record.provenance:
+        first, *later = record.provenance
+        rows = {"made of": first.summary()}
+        rows |= {f"after step {made.first_step:,}": made.summary() for made in later}
+        parts.append(key_value_table(rows))
 
     # Its curves, and the last values of metrics that its own loop logs.
     if record.metrics:
@@ -224,7 +236,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
-    measured = {"test accuracy": result.test_accuracy, "test loss": result.test_loss}
+    measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
     last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
     about: dict[str, object] = {
         "name": result.name,
@@ -232,6 +244,13 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
         "time": format_duration(result.seconds) + startup,
         "last": newest + (f"; measured last: {last}" if last else ""),
     }
+    if result.dollars is not None:
+        about["cost"] = format_dollars(result.dollars)
+    if result.gpu_kwh is not None:
+        about["energy"] = f"{result.gpu_kwh:.3f} kWh of the GPUs"
+    if result.test_accuracy is not None:
+        loss = "" if result.test_loss is None else f", loss {result.test_loss:.4f}"
+        about["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
     if best is not None:
         score = f"; {config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}" if math.isfinite(best[0]) else ""
         about["best"] = f"{best[1]}, which the commands below use{score}"
@@ -321,7 +340,7 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
             "recipe": run.recipe,
             **dataclasses.asdict(run.status),
             **options,
-            "test_accuracy": run.test_accuracy,
+            "validation_accuracy": run.validation_accuracy,
             "seconds": run.seconds,
             "tags": run.tags,
             "note": run.config and run.config.note,

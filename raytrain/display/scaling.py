@@ -47,7 +47,7 @@ def scaling_table(result: SweepResult) -> Table:
             [UNKNOWN if time is None else format_duration(time) for time in times],
         ),
         ("gain per\ndoubling", [format_optional(size.time_gain, "+.0%") for size in sizes]),
-        ("last test\naccuracy", [format_optional(size.test_accuracy, ".4f") for size in sizes]),
+        ("last test\naccuracy", [format_optional(size.validation_accuracy, ".4f") for size in sizes]),
     )
 
 
@@ -83,7 +83,7 @@ def scaling_sentences(result: SweepResult) -> Iterator[Text]:
         }
         if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
             yield Text(f"Per doubling of the workers{choice}: {', '.join(known)}.", style="bold")
-        num_tested = sum(size.test_accuracy is not None for size in scaling.sizes)
+        num_tested = sum(size.validation_accuracy is not None for size in scaling.sizes)
         if num_tested > 1 and scaling.accuracy_spread is not None:
             points = 100 * scaling.accuracy_spread
             yield Text(f"The final accuracies{choice} lie within {points:.1f} percentage points.", style="bold")
@@ -132,7 +132,7 @@ def _draw_accuracies(panel: Axes, result: SweepResult) -> None:
     panel.legend(title=title, alignment="left", loc="lower right", frameon=False)
     panel.set_xlim(left=0)
     panel.set_xlabel(f"{unit} of training")
-    panel.set_ylabel("test accuracy (pale: training batches)")
+    panel.set_ylabel("validation accuracy (pale: training batches)")
 
 
 def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:

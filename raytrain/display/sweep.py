@@ -60,7 +60,7 @@ class SweepTerminalView(LiveView):
 
         # Plain lines: one for each trial that has changed since its last one.
         for trial in trials:
-            state = (trial.status, len(trial.evaluations), trial.accuracy)
+            state = (trial.status, len(trial.evaluations), trial.value)
             if trial.status != WAITING and self._printed.get(trial.name) != state:
                 self._printed[trial.name] = state
                 self._print(_trial_line(trial))
@@ -73,8 +73,8 @@ def _trial_line(trial: TrialResult) -> str:
         parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
     if trial.loss is not None:
         parts.append(f"loss {trial.loss:.3f}")
-    if trial.accuracy is not None:
-        parts.append(f"best test accuracy {trial.accuracy:.4f}")
+    if trial.value is not None:
+        parts.append(f"best {_validation_metric(trial)} {trial.value:.4f}")
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
     if trial.reason:
@@ -87,18 +87,18 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
 
     # If there is no room for all: first trials that train, then ended ones, then waiting ones, each from the best on.
     def rank(trial: TrialResult) -> tuple[int, float]:
-        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.accuracy or 0.0)
+        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.score or 0.0)
 
     names = {trial.name for trial in sorted(trials, key=rank)[: max(1, num_rows)]}
     chosen = [trial for trial in trials if trial.name in names]
 
-    best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
+    best = max((trial.score for trial in trials if trial.score is not None), default=None)
     speeds = [trial.images_per_s if trial.status == "running" else None for trial in chosen]
     table = rows_table(
         *_trial_columns(chosen),
         ("epoch", [f"{trial.epoch}/{trial.num_epochs}" if trial.num_epochs else UNKNOWN for trial in chosen]),
         ("loss", [format_optional(trial.loss, ".3f") for trial in chosen]),
-        ("best\naccuracy", [_accuracy_text(trial.accuracy, best) for trial in chosen]),
+        (_heading(trials), [_value_text(trial, best) for trial in chosen]),
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
     )
 
@@ -114,17 +114,24 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     ``config`` are the options that all trials share.
     """
     trials = result.trials
-    best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
+    best = max((trial.score for trial in trials if trial.score is not None), default=None)
     table = rows_table(
         *_trial_columns(trials),
         ("last\nepoch", [str(trial.evaluations[-1][0]) if trial.evaluations else UNKNOWN for trial in trials]),
-        ("best\naccuracy", [_accuracy_text(trial.accuracy, best) for trial in trials]),
+        (_heading(trials), [_value_text(trial, best) for trial in trials]),
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
     parts: list[RenderableType] = [table]
     if result.histories:
         parts += [scaling_table(result), scaling_plots(result), Text(), *scaling_sentences(result)]
+
+    for folds in result.folds:
+        about = f"{as_typed(folds.values)}: " if folds.values else ""
+        spread = "" if folds.deviation is None else f" ± {folds.deviation:.4f} (standard deviation)"
+        known = f"{folds.num_measured} of {folds.num_folds} folds" if folds.num_measured else "no fold was measured"
+        mean = "" if folds.mean is None else f"{folds.metric.replace('_', ' ')} {folds.mean:.4f}{spread} over "
+        parts.append(Text.assemble(about, (f"{mean}{known}", "bold")))
 
     # Below the table: why trials ended early, and the command that continues them.
     lines = [
@@ -153,8 +160,20 @@ def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
     ]
 
 
-def _accuracy_text(accuracy: float | None, best: float) -> Text:
-    return Text(format_optional(accuracy, ".4f"), style="bold green" if accuracy and accuracy == best else "")
+def _heading(trials: Sequence[TrialResult]) -> str:
+    """Return what stands above the best values of the trials: ``best`` and the metric that they are compared by."""
+    return "best\n" + (trials[0].metric.replace("_", " ") if trials else "accuracy")
+
+
+def _validation_metric(trial: TrialResult) -> str:
+    """Return the metric that trials are compared by, as a label of an axis or in a sentence."""
+    return f"validation {trial.metric.replace('_', ' ')}"
+
+
+def _value_text(trial: TrialResult, best_score: float | None) -> Text:
+    """Return the best value of a trial, in bold if it is the best of all trials."""
+    is_best = trial.score is not None and trial.score == best_score
+    return Text(format_optional(trial.value, ".4f"), style="bold green" if is_best else "")
 
 
 def _reason_text(trial: TrialResult) -> str:
@@ -208,19 +227,19 @@ def sweep_figure(result: SweepResult) -> Figure:
     _draw_curves(above.add_subplot(), trials, result.best)
     for number, name in enumerate(names, start=1):
         panel = below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), number)
-        _draw_accuracies_by_option(panel, trials, name, result.best)
+        _draw_values_by_option(panel, trials, name, result.best)
     return figure
 
 
 def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
-    """Draw accuracy over the epochs, a line for each trial with the trial's number at its end."""
+    """Draw the metric of the sweep over the epochs, a line for each trial with the trial's number at its end."""
     for trial in reversed(trials):  # the best is drawn last, on top of the others
-        epochs, accuracies = zip(*trial.evaluations, strict=True)  # (num_evaluations,) each
+        epochs, values = zip(*trial.evaluations, strict=True)  # (num_evaluations,) each
         color, width = (_BEST, 2.0) if trial.name == best else (_OTHER, 1.2)
-        axes.plot(epochs, accuracies, marker="o", markersize=3.5, color=color, linewidth=width)
+        axes.plot(epochs, values, marker="o", markersize=3.5, color=color, linewidth=width)
         axes.annotate(
             trial.name.rpartition("-")[2],
-            (epochs[-1], accuracies[-1]),
+            (epochs[-1], values[-1]),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -230,11 +249,11 @@ def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) ->
     axes.set_xlabel("epoch")
     whole_ticks(axes)
     plain_axes(axes)
-    axes.set_ylabel("test accuracy")
+    axes.set_ylabel(_validation_metric(trials[0]))
 
 
-def _draw_accuracies_by_option(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
-    """Draw the best accuracy of each trial over its value of one option."""
+def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
+    """Draw the best value of each trial over its value of one option."""
     values = [trial.values[name] for trial in trials]
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     xs: Sequence[float]
@@ -254,7 +273,7 @@ def _draw_accuracies_by_option(axes: Axes, trials: Sequence[TrialResult], name: 
         axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)
         axes.set_xlim(-0.5, len(different) - 0.5)
     colours = [_BEST if trial.name == best else _OTHER for trial in trials]
-    axes.scatter(xs, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
+    axes.scatter(xs, [trial.value or 0.0 for trial in trials], c=colours, s=28, zorder=3)
     axes.set_xlabel(option_name(name))
     plain_axes(axes)
-    axes.set_ylabel("best test accuracy")
+    axes.set_ylabel(f"best {_validation_metric(trials[0])}")

@@ -24,9 +24,9 @@ from raytrain.runs.records import RunRecord, read_run
 class ComparedRun:
     """One run of a comparison. What is not known yet is None.
 
-    ``options`` are those in which the runs differ. ``test_accuracy`` and ``test_loss`` are from the last evaluation,
-    ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of training, and
-    ``skipped`` counts images.
+    ``options`` are those in which the runs differ. ``validation_accuracy`` and ``validation_loss`` are from the last
+    evaluation, ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of
+    training, and ``skipped`` counts images.
     """
 
     name: str
@@ -34,8 +34,8 @@ class ComparedRun:
     status: str
     steps: int
     epochs: float
-    test_accuracy: float | None
-    test_loss: float | None
+    validation_accuracy: float | None
+    validation_loss: float | None
     loss: float | None
     images_per_s: float | None
     seconds: float | None
@@ -53,7 +53,7 @@ def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[Compar
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
 
-    Example: ``raytrain.compare(["first", "second"])[0].test_accuracy``
+    Example: ``raytrain.compare(["first", "second"])[0].validation_accuracy``
     """
     return compare_records(read_runs(runs, os.fspath(storage)))
 
@@ -90,8 +90,8 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 status=record.status.status,
                 steps=steps,
                 epochs=round(steps / steps_per_epoch(rows), 2),
-                test_accuracy=test and test.accuracy,
-                test_loss=test and test.loss,
+                validation_accuracy=test and test.accuracy,
+                validation_loss=test and test.loss,
                 loss=train and train.loss,
                 images_per_s=statistics.median(speeds) if speeds else None,
                 seconds=rows[-1].elapsed_s if rows else None,

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.marks import Mark
 from raytrain.config.optimisation import Schedule
+from raytrain.config.options import options_with
 from raytrain.errors import UsageError
 from raytrain.launch.train import train
 from raytrain.monitor.snapshot import View
@@ -19,7 +21,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import new_name, read_resolved_config, run_store
 from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
+from raytrain.runs.outcome import StopReason, TrainResult
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -29,6 +31,7 @@ _MANY_EPOCHS = 1000  # --max-steps ends the run
 _NEIGHBOURS = 1 / 20  # of the steps, on each side, that a loss is averaged over
 _DIVISOR = 10
 _FALLS_BY = 0.05  # of the loss of the first steps, at least
+_BY_SOMEBODY = ("signal", "command", "page", "caller")  # kinds of stops; a run that diverged has seen what it needs
 
 Floats = NDArray[np.float64]
 
@@ -85,21 +88,27 @@ def find_rate(
     # The history has a row of each step, whose loss may have become infinite or NaN at high rates.
     store = run_store(short.storage, result.name)
     rates, losses = losses_over_rates(read_metrics(store))
+    if len(losses) < _FEWEST_STEPS and _is_cut_short(result.stop_reason):
+        raise UsageError(
+            f"Run {result.name!r} was stopped after {result.steps} of {short.max_steps} steps, and {_FEWEST_STEPS} are "
+            "needed at least to suggest a learning rate; let it run to its end."
+        )
     if len(losses) < _FEWEST_STEPS:
         raise UsageError(
             f"Run {result.name!r} has {len(losses)} steps with a loss, too few to suggest a learning rate; a loop of "
             f"your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
         )
     averaged = smooth(losses)
-    return RateResult(result, read_resolved_config(store), rates, losses, averaged, *suggest(rates, averaged))
+    suggestion = suggest(rates, averaged, result.stop_reason)
+    return RateResult(result, read_resolved_config(store), rates, losses, averaged, *suggestion)
 
 
-def stored_suggestion(rows: Sequence[MetricRow]) -> tuple[float | None, str]:
+def stored_suggestion(rows: Sequence[MetricRow], stop_reason: StopReason | None = None) -> tuple[float | None, str]:
     """Return the learning rate, or None, that the history of a run with a rising rate suggests, and the reason."""
     rates, losses = losses_over_rates(rows)
     if len(losses) < _FEWEST_STEPS:
         return None, f"the run has {len(losses)} steps with a loss, and {_FEWEST_STEPS} are needed at least"
-    return suggest(rates, smooth(losses))
+    return suggest(rates, smooth(losses), stop_reason)
 
 
 def losses_over_rates(rows: Sequence[MetricRow]) -> tuple[Floats, Floats]:
@@ -122,6 +131,8 @@ def _short_run(config: TrainConfig) -> TrainConfig:
         schedule=schedule,
         learning_rate=Schedule.parse(schedule).rates[1],
         warmup_epochs=0.0,
+        head_epochs=0,
+        open_options=tuple(set(config.open_options).difference(options_with(Mark.SET_BY_FIND_RATE))),
         max_steps=num_steps,
         epochs=_MANY_EPOCHS,
         log_every=1,
@@ -139,17 +150,26 @@ def smooth(losses: Floats) -> Floats:
     return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
 
 
-def suggest(rates: Floats, smoothed: Floats) -> tuple[float | None, str]:
-    """Return a learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,)."""
+def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = None) -> tuple[float | None, str]:
+    """Return a learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,).
+
+    Of a run that somebody stopped, only losses that have fallen and risen again suggest one.
+    """
     # At the lowest loss the rate is on the verge of being too high; a tenth of it is the usual choice.
     lowest = int(smoothed.argmin())
     rate, loss, first = (float(value) for value in (rates[lowest], smoothed[lowest], smoothed[0]))
-    if loss > first * (1 - _FALLS_BY):
+    is_flat, still_falls = loss > first * (1 - _FALLS_BY), lowest == len(rates) - 1
+    if (is_flat or still_falls) and _is_cut_short(stop_reason):
+        return (
+            None,
+            f"it was stopped at a rate of {rates[-1]:.2g}, before the loss showed enough; let it run to its end",
+        )
+    if is_flat:
         return None, (
             f"no rate from {rates[0]:.2g} to {rates[-1]:.2g} made the loss of the first steps, {first:.4g}, "
             f"{_FALLS_BY:.0%} smaller; look at the images and labels, or give more steps with --max-steps"
         )
-    if lowest == len(rates) - 1:
+    if still_falls:
         return None, (
             f"the loss still falls at the highest rate, {rate:.2g}; try --schedule rising:{rates[0]:.2g}.."
             f"{100 * rate:.2g}"
@@ -159,3 +179,8 @@ def suggest(rates: Floats, smoothed: Floats) -> tuple[float | None, str]:
         f"the loss, averaged over neighbouring steps, is lowest at {rate:.2g} ({loss:.4g}, after {first:.4g} in the "
         f"first steps); the suggestion is that rate / {_DIVISOR}"
     )
+
+
+def _is_cut_short(stop_reason: StopReason | None) -> bool:
+    """Return whether somebody stopped the run before its end."""
+    return stop_reason is not None and stop_reason.kind in _BY_SOMEBODY

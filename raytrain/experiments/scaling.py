@@ -23,8 +23,8 @@ class Size:
     """A run on some number of workers, and what it measured. What is not known is None.
 
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
-    ``seconds`` are those of training, and ``test_accuracy`` is the last one. The gains are fractions per doubling of
-    the workers since the next smaller size: 0.7 is 70 % more.
+    ``seconds`` are those of training, and ``validation_accuracy`` is the last one. The gains are fractions per doubling
+    of the workers since the next smaller size: 0.7 is 70 % more.
     """
 
     run: str
@@ -37,7 +37,7 @@ class Size:
     seconds: float | None = None
     seconds_to_target: float | None = None
     time_gain: float | None = None
-    test_accuracy: float | None = None
+    validation_accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def scaling(
 ) -> Scaling:
     """Compare runs by their rows in ``histories``, which has those of the finished ones, by name.
 
-    ``target_accuracy`` is that on the test images, by default :func:`default_target` of these runs.
+    ``target_accuracy`` is that on the validation images, by default :func:`default_target` of these runs.
 
     Example: ``scaling([Size(run="a", workers=1, status="finished"), …], {"a": rows, …}).images_per_s_gain``
     """
@@ -92,7 +92,7 @@ def scaling(
             seconds=_seconds_of_steps(histories[size.run])[1][-1],
             seconds_to_target=times[number],
             time_gain=time_gains[number],
-            test_accuracy=next(reversed(tests[number].accuracies), None),
+            validation_accuracy=next(reversed(tests[number].accuracies), None),
         )
         for number, size in enumerate(finished)
     }

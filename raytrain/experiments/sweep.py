@@ -7,6 +7,7 @@ If the number of workers is among these options, one run trains after the other 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from raytrain.experiments.trials import (
     best_first,
     check_names_free,
     is_over,
+    mean_of_folds,
     plan_sweep,
     stored_result,
     trials_of,
@@ -48,7 +50,7 @@ from raytrain.runs.history import read_metrics
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
-from raytrain.training.evaluation_metrics import built_in_metrics
+from raytrain.training.evaluation_metrics import measured_metrics
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -64,6 +66,7 @@ def sweep(
     *,
     vary: str | Sequence[str] = (),
     trials: int | None = None,
+    folds: int | None = None,
     early_stopping: bool = True,
     target_accuracy: float | None = None,
     loop: Callable[[Run], None] | None = None,
@@ -81,9 +84,12 @@ def sweep(
             ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
             stopped early, and the result has their ``scaling``.
         trials: how many points to draw at random; by default every combination of values.
+        folds: cross-validation: train each point ``folds`` times, each with another part of the training images for
+            validation (in equal shares of each class, and whole groups with ``group_by``), one after the other on
+            ``workers`` workers (1 if it is auto); the result has mean and deviation.
         early_stopping: stop a trial that is not among the better half after an eighth, a quarter or half of the epochs.
-        target_accuracy: the accuracy on the test images to which trials on different numbers of workers are timed; by
-            default 95 % of the best final one.
+        target_accuracy: the accuracy on the validation images to which trials on different numbers of workers are
+            timed; by default 95 % of the best final one.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the trials stand.
         signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
@@ -104,7 +110,12 @@ def sweep(
         raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
     if loop is not None:
         check_loop(loop)
-    planned = plan_sweep(config, [vary] if isinstance(vary, str) else vary, trials, trust=trust)
+    vary = [vary] if isinstance(vary, str) else [*vary]
+    if folds is not None:
+        if folds < 2:
+            raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
+        vary.append("validation-fold=" + ",".join(f"{number + 1}/{folds}" for number in range(folds)))
+    planned = plan_sweep(config, vary, trials, trust=trust)
     if target_accuracy is not None and not (planned.varies_workers and 0 < target_accuracy <= 1):
         raise UsageError(
             f"--target-accuracy is {target_accuracy:g}; it must lie above 0 and be at most 1, and is for a sweep that "
@@ -114,19 +125,19 @@ def sweep(
     for trial in trials_of(planned, config, config.name or new_name(config.recipe)):
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()
-            trial.config.check_metrics(built_in_metrics(trial.config))
+            trial.config.check_metrics(measured_metrics(trial.config))
     config = settle_options(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
         # One worker trains a trial, so more workers than trials would take cores from reading.
         hardware = join()
-        at_once = 1 if planned.varies_workers else prepared.config.workers
+        at_once = 1 if planned.trains_alone else prepared.config.workers
         placement = place(dataclasses.replace(prepared.config, workers=at_once), hardware)
         if placement.num_workers > len(runs):
             placement = place(dataclasses.replace(prepared.config, workers=len(runs)), hardware)
         for trial in runs:
-            if planned.varies_workers and not is_over(stored_result(trial)):
+            if planned.trains_alone and not is_over(stored_result(trial)):
                 check_room(trial.config, hardware)
         if loop is None:
             load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
@@ -166,9 +177,9 @@ class _Session:
 
         # All trials read the same images, and are compared as they go; but for those whose speed is compared, each of
         # which reads its own, and trains to its end.
-        self._config = dataclasses.replace(configs[0], cache="none") if planned.varies_workers else configs[0]
+        self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
-        compares = early_stopping and not planned.varies_workers
+        compares = early_stopping and not planned.trains_alone
         early = EarlyStopping(num_epochs if compares else 0)  # which compares nothing in 0 epochs
         self._runs = [_TrialRun(trial, loop, early) for trial in trials]
         self._recorder = RunRecorder(prepared.store, self._num_steps)
@@ -179,7 +190,7 @@ class _Session:
         # trial on several workers takes as many as it needs.
         self._gpus: SimpleQueue[str | None] = SimpleQueue()
         config = prepared.config
-        if config.backend == "local" and placement.device == "cuda" and not planned.varies_workers:
+        if config.backend == "local" and placement.device == "cuda" and not planned.trains_alone:
             numbers = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus()))))
             for gpu in numbers.split(",")[: placement.num_workers]:
                 self._gpus.put(gpu)
@@ -245,12 +256,13 @@ class _Session:
         result = SweepResult(
             name=self._prepared.name,
             status="failed" if failed else "stopped" if stopped else "finished",
-            best=next((trial.name for trial in trials if trial.accuracy is not None), None),
+            best=next((trial.name for trial in trials if trial.value is not None), None),
             trials=trials,
             run_dir=self._prepared.store.url,
             seconds=round(time.monotonic() - started_at, 2),
             stop_reason=signals.stop_request if stopped else None,
             scaling=self._scalings(histories) if self._planned.varies_workers else (),
+            folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
             histories=histories,
         )
         self._images.finish(result.status)
@@ -263,7 +275,7 @@ class _Session:
         return result
 
     def _train(self, run: _TrialRun) -> None:
-        if self._planned.varies_workers:
+        if self._planned.trains_alone:
             run.train(None, None)
             return
         gpu = self._gpus.get()
@@ -319,10 +331,10 @@ class _TrialRun:
         self.aborted = False
         self._early = early
         self.signals = StopSignals()  # a trial that waits, and is asked to stop, does not start
-        self._evaluations: dict[int, tuple[int, float]] = {}  # by step: epoch and accuracy
+        self._evaluations: dict[int, MetricRow] = {}  # by step
         if is_over(self.result):
-            for evaluation in self.result.evaluations:
-                early.is_worse(trial.name, *evaluation)  # the others are compared with it
+            for epoch, value in self.result.evaluations:
+                early.is_worse(trial.name, epoch, self._score(value))  # the others are compared with it
 
     def train(self, gpu: str | None, group: RunGroup | None) -> None:
         """Train until the trial ends, beside those of its ``group``, or alone. One that fails raises nothing."""
@@ -349,12 +361,17 @@ class _TrialRun:
         if snapshot.first_row == 0:
             self._evaluations.clear()
         for row in snapshot.rows:
-            if row.kind == "evaluation" and row.accuracy is not None:
-                self._evaluations[row.step] = evaluation = (row.epoch, row.accuracy)
-                if self._early.is_worse(self.trial.name, *evaluation):
-                    reason = StopReason("early_stopping", metric="accuracy", value=row.accuracy, count=row.epoch)
+            if row.kind == "evaluation":
+                self._evaluations[row.step] = row
+                value = row.metrics.get(self.trial.metric)
+                if value is not None and self._early.is_worse(self.trial.name, row.epoch, self._score(value)):
+                    reason = StopReason("early_stopping", metric=self.trial.metric, value=value, count=row.epoch)
                     self.signals.request_stop(reason)
         self.result = self.result.now(snapshot, self._evaluations.values())
+
+    def _score(self, value: float) -> float:
+        """Return a number that is larger for a better ``value``; of one that is NaN, the worst."""
+        return -math.inf if math.isnan(value) else -value if self.trial.is_lower_better else value
 
 
 def check_trials(trials: Sequence[Trial]) -> None:

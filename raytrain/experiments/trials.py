@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.storage.store import Store
+from raytrain.training.evaluation_metrics import is_lower_better
 
 WAITING = "waiting"
 
@@ -46,14 +48,24 @@ class Sweep:
         """True if the trials have workers of their own, so that one trains after the other."""
         return any("workers" in point for point in self.points)
 
+    @property
+    def trains_alone(self) -> bool:
+        """True if one trial trains after the other, and reads its own images: their workers or their folds differ."""
+        return self.varies_workers or any("validation_fold" in point for point in self.points)
+
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its name, its values of the varied options, and all of its options."""
+    """One run of a sweep: its name, its values of the varied options, and all of its options.
+
+    ``metric`` is what the sweep compares its trials by: that of ``--best``.
+    """
 
     name: str
     values: Point
     config: TrainConfig
+    metric: str = "accuracy"
+    is_lower_better: bool = False
 
     @property
     def store(self) -> Store:
@@ -63,12 +75,16 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How a trial stands or ended; ``accuracy`` is the best of ``evaluations`` (epoch, accuracy). Unknown is None."""
+    """How a trial stands or ended; ``value`` is the best of ``evaluations`` (epoch, ``metric``). Unknown is None."""
 
     name: str
     values: Point
     run_dir: str
     status: str = WAITING
+    metric: str = "accuracy"
+    """The metric of ``--best``, which the trials are compared by."""
+    is_lower_better: bool = False
+    value: float | None = None
     accuracy: float | None = None
     steps: int = 0
     epoch: int | None = None
@@ -79,14 +95,17 @@ class TrialResult:
     reason: str | StopReason | None = None
     evaluations: tuple[tuple[int, float], ...] = ()
 
-    def now(self, snapshot: Snapshot, evaluations: Iterable[tuple[int, float]]) -> TrialResult:
-        """Return the same trial as its run stands at this moment."""
+    @property
+    def score(self) -> float | None:
+        """Of ``value``, so that the larger score is the better trial."""
+        return None if self.value is None else -self.value if self.is_lower_better else self.value
+
+    def now(self, snapshot: Snapshot, evaluations: Iterable[MetricRow]) -> TrialResult:
+        """Return the same trial as its run stands at this moment, by the rows of all of its evaluations."""
         latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
-        known = tuple(evaluations)
         return dataclasses.replace(
-            self,
+            self.measured(evaluations),
             status=snapshot.status,
-            accuracy=_best(known),
             steps=result.steps if result else snapshot.step,
             epoch=snapshot.epoch,
             num_epochs=snapshot.num_epochs,
@@ -94,13 +113,45 @@ class TrialResult:
             images_per_s=latest and latest.images_per_s,
             seconds=result.seconds if result else snapshot.elapsed_s,
             reason=(result.error or result.stop_reason) if result else request,
+        )
+
+    def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
+        """Return the same trial with what the ``rows`` of evaluations have measured, of which NaN counts as nothing."""
+        rows = list(rows)
+        values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
+        known = tuple((epoch, value) for epoch, value in values if value is not None and not math.isnan(value))
+        best = min if self.is_lower_better else max
+        return dataclasses.replace(
+            self,
+            value=best((value for _, value in known), default=None),
+            accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
             evaluations=known,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldsResult:
+    """Mean and deviation of the best values of a cross-validation: of ``num_measured`` of ``num_folds`` folds."""
+
+    values: Point
+    metric: str
+    num_folds: int
+    num_measured: int
+    mean: float | None
+    deviation: float | None
+    """Of the folds, with n - 1 in the denominator; None of fewer than two."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names."""
+    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names.
+
+    Example::
+
+        result = raytrain.sweep(config, vary="learning-rate=0.01,0.1")
+        for trial in result.trials:
+            print(trial.name, trial.values, trial.metric, trial.value)
+    """
 
     name: str
     status: EndStatus
@@ -111,6 +162,8 @@ class SweepResult:
     stop_reason: StopReason | None = None
     scaling: tuple[Scaling, ...] = ()
     """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
+    folds: tuple[FoldsResult, ...] = ()
+    """Mean and deviation over the folds, for each choice of the other options; empty without folds."""
     histories: Mapping[str, Sequence[MetricRow]] = field(default_factory=dict[str, Sequence[MetricRow]], repr=False)
     """The metrics of the finished trials, by name, if --vary has workers; the summary is without them."""
 
@@ -173,13 +226,15 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
             "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
             "--worker-load."
         )
+    metric, is_lower = config.best_metric, is_lower_better(config.best_metric, config)
     trials: list[Trial] = []
     seen: dict[TrainConfig, Trial] = {}
     for trial_name, point in zip(trial_names(sweep, name), sweep.points, strict=True):
-        values: dict[str, Any] = {"workers": 1, **point}
+        alone = int(config.workers) if sweep.trains_alone and config.workers != "auto" else 1
+        values: dict[str, Any] = {"workers": alone, **point}
         options = dataclasses.replace(config, **values, name=trial_name, resume=False)
         scaled = options.scaled_to(int(options.workers))
-        trial = Trial(check_name(trial_name), point, scaled)
+        trial = Trial(check_name(trial_name), point, scaled, metric, is_lower)
         trials.append(trial)
 
         # Two points may be the same trial, if an option has no effect beside another. With workers that vary, 64 and
@@ -191,6 +246,29 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
                 f"--vary: {both} result in the same options; leave one out, or vary the option that overrides it."
             )
     return trials
+
+
+def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
+    """Return mean and deviation over the folds of each choice of the other options, the best mean first."""
+    choices: dict[str, list[TrialResult]] = {}
+    for trial in trials:
+        others = {name: value for name, value in trial.values.items() if name != "validation_fold"}
+        choices.setdefault(as_typed(others), []).append(trial)
+    results: list[FoldsResult] = []
+    for of_choice in choices.values():
+        values = [trial.value for trial in of_choice if trial.value is not None]
+        results.append(
+            FoldsResult(
+                values={name: value for name, value in of_choice[0].values.items() if name != "validation_fold"},
+                metric=of_choice[0].metric,
+                num_folds=len(of_choice),
+                num_measured=len(values),
+                mean=statistics.mean(values) if values else None,
+                deviation=statistics.stdev(values) if len(values) > 1 else None,
+            )
+        )
+    sign = 1 if any(trial.is_lower_better for choice in choices.values() for trial in choice) else -1
+    return tuple(sorted(results, key=lambda result: (result.mean is None, sign * (result.mean or 0.0))))
 
 
 def trial_names(sweep: Sweep, name: str) -> list[str]:
@@ -245,34 +323,33 @@ def is_over(trial: TrialResult) -> bool:
 
 
 def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
-    """Return the trials from best to worst; those without an accuracy come last."""
-    return tuple(sorted(trials, key=lambda trial: (trial.accuracy is None, -(trial.accuracy or 0.0), trial.name)))
+    """Return the trials from best to worst; those that were not evaluated come last."""
+    return tuple(sorted(trials, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.name)))
 
 
 def stored_result(trial: Trial) -> TrialResult:
     """Return how a trial ended, by the documents that it has written; one without documents waits."""
     store = trial.store
-    waiting = TrialResult(name=trial.name, values=trial.values, run_dir=store.url)
+    waiting = TrialResult(
+        name=trial.name,
+        values=trial.values,
+        run_dir=store.url,
+        metric=trial.metric,
+        is_lower_better=trial.is_lower_better,
+    )
     if not store.exists(CONFIG):
         return waiting
 
     # A trial whose process was killed has a history, and no summary.
     summary = read_json(store, SUMMARY)
     rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
-    evaluations = tuple((row.epoch, row.accuracy) for row in rows if row.accuracy is not None)
     return dataclasses.replace(
-        waiting,
+        waiting.measured(rows),
         status=summary.get("status", "interrupted"),
-        accuracy=_best(evaluations),
         steps=summary.get("steps", 0),
         seconds=summary.get("seconds", 0.0),
         reason=summary.get("error") or stop_reason_of(summary),
-        evaluations=evaluations,
     )
-
-
-def _best(evaluations: Iterable[tuple[int, float]]) -> float | None:
-    return max((accuracy for _, accuracy in evaluations), default=None)
 
 
 def read_sweep(store: Store) -> Sweep:
@@ -291,18 +368,18 @@ class EarlyStopping:
 
     def __init__(self, num_epochs: int) -> None:
         self._lock = threading.Lock()
-        self._rungs: list[tuple[int, dict[str, float]]] = []  # epoch, and the accuracies there by trial; highest first
+        self._rungs: list[tuple[int, dict[str, float]]] = []  # epoch, and the scores there by trial; highest first
         epoch = max(1, int(num_epochs * _FIRST_RUNG_FRACTION))
         while epoch < num_epochs:
             self._rungs.insert(0, (epoch, {}))
             epoch *= 2
 
-    def is_worse(self, trial: str, epoch: int, accuracy: float) -> bool:
-        """Note what ``trial`` measured after ``epoch``; return True if it is below the median of the trials before."""
+    def is_worse(self, trial: str, epoch: int, score: float) -> bool:
+        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones."""
         with self._lock:
             rung = next((measured for first, measured in self._rungs if first <= epoch), None)
             if rung is None or trial in rung:
                 return False
             before = list(rung.values())
-            rung[trial] = accuracy
-            return bool(before) and accuracy < statistics.median(before)
+            rung[trial] = score
+            return bool(before) and score < statistics.median(before)

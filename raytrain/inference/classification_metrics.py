@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.blocks import number_array, numbers, string_array
@@ -54,8 +53,8 @@ class EvaluatedRun:
     """The run whose best checkpoint was measured. ``skipped`` images could not be read and are not in the metrics.
 
     ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
-    run's own test images, and if that is not known. ``all_compared`` is False if there may be more: the time to read
-    files for it was over after 10 s, or they could not be read.
+    run's own validation images, and if that is not known. ``all_compared`` is False if there may be more: the time to
+    read files for it was over after 10 s, or they could not be read.
     """
 
     run: str
@@ -64,6 +63,8 @@ class EvaluatedRun:
     skipped: int
     trained_on: int | None = None
     all_compared: bool | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    """What the run's options name besides what every evaluation measures, such as top5 or auroc; unknown is None."""
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -75,7 +76,8 @@ class EvaluationResult(EvaluatedRun):
     """The metrics of a run's best checkpoint on images of one class each.
 
     ``accuracy`` and ``loss`` are means over the images, None without images. ``balanced_accuracy`` and ``macro_f1``
-    give every class the same weight.
+    give every class the same weight. Other images of the same kind have an accuracy within ``accuracy_interval`` in 95
+    of 100 cases (Wilson's; by resampling groups if the run keeps images together by --group-by).
     """
 
     images: int
@@ -88,6 +90,7 @@ class EvaluationResult(EvaluatedRun):
     confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
     confusion: Int64s
     """Counts (num_cells, 3) of images: true class, predicted class, images; the right ones too, no cell without any."""
+    accuracy_interval: tuple[float, float] | None = None
 
     @property
     def confusion_matrix(self) -> Int64s:
@@ -187,7 +190,8 @@ def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> F
 
 def predicted_labels(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
     """Return a table with the labels of each image, joined to one text, and the probability of each class."""
-    scores, answers = _answers(table, thresholds)
+    scores = probabilities_of(table)
+    answers = scores >= thresholds
 
     # The names of an image's classes are joined as in the run's label file.
     separator = trained.config.label_separator or "|"
@@ -203,7 +207,8 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
     readable = table.filter(table["error"].is_null())
 
     # All of (n, num_classes): a row for each image that could be read.
-    scores, answers = _answers(readable, thresholds)
+    scores = probabilities_of(readable)
+    answers = scores >= thresholds
     truth = manifest.label_sets[numbers(readable["truth"])]
     cross_entropies = -np.log(np.where(truth, scores, 1 - scores).clip(min=_MIN_PROBABILITY))
 
@@ -234,12 +239,11 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
     )
 
 
-def _answers(table: pa.Table, thresholds: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return the probability of each class, (n, num_classes), and which of them reach their threshold."""
+def probabilities_of(table: pa.Table) -> Floats:
+    """Return the probability of each class, float64 (n, num_classes), in a table of predictions."""
     # The column has lists of one length, of which NumPy takes the values without a copy of each.
     column = pa.concat_arrays(table["probabilities"].chunks)
-    scores = numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
-    return scores, scores >= thresholds
+    return numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
 
 
 def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:

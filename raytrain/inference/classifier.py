@@ -58,6 +58,11 @@ class Classifier(nn.Module):
         mean, std: what :meth:`forward` subtracts from each channel, in 0..1, and divides it by.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
+
+    Example::
+
+        model = raytrain.load("first")
+        print(model.classify("photo.jpg"))  # ('cat', 0.97)
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class Classifier(nn.Module):
         self.mean, self.std, self.precision = config.mean, config.std, config.precision
         self.test_views: Set[TestView] = frozenset(config.test_views)
         size = config.full_image_size
-        self.network = network or build_model(config.model, len(classes), config.channels, config.seed, size)
-        self._augment = Augment(config)  # of which only the resizing and normalising of test images are used
+        self.network = network or build_model(
+            config.model, len(classes), config.channels, config.seed, size, config.model_options
+        )
+        self._augment = Augment(config)  # of which only the resizing and normalising of validation images are used
         if config.precision == "float64":
             self.network.double()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from raytrain.config.evaluation import TestView
 from raytrain.config.values import Location
@@ -16,6 +20,7 @@ from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.label_file import read_label_file
+from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.labelled_images import images_of_part
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
@@ -23,15 +28,18 @@ from raytrain.inference.classification_metrics import (
     EvaluationResult,
     LabelEvaluation,
     chosen_thresholds,
+    probabilities_of,
     score,
     score_labels,
 )
+from raytrain.inference.intervals import Interval, grouped_interval, wilson_interval
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
-from raytrain.runs.documents import MANIFEST, TEST_MANIFEST
+from raytrain.runs.documents import MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 
 _COMPARE_S = 10.0
+_ROWS_AT_A_TIME = 1024
 
 
 def evaluate(
@@ -51,12 +59,12 @@ def evaluate(
     Args:
         run: the run's name.
         data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``. By default the run's own test
-            images, those that were given or held out.
+            images, or, if it has none, its validation images.
         labels: a label file for the images, with the same columns as the run's; by default ``metadata.csv`` or the like
-            beside them, or else their folders. If it has a column ``split``, its test images are used. A run whose
-            images may have several classes needs it.
+            beside them, or else their folders. If it has a column ``split``, its validation images are used. A run
+            whose images may have several classes needs it.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
-            classes or one for each; by default those with the best F1 on the run's own test images.
+            classes or one for each; by default those with the best F1 on the run's own validation images.
         test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel
             (``shift``). Those that the run was trained with are always used.
         storage: where the run is stored.
@@ -78,7 +86,7 @@ def evaluate(
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
     if data is None:
-        images, manifest = _own_test_images(trained, labels)
+        images, manifest = _own_images(trained, labels)
     else:
         images = open_store(os.fspath(data))
         manifest = _labelled_images(trained, images, labels)
@@ -92,31 +100,82 @@ def evaluate(
         truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
         about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
         result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
+        if len(truth):
+            is_readable = table["error"].is_null().to_numpy(zero_copy_only=False)
+            interval = _interval(trained, manifest, is_readable, truth == answers, labels)
+            result = replace(result, accuracy_interval=interval)
 
-    # Images of the user's own may be among those that the run was trained on; its own test images are not.
+    result = replace(result, metrics=_named_metrics(trained, manifest, table.filter(table["error"].is_null())))
+
+    # Images of the user's own may be among those that the run was trained on; its own held-out images are not.
     return result if data is None else replace(result, **_count_training_images(trained, images, manifest))
 
 
-def _own_test_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
-    """Return the images that the run itself was tested on."""
+def _interval(
+    trained: TrainedRun,
+    manifest: Manifest,
+    is_readable: npt.NDArray[np.bool_],
+    is_right: npt.NDArray[np.bool_],
+    labels: Location | None,
+) -> Interval:
+    """Return the 95 % interval of the accuracy: over groups if the run keeps images together and a file says which."""
+    config = trained.config
+    files = [labels] if labels else [config.labels, config.validation_labels, config.test_labels]
+    for file in filter(None, files if config.group_by else ()):
+        with suppress(StorageError, UsageError):  # it is gone, or lacks the column
+            table = read_label_file(os.fspath(file), label_columns(config), [manifest.url])
+            rows = table.rows_of(manifest)
+            if (rows >= 0).all():
+                return grouped_interval(is_right, table.groups[rows][is_readable])
+    return wilson_interval(int(is_right.sum()), len(is_right))
+
+
+def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> dict[str, float | None]:
+    """Return the metrics that the run's options name, of the predictions for images of ``manifest`` in a ``table``."""
+    config = trained.config
+    if not config.named_metrics:
+        return {}
+    import torch
+
+    from raytrain.training.named_metrics import NamedMetrics
+
+    metrics = NamedMetrics(
+        config.named_metrics, trained.classes, multi_label=config.multi_label, device=torch.device("cpu")
+    )
+    scores, truth = probabilities_of(table), numbers(table["truth"])
+    if manifest.label_sets is not None:
+        truth = manifest.label_sets[truth].astype(np.int64)
+    for start in range(0, len(scores), _ROWS_AT_A_TIME):
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        metrics.add(torch.from_numpy(scores[rows].copy()), torch.from_numpy(truth[rows].copy()))
+    measured = metrics.values(torch.Tensor.tolist, lambda rows: rows, world_size=1)
+    return {name: None if math.isnan(value) else value for name, value in measured.items()}
+
+
+def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
+    """Return the run's own test images, or, if it has two parts only, its validation images."""
     if labels is not None:
-        raise UsageError("--labels is for other images than the run's own test images; give those with --data.")
-    try:
-        manifest = Manifest.from_parquet(trained.store.get(TEST_MANIFEST))
-    except FileNotFoundError:
-        raise UsageError(f"Run {trained.name!r} has no list of its test images; give images with --data.") from None
-    return open_store(trained.config.test_data or trained.config.data), manifest
+        raise UsageError("--labels is for other images than the run's own; give those with --data.")
+    for document in (TEST_MANIFEST, VALIDATION_MANIFEST):
+        with suppress(FileNotFoundError):
+            manifest = Manifest.from_parquet(trained.store.get(document))
+            return open_store(manifest.url), manifest
+    raise UsageError(f"Run {trained.name!r} has no list of the images that it held out; give images with --data.")
 
 
 def _labelled_images(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
     """List the images of the user's own with their labels, which are of the run's classes."""
-    if labels is None and trained.config.multi_label:
+    pattern = trained.config.label_pattern
+    if labels is None and pattern is None and trained.config.multi_label:
         raise UsageError(
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
         )
     columns = label_columns(trained.config)
+    bad_fraction = trained.config.max_bad_fraction
     table = None if labels is None else read_label_file(os.fspath(labels), columns, [images.url])
-    return images_of_part(images, table, "test", trained.config.max_bad_fraction, trained.classes)
+    if table is None and pattern is not None:
+        table = table_by_pattern(images, pattern, columns, bad_fraction)
+    return images_of_part(images, table, "test", bad_fraction, trained.classes)
 
 
 def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifest) -> dict[str, Any]:
@@ -136,8 +195,8 @@ def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifes
     if len(candidates):
         try:
             originals = StoredImages(open_store(trained.config.data), _with_sizes_of(candidates, training))
-            duplicates = find_duplicates(originals, StoredImages(images, candidates), time.monotonic() + _COMPARE_S)
-            num_same_content, is_complete = len(duplicates.test), duplicates.compared == duplicates.images
+            duplicates = find_duplicates([originals, StoredImages(images, candidates)], time.monotonic() + _COMPARE_S)
+            num_same_content, is_complete = len(duplicates.held_out), duplicates.compared == duplicates.images
         except (StorageError, UsageError):  # the training images are gone, or others may not read them
             is_complete = False
     return {"trained_on": int(is_same_place.sum()) + num_same_content, "all_compared": is_complete}

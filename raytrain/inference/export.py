@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,21 @@ from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
+from raytrain.inference.huggingface_folder import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    check_folder,
+    lines_with_timm,
+    upload_command,
+    write_network,
+)
 from raytrain.inference.model_card import example, model_card, network_lines, preprocessing
-from raytrain.runs.documents import open_run, plain, read_resolved_config
+from raytrain.runs.checkpoint_files import require_checkpoint
+from raytrain.runs.documents import open_run, plain, read_resolved_config, read_trusted_config
+from raytrain.runs.provenance import provenance_at, read_provenance
 from raytrain.storage.open import check_output, open_store, write_output
+from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.weights_source import SUFFIX, from_safetensors, to_safetensors
 
@@ -54,6 +66,7 @@ class ExportResult:
     same_answers: int  # how many of these have the same predicted class
     largest_difference: float  # largest difference of a logit
     card: str | None = None  # the model card beside weights
+    upload: str | None = None  # the command that uploads a folder to the Hub
     example: str = ""  # lines of Python that use the file without raytrain
 
     def summary(self) -> dict[str, Any]:
@@ -62,7 +75,13 @@ class ExportResult:
 
 
 def export(
-    run: str, output: Location, *, data: Location | None = None, storage: Location = "./runs", trust: bool = False
+    run: str,
+    output: Location,
+    *,
+    format: Literal["huggingface"] | None = None,
+    data: Location | None = None,
+    storage: Location = "./runs",
+    trust: bool = False,
 ) -> ExportResult:
     """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
@@ -76,13 +95,17 @@ def export(
     ONNX's metadata under ``classes`` and ``preprocessing``, in torch.export's extra files ``classes.json`` and
     ``preprocessing.json``. The result's ``example`` are the lines that use it with Pillow and NumPy.
 
+    With the ``format`` huggingface, the output is a new folder that ``timm.create_model("local-dir:FOLDER",
+    pretrained=True)`` loads and the Hub shows: architecture, preprocessing and classes, weights, and the card.
+
     Before a file is written, it is compared with the original on up to 64 images, one of them alone and the others
     together.
 
     Args:
         run: the run's name.
         output: a file (or ``s3://`` object) whose name ends in .safetensors, in .onnx, or in .pt2 for
-            ``torch.export.load(file).module()``.
+            ``torch.export.load(file).module()``; or a new folder.
+        format: what to write, if the output's name does not say it.
         data: images to compare on; by default random pixels.
         storage: where the run is stored.
         trust: whether a network that is a function of the run's author may run.
@@ -98,6 +121,8 @@ def export(
         print(raytrain.export("first", "first.onnx").example)  # lines that need no raytrain
     """
     output, storage = os.fspath(output), os.fspath(storage)
+    if format == "huggingface":
+        return _export_folder(run, output, data, storage, trust=trust)
     check_output(output, tuple(_FORMATS))
     suffix, file = output[output.rindex(".") :], output.rpartition("/")[2]
     classifier = load(run, storage=storage, trust=trust)
@@ -121,7 +146,8 @@ def export(
         else:
             network = network_lines(config, classifier.network, len(classifier.classes))
         lines = example(classifier, file, suffix, network)
-        write_output(card, model_card(run, file, config, checkpoint, lines).encode())
+        made_of = provenance_at(read_provenance(store), checkpoint.progress.step)
+        write_output(card, model_card(run, file, config, checkpoint, lines, made_of).encode())
 
     shape = classifier.shape
     return ExportResult(
@@ -138,6 +164,45 @@ def export(
         same_answers=same_answers,
         largest_difference=largest_difference,
         card=card,
+        example=lines,
+    )
+
+
+def _export_folder(run: str, output: str, data: Location | None, storage: str, *, trust: bool) -> ExportResult:
+    """Write the network of a run, which is one of timm, as a folder for timm and the Hub; see :func:`export`."""
+    stored = open_run(storage, run)
+    config = read_trusted_config(stored, trust=trust)
+    checkpoint = read_checkpoint(stored, require_checkpoint(stored, run))
+    store = check_folder(output, run, config, is_own_network=checkpoint.progress.is_own_network)
+    classifier = load(run, storage=storage, trust=trust)
+
+    # It is compared as timm loads it: from a folder that is complete.
+    images = _check_images(classifier, data)
+    with TemporaryFolder() as folder:
+        other = copy.deepcopy(classifier)
+        other.network = write_network(folder / "network", config, classifier)
+        same_answers, largest_difference = _compare(partial(_logits_of, other), classifier, images, output)
+        contents = {name: (folder / "network" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+    lines = lines_with_timm(output, classifier)
+    made_of = provenance_at(read_provenance(stored), checkpoint.progress.step)
+    contents[CARD] = model_card(run, WEIGHTS, config, checkpoint, lines, made_of).encode()
+    for name, content in contents.items():
+        store.put(name, content)
+
+    shape = classifier.shape
+    return ExportResult(
+        run=run,
+        checkpoint=classifier.checkpoint,
+        output=output,
+        size_bytes=sum(map(len, contents.values())),
+        input=f"float32 (batch, {shape.channels}, {shape.height}, {shape.width}), as timm's transform makes it",
+        result=f"(batch, {len(classifier.classes)}), logits",
+        classes=classifier.classes,
+        images=len(images),
+        same_answers=same_answers,
+        largest_difference=largest_difference,
+        card=f"{output.rstrip('/')}/{CARD}",
+        upload=upload_command(output),
         example=lines,
     )
 

@@ -57,7 +57,9 @@ class _Preparing:
 
     def build_model(self) -> nn.Module:
         config = self.config
-        return build_model(config.model, self.num_classes, config.channels, config.seed, config.full_image_size)
+        return build_model(
+            config.model, self.num_classes, config.channels, config.seed, config.full_image_size, config.model_options
+        )
 
     def build_optimizer(self, model: nn.Module) -> Any:
         return build_optimizer(self.config, model, self.num_classes)

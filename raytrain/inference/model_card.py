@@ -12,9 +12,10 @@ from raytrain.config.network import timm_name
 from raytrain.config.user_code import load_function
 from raytrain.inference.classifier import Classifier
 from raytrain.runs.outcome import train_command
+from raytrain.runs.provenance import Provenance
 from raytrain.runs.redact import one_line
 from raytrain.training.checkpoint import Checkpoint
-from raytrain.training.model import OPTIONS, network_arguments
+from raytrain.training.model import OPTIONS, network_arguments, timm_arguments
 from raytrain.training.weights_source import SUFFIX
 
 _CARD = """---
@@ -33,7 +34,8 @@ An image classifier with {num_classes} classes. `{file}` has its weights, by the
 |---|---|
 | network | `{model}`, {num_classes} outputs, {channels} input channels |
 | training | {step:,} steps, {samples:,} images |
-| test images | {result} |
+| validation images | {result} |
+| made of | {made_of} |
 | training data | SHA-256 of the names, labels and sizes of the images: `{digest}` |
 
 ## Preprocessing
@@ -70,8 +72,12 @@ _TEST_VIEWS = {
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
-def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str) -> str:
+def model_card(
+    run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str, made_of: Provenance | None = None
+) -> str:
     """Return the card of the weights in ``file``, those that ``checkpoint`` of ``run`` was evaluated with.
+
+    ``made_of`` is what the attempt that wrote them was made of, if that is known.
 
     ``lines`` of Python, those of :func:`example`, classify an image with the network.
     """
@@ -79,8 +85,11 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
 
     # The last evaluation counts only if it is of these very weights.
     result = "not measured"
-    if progress.evaluated_step == progress.step and None not in (progress.test_accuracy, progress.test_loss):
-        result = f"accuracy {progress.test_accuracy:.2%}, loss {progress.test_loss:.4g}"
+    if progress.evaluated_step == progress.step and None not in (
+        progress.validation_accuracy,
+        progress.validation_loss,
+    ):
+        result = f"accuracy {progress.validation_accuracy:.2%}, loss {progress.validation_loss:.4g}"
 
     # From the file of an image to the input of the network, in words.
     height, width = config.full_image_size
@@ -104,6 +113,7 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         step=progress.step,
         samples=progress.samples_seen,
         result=result + "".join(_TEST_VIEWS[view] for view in config.test_views),
+        made_of=one_line(made_of.summary()) if made_of else "not known",
         digest=one_line(identity.manifest_digest),
         preprocessing=preprocessing,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
@@ -212,22 +222,20 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
     name, channels = config.model, config.channels
     in_timm = timm_name(name)
     if in_timm is not None:
-        # Only networks for one size take the size of the images; see build_model.
-        about: Any = getattr(network, "pretrained_cfg", {})
-        size = config.full_image_size
-        sized = f", img_size={size}" if about.get("fixed_input_size") and size != about["input_size"][1:] else ""
-        build = f"timm.create_model({in_timm!r}, num_classes={num_classes}, in_chans={channels}{sized})"
+        arguments = {"num_classes": num_classes, **timm_arguments(config, network)}
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        build = f"timm.create_model({in_timm!r}, {given})"
         return f"import timm\n\nmodel = {build}"
     if ":" in name:
         # A function of a file or a package. What of the two numbers it takes is known by its parameters.
         place, _, function = name.rpartition(":")
         numbers = network_arguments(load_function("--model", name), num_classes, channels)
-        arguments = ", ".join(f"{key}={number}" for key, number in numbers.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in {**numbers, **config.model_options}.items())
         if place.endswith(".py"):
             return f"import runpy\n\nmodel = runpy.run_path({place!r})[{function!r}]({arguments})"
         return f"from {place} import {function}\n\nmodel = {function}({arguments})"
 
-    options = "".join(f", {key}={value}" for key, value in OPTIONS.get(name, {}).items())
+    options = "".join(f", {key}={value!r}" for key, value in {**OPTIONS.get(name, {}), **config.model_options}.items())
     lines = [f"import torchvision\n\nmodel = torchvision.models.{name}(num_classes={num_classes}{options})"]
     if channels != 3:  # the first convolution, of RGB, is replaced
         path, conv = next((path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Conv2d))

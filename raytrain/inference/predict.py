@@ -9,8 +9,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
 from raytrain.config.values import Location
@@ -22,8 +22,6 @@ from raytrain.inference.classification_metrics import chosen_thresholds, predict
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.store import Store
-
-pc: Any = pyarrow.compute  # whose functions are made at import
 
 _SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # parts of a URL that all images must share
 
@@ -56,6 +54,7 @@ def predict(
     top_k: int = 1,
     threshold: Sequence[float] = (),
     test_views: Collection[TestView] = (),
+    embeddings: bool = False,
     storage: Location = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -77,6 +76,8 @@ def predict(
         top_k: number of classes for each image.
         threshold: as for :func:`raytrain.evaluate`, and so are those below.
         test_views: copies of an image over which the logits are averaged.
+        embeddings: add a column ``embedding``: what the body of the network gives to its head, a list of as many
+            float32 for each image, such as 512 for resnet18. ``output``, if given, must be a .parquet file.
         storage: where the run is stored.
         workers: networks that share the work.
         address: the Ray cluster.
@@ -95,6 +96,8 @@ def predict(
     if output is not None:
         output = os.fspath(output)
         check_output(output, (".parquet", ".csv"))
+        if embeddings and output.endswith(".csv"):
+            raise UsageError(f"--embeddings are lists of numbers, and --output {output} holds none; write .parquet.")
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
@@ -105,19 +108,20 @@ def predict(
 
     # The network sees all images, here or on a cluster.
     images, manifest = _open_images(data)
-    table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, top_k=top_k)
+    options: dict[str, Any] = {"test_views": test_views, "top_k": top_k, "embeddings": embeddings}
+    table = trained.predict(images, manifest, workers=workers, address=address, **options)
     if trained.config.multi_label:
         predictions = predicted_labels(trained, table, thresholds)
+        if embeddings:
+            predictions = predictions.append_column("embedding", table["embedding"])
     else:
         predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
 
     # A row for each image, in the manifest's order; an image that could not be read has its error alone.
     is_readable = table["error"].is_null()
-    known = {
-        name: pc.if_else(is_readable, predictions[name], pa.nulls(len(table), predictions[name].type))
-        for name in predictions.column_names
-    }
-    rows = pa.table({"key": table["key"], **known, "error": table["error"]})
+    readable_rows = pa.array(np.arange(len(table)), mask=~is_readable.to_numpy())
+    known = predictions.take(readable_rows)  # whose row is empty where the number of a row is null
+    rows = known.add_column(0, "key", table["key"]).append_column("error", table["error"])
     if output is not None:
         write_output(output, encode_table(rows, output))
     num_errors = len(table) - table["error"].null_count

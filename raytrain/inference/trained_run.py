@@ -55,16 +55,20 @@ class Predictor:
         test_views: Collection[TestView] = (),
         trust: bool = False,
         as_measured: bool = False,
+        gives_all: bool = False,
+        embeddings: bool = False,
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
         Logits are averaged over ``test_views`` of each image, and over those that the run was trained with. They are
         computed in float32 like those of the network that ``raytrain.load`` returns; with ``as_measured`` in the
-        precision in which the run evaluated itself.
+        precision in which the run evaluated itself. With ``gives_all`` the table has the probabilities of all classes,
+        with ``embeddings`` what the body of the network gives to its head.
         """
         import torch
 
         from raytrain.inference.classifier import load_classifier
+        from raytrain.inference.embeddings import NetworkWithEmbeddings
         from raytrain.training.autocast import prepare_for_autocast
 
         # torch is imported here: whoever opens a run to send this predictor elsewhere does without it.
@@ -78,14 +82,19 @@ class Predictor:
         prepare_for_autocast(self._classifier.network, self._precision)
         if self._device.type == "cuda":
             set_gpu_products(self._precision)
+        if embeddings:
+            num_classes = len(self._classifier.classes)
+            self._classifier.network = NetworkWithEmbeddings(self._classifier.network, num_classes)
         self._top_k = top_k
+        self._gives_all = gives_all
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:
         """Predict ``images``, uint8 (n, H, W, C), whose true classes are ``labels`` (n,), negative if unknown.
 
         The columns are label and score (name and probability of the likeliest class), label_2, score_2 and so on, truth
-        and answer (the classes as numbers) and loss (cross entropy). If an image may have several classes, they are
-        truth and probabilities, a list with a number for each class.
+        and answer (the classes as numbers), loss (cross entropy) and perhaps probabilities, a list with a number for
+        each class. If an image may have several classes, they are truth and probabilities. With embeddings, there is a
+        column embedding, too: a list of float32.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -98,13 +107,18 @@ class Predictor:
             with torch.no_grad(), mixed_precision(self._precision, self._device):
                 pixels = torch.from_numpy(images[start : start + _BATCH_SIZE].copy()).to(self._device)
                 batches.append(self._classifier(pixels).double().cpu())
-        logits = torch.cat(batches)  # float64 (n, num_classes)
+        outputs = torch.cat(batches)  # float64 (n, num_classes + D)
+        logits, embeddings = outputs.tensor_split([len(self._classifier.classes)], dim=1)
         probabilities = self._classifier.probabilities_of(logits).numpy()
 
         # Of several classes per image, thresholds decide later: the table has all probabilities.
+        lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
+        more: dict[str, Any] = {}
+        if size := embeddings.shape[1]:
+            numbers = number_array(embeddings.float().numpy().ravel())
+            more["embedding"] = pa.FixedSizeListArray.from_arrays(numbers, size)
         if self._classifier.thresholds is not None:
-            lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
-            return pa.table({"truth": number_array(labels), "probabilities": lists})
+            return pa.table({"truth": number_array(labels), "probabilities": lists, **more})
 
         # One class per image: two columns for each of the likeliest classes; equal scores are in the order of classes.
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
@@ -120,7 +134,9 @@ class Predictor:
         # What an evaluation needs; the loss of an image whose class is unknown means nothing, and nobody reads it.
         loss = cross_entropy(logits, torch.from_numpy(labels.clip(min=0)), reduction="none").numpy()
         about = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
-        return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}})
+        if self._gives_all:
+            more["probabilities"] = lists
+        return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}, **more})
 
 
 @dataclass(frozen=True)
@@ -144,15 +160,18 @@ class TrainedRun:
         test_views: Collection[TestView],
         top_k: int = 1,
         as_measured: bool = False,
+        embeddings: bool = False,
     ) -> pa.Table:
         """Predict the manifest's images, which are in the store ``images``: a row for each, in the manifest's order.
 
         The work is done by the cluster at ``address``, or by one that a command here would join; without any, by this
         process. The columns are those of :func:`raytrain.launch.predict_request.predict_here`. ``as_measured`` predicts
-        in the precision in which the run evaluated itself.
+        in the precision in which the run evaluated itself. ``embeddings`` adds a column ``embedding``.
         """
         views = replace(self.config, test_views=test_views).test_views  # the options check them
         options: dict[str, Any] = {"top_k": top_k, "test_views": views, "as_measured": as_measured}
+        options["embeddings"] = embeddings
+        options["gives_all"] = as_measured and bool(self.config.named_metrics)
         load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
 

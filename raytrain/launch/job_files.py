@@ -81,8 +81,10 @@ def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
+def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str | None = None) -> JobFiles:
     """Return the files that the user's functions import from below the current folder, and those in ``include``.
+
+    ``config_file``, which the command names, is among them, unless all machines can reach it by a URL or a whole path.
 
     Raises UsageError if one of them is a link, outside of the current folder, or likely a secret, and if they are more
     than Ray takes. Within a folder that ``include`` names, such files are left out, and so is what a .gitignore names.
@@ -97,7 +99,9 @@ def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
     for option, name in own_functions(config):
         paths |= _files_of_function(current, option, name)
     for name in include:
-        paths |= _included(current, name, left_out)
+        paths |= _included(current, "--include", name, left_out)
+    if config_file is not None and "://" not in config_file and not Path(config_file).is_absolute():
+        paths |= _included(current, "--config", config_file, left_out)
 
     # Refused here, where the largest file can be named.
     files = JobFiles(current, tuple(sorted(paths)), tuple(sorted(left_out)))
@@ -160,12 +164,12 @@ def _files_of_module(name: str, folders: Iterable[Path], root: Path) -> Iterator
             yield from (file.relative_to(root) for file in files if file.is_file() and file.is_relative_to(root))
 
 
-def _included(root: Path, name: str, left_out: list[str]) -> set[Path]:
+def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Path]:
     """Return the file ``name``, or the files in the folder ``name``, relative to ``root``; add to ``left_out``."""
     path = Path(os.path.normpath(name))
     if path.is_absolute() or ".." in path.parts or not os.path.lexists(root / path):
-        raise UsageError(f"--include: {name} is not in the current folder; what a job needs must be there.")
-    _check_may_be_sent("--include", root, path)
+        raise UsageError(f"{option}: {name} is not in the current folder; what a job needs must be there.")
+    _check_may_be_sent(option, root, path)
     folder = root / path
     if not folder.is_dir():
         return {path}

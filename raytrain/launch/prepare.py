@@ -22,9 +22,11 @@ from raytrain.config.network import Precision, Resizer, timm_name
 from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
+from raytrain.launch.notification import notify_target
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
+from raytrain.recipes import RECIPES
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import (
     CONFIG,
@@ -85,6 +87,7 @@ class TrainRequest:
         restarting: this process has trained the run before, and lost its coordinator: requests to stop the run that are
             in storage are still valid.
         group: the group of the runs beside which it trains, if any.
+        command: what trains it: the function of :mod:`raytrain` that resumes it, in the sentence of a failure.
     """
 
     loop: Loop | None = None
@@ -94,6 +97,7 @@ class TrainRequest:
     started_at: float = field(default_factory=time.monotonic)
     restarting: bool = False
     group: RunGroup | None = None
+    command: str = "train"
 
 
 def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
@@ -101,11 +105,10 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
 
     Reads nothing from storage, and does not import torch.
     """
-    from raytrain.config.user_code import check_loop, check_module, names_own_function
-    from raytrain.training.evaluation_metrics import built_in_metrics
+    from raytrain.config.user_code import check_loop, check_module
+    from raytrain.training.evaluation_metrics import measured_metrics
     from raytrain.training.loop_mistakes import check_loop_function, check_named_function
     from raytrain.training.model_names import check_model_name, check_optimizer_name
-    from raytrain.training.weights_source import check_weights_source
 
     check_named(config)
     # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
@@ -113,13 +116,22 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
         config.check_learning_rate()
         check_model_name(config.model)
         check_optimizer_name(config.optimizer)
-        config.check_metrics(built_in_metrics(config))
+        config.check_metrics(measured_metrics(config))
     elif loop is not None:
         check_loop(loop)
         check_loop_function(loop)
     elif config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
         check_named_function("--loop", config.loop, is_loop=True)
+    check_named_code(config)
+
+
+def check_named_code(config: TrainConfig) -> None:
+    """Raise UsageError if a network, transforms or weights that the options name are surely not there."""
+    from raytrain.config.user_code import check_module, names_own_function
+    from raytrain.training.loop_mistakes import check_named_function
+    from raytrain.training.weights_source import check_weights_source
+
     for option, name in (("--model", config.model), ("--transforms", config.transforms)):
         if name is not None and names_own_function(name):
             check_module(option, name)
@@ -149,7 +161,9 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
-    image_stores = [open_store(url) for url in (config.data, config.test_data) if url]  # refuses URLs before it writes
+    notify_target(config)  # refuses a variable that is not set
+    urls = config.data, config.validation_data, config.test_data
+    image_stores = [open_store(url) for url in urls if url]  # refuses URLs before it writes
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
 
@@ -212,6 +226,12 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     On another number of workers, a run thus keeps its global batch and its learning rate. Raises UsageError if one
     differs that decides how the state in checkpoints is laid out.
     """
+    # What the images were to decide, they have decided.
+    if config.open_options:
+        plain = RECIPES[config.recipe]()
+        decided = [name for name in config.open_options if getattr(config, name) == getattr(plain, name)]
+        config = dataclasses.replace(config, open_options=(), **{name: getattr(before, name) for name in decided})
+
     # The state in its checkpoints is laid out by these options.
     for option in options_with(Mark.SHAPES_STATE):
         asked, stored = getattr(config, option), getattr(before, option)
@@ -268,8 +288,6 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
         >>> with prepare(settle_options(config)) as prepared:
         ...     print(len(prepared.data.train), prepared.first_step)
     """
-    from raytrain.data.dataset import open_dataset
-
     assert config.name
     name, request = config.name, request or TrainRequest()
     store = run_store(config.storage, name)
@@ -278,15 +296,19 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     if request.group is not None:
         data = request.group.data
     else:
-        config = with_preprocessing_of_weights(config)
         STARTUP.info("listing the images …")
-        data = open_dataset(config, store)
+        config, data = open_decided(config, store, request.loop)
         if data.stored is not None:  # a resume: other images are refused before a document is replaced
             listed, stored = (
                 Identity.of(config, images.classes, images.digest, images.labels_digest)
                 for images in (data.train, data.stored)
             )
             listed.check(stored, f"Run {name!r}")
+
+    if request.loop is None and config.loop is None:  # another loop may measure in its own way
+        from raytrain.training.evaluation_metrics import check_number_of_classes
+
+        check_number_of_classes(config.named_metrics, len(data.train.classes))
 
     # Whoever owned the run until now may have begun it meanwhile, or written a checkpoint.
     claim = claim_run(store, name)
@@ -306,6 +328,24 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
         log=None if request.group else DriverLog(claim.owned_store),
         **vars(request),
     )
+
+
+def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) -> tuple[TrainConfig, Dataset]:
+    """Return the images that ``config`` names, and the options with all that the images and the weights decide.
+
+    A ``loop`` of the user's own keeps the plain values of what is open: it may train another network in its own way.
+    """
+    from raytrain.data.dataset import open_dataset
+
+    if not config.open_options or loop is not None or config.loop is not None:
+        config = dataclasses.replace(with_preprocessing_of_weights(config), open_options=())
+        return config, open_dataset(config, store)
+    from raytrain.launch.choose_options import choose_options  # imports torch, for the network that it looks at
+
+    data = open_dataset(config, store)
+    STARTUP.info("looking at the images …")
+    config = with_preprocessing_of_weights(choose_options(config, data))
+    return config, data.treated_as(config)
 
 
 def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
@@ -387,10 +427,9 @@ class PreparedRun(TrainRequest):
 
     def scope(self) -> Scope | None:
         """Return what lent credentials are good for: reading the images, and the run's own place. None: no limit."""
-        reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
-        return Scope(reads, (f"{self.store.url}/",)) if self.config.scope_keys else None
+        reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
+        return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
 
     def skip_limit(self) -> SkipLimit:
         """Return how many of the images may be skipped."""
-        num_images = len(self.data.train) + len(self.data.test)
-        return SkipLimit(num_images=num_images, max_bad_fraction=self.config.max_bad_fraction)
+        return SkipLimit(num_images=self.data.num_images, max_bad_fraction=self.config.max_bad_fraction)

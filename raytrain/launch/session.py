@@ -29,13 +29,21 @@ from typing import Protocol
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
 from raytrain.launch.coordinator import Coordinator, Ending
+from raytrain.launch.gather_provenance import Gathering
+from raytrain.launch.notification import Notification, message_of, notify_target
 from raytrain.launch.prepare import PreparedRun
+from raytrain.launch.suspicious_pictures import SuspiciousPictures
+from raytrain.monitor.cost import CostMeter
+from raytrain.monitor.events import DocumentLost, Note, ProvenanceChanged
 from raytrain.monitor.recorder import RunRecorder, progress_of
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.runs.documents import PROVENANCE
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
+from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
+from raytrain.runs.status import RunStatus, read_status
 from raytrain.trackers.tracking import Tracking
 
 _log = logging.getLogger(__name__)
@@ -49,6 +57,8 @@ class Launch(Protocol):
 
     config: ResolvedConfig
     num_workers: int
+    ends_workers: bool
+    """Whether a stop that comes before the workers train may end them at once."""
 
     def start(self) -> Coordinator:
         """Start the workers, and what they read and report to.
@@ -100,11 +110,24 @@ class RunSession:
         self._prepared = prepared
         self._launch = launch
         self._plan = prepared.data.plan(launch.config)
-        self._recorder = RunRecorder(prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at)
+        before = RunStatus(status="starting")
+        if prepared.config.resume:
+            with suppress(StorageError):
+                before = read_status(prepared.store)
+        self._recorder = RunRecorder(
+            prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
+        )
+        self._notification = Notification(notify_target(prepared.config) if prepared.group is None else None)
+        self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
+        self._max_dollars = prepared.config.max_cost
+        self._reported_gpus: set[str] = set()  # without a price
         self._tracking = Tracking(prepared.trackers)
         self._recording = Background(self._record)  # storage may hang, and a stop must not wait for it
+        self._pictures = SuspiciousPictures(prepared.store, prepared.data)
+        self._picturing = Background(self._pictures.update)  # reads images, which takes longer than a stop may wait
         self._cursor = START  # of the rows that the view has
         self._phase = RunPhase.UNKNOWN
+        self._gathering: Gathering | None = Gathering(launch.config, prepared.loop, prepared.first_step)
 
     def __enter__(self) -> RunSession:
         self._monitor = self._launch.start()
@@ -127,14 +150,22 @@ class RunSession:
         while not ending.has_come and not self._launch.wait(_POLL_EVERY_S):
             snapshot = self._show()
             stored = self._recording(snapshot) if ending.is_checked else None
+            if self._phase is RunPhase.RECORDED:
+                self._picturing(snapshot)
+            if self._max_dollars is not None and (snapshot.dollars or 0.0) >= self._max_dollars:
+                stored = stored or StopReason("cost", f"{self._max_dollars:g}", value=snapshot.dollars)
             if (request := snapshot.stop_request or stored) is not None:
                 signals.request_stop(request)
             if signals.stop_request is not None and snapshot.stop_request is None:
                 self._monitor.request_stop(signals.stop_request)
                 # The snapshot is some time old: workers that began to train meanwhile stop by themselves.
-                stopped_before_training = self._monitor.snapshot(START).status == "starting"
+                is_starting = self._monitor.snapshot(START).status == "starting"
+                stopped_before_training = is_starting and self._launch.ends_workers
                 if stopped_before_training:
                     break
+            for gpu in self._cost.gpus_without_price - self._reported_gpus:
+                self._monitor.event(Note(f"--price has no price for {gpu}, which counts as nothing"))
+                self._reported_gpus.add(gpu)
             self._launch.poll(snapshot)
             ending = self._monitor.ending()
 
@@ -154,7 +185,7 @@ class RunSession:
 
     def _show(self) -> Snapshot:
         """Return a snapshot of the run, after its rows are queued for the trackers and its view has seen it."""
-        snapshot = self._monitor.snapshot(self._cursor)
+        snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
         self._cursor = snapshot.cursor
         self._tracking.update(snapshot)
         if self._prepared.view is not None:
@@ -165,6 +196,7 @@ class RunSession:
     def _record(self, snapshot: Snapshot) -> StopReason | None:
         """Write the documents that are due, in the background; return a stop request that lay in storage."""
         self._make_known()
+        self._record_provenance()
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
@@ -174,8 +206,22 @@ class RunSession:
             prepared = self._prepared
             prepared.data.write(prepared.store)
             self._recorder.begin(self._launch.config, restarting=prepared.restarting)
-            self._tracking.begin(self._launch.config, prepared.store, self._monitor.event)
+            ask_to_stop = prepared.signals.request_stop
+            self._tracking.begin(self._launch.config, prepared.store, self._monitor.event, ask_to_stop)
             self._phase = RunPhase.RECORDED
+
+    def _record_provenance(self) -> None:
+        """Write what this attempt is made of, once, and report what is different from the attempt before."""
+        if (gathering := self._gathering) is None:
+            return
+        self._gathering = None
+        try:
+            difference = record_provenance(self._prepared.store, gathering.finish())
+        except StorageError as error:  # the run does not need it
+            self._monitor.event(DocumentLost(PROVENANCE, str(error)))
+            return
+        if difference:
+            self._monitor.event(ProvenanceChanged(difference))
 
     def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
         """Return the outcome that the workers reported; if they could not, what is known of their end."""
@@ -191,7 +237,15 @@ class RunSession:
         has_checkpoint = True
         with suppress(StorageError):
             has_checkpoint = newest_checkpoint(prepared.store.fail_fast()) is not None
-        sentence = failure_sentence(prepared.config, reason, prepared.loop, has_checkpoint=has_checkpoint)
+        progress = progress if ending.outcome is None else ending.outcome.progress
+        sentence = failure_sentence(
+            prepared.config,
+            reason,
+            prepared.loop,
+            has_checkpoint=has_checkpoint,
+            has_step=progress.step > 0,
+            command=prepared.command,
+        )
         if ending.outcome is not None:
             return dataclasses.replace(ending.outcome, status="failed", error=sentence)
         return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
@@ -206,22 +260,37 @@ class RunSession:
         unless_failed = suppress(*([StorageError] if outcome.error else []))
         with unless_failed:
             self._make_known()
+            self._record_provenance()
         self._phase = RunPhase.CONCLUDED
-        result = self._recorder.result(outcome, self._monitor.snapshot(self._cursor), self._launch.num_workers)
+        snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
+        result = self._recorder.result(outcome, snapshot, self._launch.num_workers)
         self._monitor.finish(outcome.status, result)
         snapshot = self._show()
+        self._picturing.close()
+        self._pictures.update(snapshot)
         with unless_failed:
             self._recorder.conclude(result, snapshot)
         self._tracking.finish(result)
         self._recorder.log_events(self._show())  # what trackers reported at the end
+        starts_again = result.accumulate is not None and self._prepared.config.accumulate == "auto"
+        if not starts_again:
+            self._notification.send(message_of(result))
         return result
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
         if kind is not None:
             # Interrupted: the trackers end as those of a failed run, and a run without a result gets a status.
             self._tracking.abort()
+            self._picturing.close(0.0)
             if self._recording.close(_ABORTED_WITHIN_S) and self._phase is RunPhase.RECORDED:
+                status = _STATUS_AFTER.get(kind, "failed")
                 with suppress(RaytrainError):  # the reason why the session ends matters more
-                    self._recorder.write_status(_STATUS_AFTER.get(kind, "failed"), fail_fast=True)
+                    self._recorder.write_status(status, fail_fast=True)
+                if status != "starting":
+                    name = self._prepared.name
+                    self._notification.send({"text": f"Run {name} was {status}", "name": name, "status": status})
         self._launch.close(finished=self._phase is RunPhase.OVER)
+        self._notification.wait()
         del self._launch  # otherwise what it holds in a cluster stays until Python looks for cycles of references

@@ -71,7 +71,7 @@ def train(
 
     Example:
         >>> result = raytrain.train(TrainConfig(data="s3://bucket/images", epochs=5))
-        >>> print(result.test_accuracy)
+        >>> print(result.validation_accuracy)
     """
     started_at = time.monotonic() if started_at is None else started_at
     check_options(config, loop)

@@ -36,6 +36,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from raytrain.config.user_code import describe
 from raytrain.data.blocks import Block, lend
@@ -94,7 +95,8 @@ class Decoders(AbstractContextManager["Decoders"]):
 
     ``block_bytes`` is the size of the largest block. ``reporter`` hears, in this process, of images that cannot be used
     and of requests that were retried. ``forks``: the processes are forked from this one, and not new; a signal that
-    ends one, such as that of a bad image, then ends this process, too.
+    ends one, such as that of a bad image, then ends this process, too. ``threads_per_process`` reads that many blocks
+    at once in each process; there are as many processes as it takes to use the machine's cores.
 
     Example:
         >>> with Decoders(reporter, block_bytes, forks=True) as decoders:
@@ -102,9 +104,12 @@ class Decoders(AbstractContextManager["Decoders"]):
         ...     block = decoders.read(0, draws, epoch=0).result()
     """
 
-    def __init__(self, reporter: ImageReporter, block_bytes: int, *, forks: bool) -> None:
+    def __init__(
+        self, reporter: ImageReporter, block_bytes: int, *, forks: bool, threads_per_process: int = _THREADS
+    ) -> None:
         self._reporter = reporter
         self._forks = forks
+        self._threads_per_process = threads_per_process
         self._memory = SharedMemory(block_bytes)
         self._numbers = count()
         self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
@@ -119,7 +124,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         process uses a GPU, and, as far as it can be, before it has threads.
         """
         num_threads = num_decoders()
-        num_processes = -(-num_threads // _THREADS)
+        num_processes = -(-num_threads // self._threads_per_process)
         waits: list[Callable[[], int | None]] = []  # each waits for a process to end, and returns its exit code
         for index in range(num_processes):
             ours, theirs = Pipe()
@@ -161,11 +166,13 @@ class Decoders(AbstractContextManager["Decoders"]):
         ours.send((num_threads, self._memory.part_bytes, open_readers))
         return process.wait
 
-    def read(self, which: int, draws: Int64s, epoch: int) -> Future[Block]:
-        """Have reader number ``which`` make a block of ``draws``."""
+    def read(self, which: int, draws: Int64s, epoch: int, images: npt.NDArray[np.uint8] | None = None) -> Future[Block]:
+        """Have reader number ``which`` make a block of ``draws``; from ``images``, uint8, if they are there already."""
         number, future = next(self._numbers), Future[Block]()
         with self._sending:
             part, pixels = self._memory.take()
+            if images is not None:
+                pixels[: images.size].reshape(images.shape)[:] = images
             self._waiting[number] = future, pixels, draws
             with suppress(OSError):  # the process has ended, as the thread that receives its answers knows, too
                 next(self._next).send((number, which, draws, epoch, part))

@@ -2,7 +2,7 @@
 
 Decoded images are the fastest and take the most room: 150 kB for one of 224 pixels. Files of a bucket on a disk of the
 machine save the network, but are decoded again in each epoch. With ``--cache auto``, images that are used only once are
-streamed; the test images are used in each evaluation.
+streamed; the validation images are used in each evaluation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
 from raytrain.loader.machine import image_memory
@@ -34,15 +35,19 @@ class ImageCache:
 
     Attributes:
         train: the order in which decoded training images are kept; None if they are streamed.
-        test: the same of the test images.
+        validation: the same of the validation images.
         disk: where files of a bucket are kept; None if they are not.
         folder: where the processes of this machine find the decoded images; those in Ray's object store aren't there.
     """
 
     train: CacheOrder | None = None
-    test: CacheOrder | None = None
+    validation: CacheOrder | None = None
     disk: DiskCache | None = None
     folder: str = ""
+
+    def order(self, part: Part) -> CacheOrder | None:
+        """Return the order in which the images of a part are kept; test images, which are used once, are streamed."""
+        return {"train": self.train, "validation": self.validation, "test": None}[part]
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
@@ -56,7 +61,7 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
     if not os.path.isdir("/proc/self/fd"):
         return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
     folder = opened.enter_context(TemporaryFolder())
-    for name, order in (("train", cache.train), ("test", cache.test)):
+    for name, order in (("train", cache.train), ("validation", cache.validation)):
         if order is not None:
             file = opened.enter_context(tempfile.TemporaryFile(dir=parent))  # noqa: SIM115 ; it is one
             (folder / name).mkdir()
@@ -69,26 +74,26 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
 
     Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` cannot be had.
     """
-    train_bytes, test_bytes = data.num_bytes
-    if config.cache == "memory" and train_bytes + test_bytes > memory_bytes:
+    train_bytes, validation_bytes = data.num_bytes
+    if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
         raise UsageError(
-            f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
+            f"--cache is memory, and the decoded images take {(train_bytes + validation_bytes) / 1e9:.1f} GB while a "
             f"machine has {memory_bytes / 1e9:.1f} GB for them; use --cache auto."
         )
     plan = data.plan(config)
     train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
-    test = CacheOrder(data.test_plan(1), 0, data.test.rows_per_block(data.test_format.shape))
+    validation = CacheOrder(data.validation_plan(1), 0, data.validation.rows_per_block(data.evaluation_format.shape))
 
     # What the user has chosen.
     if config.cache == "disk":
         return ImageCache(disk=_disk_cache(config, data))
     if config.cache != "auto":
-        return ImageCache(train, test) if config.cache == "memory" else ImageCache()
+        return ImageCache(train, validation) if config.cache == "memory" else ImageCache()
 
     # Decoded training images are worth their room if they are used in more than one epoch, and do not change with it.
     room_bytes = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
-    keeps_train = used_again and not config.crops_originals and train_bytes + test_bytes <= room_bytes
+    keeps_train = used_again and not config.crops_originals and train_bytes + validation_bytes <= room_bytes
 
     # Otherwise their files, if any is read twice: several blocks need images of the same packed shard.
     read_again = used_again or data.train.packing is not None
@@ -96,7 +101,7 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
     if read_again and not keeps_train:
         with suppress(UsageError):  # the images are in a folder, or the disk has no room
             disk = _disk_cache(config, data)
-    return ImageCache(train if keeps_train else None, test if test_bytes <= room_bytes else None, disk)
+    return ImageCache(train if keeps_train else None, validation if validation_bytes <= room_bytes else None, disk)
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:

@@ -18,35 +18,31 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import socket
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.data import AugmentationOptions, DataOptions
 from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch, Prefetch
-from raytrain.data.dataset import Dataset, open_dataset, training_plan
+from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, training_plan
 from raytrain.data.images.resize import fastest_resizer
-from raytrain.errors import RaytrainError, UsageError, did_you_mean
-from raytrain.loader.decoders import DecoderKilled
-from raytrain.loader.image_cache import ImageCache, image_cache
-from raytrain.loader.machine_batches import MachineBatches
+from raytrain.data.labels.part_names import Part
+from raytrain.errors import UsageError, did_you_mean
+from raytrain.loader.process_group import ProcessGroup
+from raytrain.loader.process_images import ProcessImages, machine_cache
+from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
-from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors
 from raytrain.training.device_batches import DeviceBatches
 
 _log = logging.getLogger("raytrain")
-T = TypeVar("T")
 
 _OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
     *("image_size", "channels", "resize", "crop_fraction", "interpolation", "resizer", "mean", "std"),
@@ -105,7 +101,11 @@ class ImageLoader:
     ) -> None:
         if (rank is None) != (world_size is None):
             raise UsageError("ImageLoader has only one of rank and world_size; give both, or neither.")
-        self._group = _Group(None if rank is None or world_size is None else (rank, world_size))
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise UsageError(
+                f"ImageLoader has rank {rank} and world_size {world_size}; the ranks of N processes are 0 to N-1."
+            )
+        self._group = ProcessGroup(None if rank is None or world_size is None else (rank, world_size))
         self._device = None if device is None else torch.device(device)
         self._drop_last = drop_last
         self._transforms = transforms
@@ -115,13 +115,16 @@ class ImageLoader:
         self._plan = training_plan(self._config, self._data.train)
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
-        self._source: _Source | None = None  # once the first batch is wanted
+        self._source: ProcessImages | None = None  # once the first batch is wanted
+        self._skipped = _SkippedImages(self._config, self._data.num_images)
         self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
         self._ahead_step = 0  # that the next item of it is for
         self._opened = ExitStack()
         self._close = weakref.finalize(self, self._opened.close)
-        self.test = TestImages(self)
-        """This process's slice of the test images: an iterable of batches, each image on one process."""
+        self.validation = HeldOutImages(self, "validation")
+        """This process's slice of the validation images: an iterable of batches, each image on one process."""
+        self.test = HeldOutImages(self, "test") if self._data.test is not None else None
+        """The same of the test images; None if the images have two parts."""
 
     # What is read.
 
@@ -143,7 +146,7 @@ class ImageLoader:
     @property
     def skipped(self) -> list[SkippedImage]:
         """Images that this process could not read so far, each with its ``key`` and the ``reason``."""
-        return [] if self._source is None else list(self._source.skipped.values())
+        return list(self._skipped.by_key.values())
 
     @property
     def epoch(self) -> int:
@@ -179,18 +182,24 @@ class ImageLoader:
         """
         return {"next_step": self._next_step, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of a ``state``, on any number of processes: the next iteration has the rest of its epoch.
 
         Raises UsageError if the state is that of other images, or of batches of another size or order.
         """
+        next_step: object = state.get("next_step") if isinstance(state, Mapping) else None
+        if not isinstance(next_step, int) or next_step < 0:
+            raise UsageError(
+                "ImageLoader.load_state_dict got what is no state of a loader, as it has no number of the next step; "
+                "give it what state_dict() of a loader has returned."
+            )
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise UsageError(
                     f"The state is of a loader whose {name} is {state.get(name)}, and that of this one is {value}; "
                     "load it into a loader of the same images and options, or begin without it."
                 )
-        self._next_step = int(state["next_step"])
+        self._next_step = next_step
         self._resumes = True
 
     def _identity(self) -> dict[str, Any]:
@@ -233,8 +242,12 @@ class ImageLoader:
             gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
-        # What differs between the processes now would give each of them other batches.
-        group.check_equal("a loader of other images or options", config.to_json(), data.train.digest)
+        # What differs between the processes now would give each of them other batches, or another number of them.
+        digests = {part: images.digest for part, (_, images, _) in data.parts.items()}
+        own = self._transforms if callable(self._transforms) else None
+        own_name = None if own is None else getattr(own, "__qualname__", type(own).__qualname__)
+        others = config.to_json(), digests, self._drop_last, own_name
+        group.check_equal("a loader of other images or options", *others)
         group.check_equal("its loader at another step", self._next_step)
 
         if (config.mixup or config.cutmix) and world_size > 1 and not group.can_talk:
@@ -243,14 +256,16 @@ class ImageLoader:
                 "call torch.distributed.init_process_group() first, and leave out rank and world_size."
             )
 
-        cache = _machine_cache(config, data, self._next_step, group, self._opened)
-        self._source = self._opened.enter_context(_Source(config, data, rank, world_size, cache))
+        cache = machine_cache(config, data, self._next_step, group, self._opened)
+        images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped)
+        self._source = self._opened.enter_context(images)
+        own = own or load_optional("transforms", config.transforms)
+        source = self._opened.enter_context(transformed(images, config, own, _log.warning))
         self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
-        own = self._transforms if callable(self._transforms) else load_optional("transforms", config.transforms)
-        augment = Augment(config, build_transforms(config, own))
+        augment = Augment(config, crops=own is None)
         sets = data.train.label_sets
         label_sets = None if sets is None else torch.from_numpy(sets).to(device)
-        self._batches = DeviceBatches(config, self._source, augment, device, len(self.classes), label_sets)
+        self._batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets)
         return self._batches
 
     def close(self) -> None:
@@ -264,32 +279,32 @@ class ImageLoader:
         self.close()
 
 
-class TestImages:
-    """The test images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
+class HeldOutImages:
+    """Held-out images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
 
     Example::
 
-        correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader.test)
+        correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader.validation)
     """
 
-    __test__ = False  # pytest would collect it
-
-    def __init__(self, loader: ImageLoader) -> None:
+    def __init__(self, loader: ImageLoader, part: Part) -> None:
         self._loader = loader
+        self._part: Part = part
+        self._images = loader._data.parts[part][1]
 
     def __len__(self) -> int:
         """Return the number of batches, some of which may have no image for this process, and are left out."""
         _, world_size = self._loader._group.rank_and_size()
-        return self._loader._data.test_plan(world_size).num_steps
+        return evaluation_plan(self._images, world_size).num_steps
 
     @property
     def num_images(self) -> int:
-        """Number of test images, of all processes together."""
-        return len(self._loader._data.test)
+        """Number of images, of all processes together."""
+        return len(self._images)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this process's batches, resized and normalised."""
-        return self._loader._start().test()
+        return self._loader._start().held_out(self._part)
 
 
 def _options(data: str, batch_size: int, options: dict[str, Any]) -> TrainConfig:
@@ -307,62 +322,12 @@ def _options(data: str, batch_size: int, options: dict[str, Any]) -> TrainConfig
     return TrainConfig(**{"epochs": _ENDLESS, **options, "data": data, "batch_size": batch_size})
 
 
-class _Group:
-    """The processes that read together: those of ``torch.distributed``, or as ``given``: a rank, and their number."""
-
-    def __init__(self, given: tuple[int, int] | None) -> None:
-        self._given = given
-
-    def rank_and_size(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes, as far as they are known now."""
-        if self._given is not None:
-            return self._given
-        if self.can_talk:
-            return dist.get_rank(), dist.get_world_size()
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-    @property
-    def can_talk(self) -> bool:
-        """True if the processes can send each other values."""
-        return self._given is None and dist.is_available() and dist.is_initialized()
-
-    def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of each process, by rank; only that of this one if they cannot talk to each other."""
-        if not self.can_talk:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on process 0, on all of them; or raise what it raises there."""
-        if not self.can_talk:
-            return make()
-        made: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                made = [make()]
-            except RaytrainError as error:
-                made = [error]
-        dist.broadcast_object_list(made)
-        if isinstance(made[0], RaytrainError):
-            raise made[0]
-        return made[0]
-
-    def check_equal(self, difference: str, *values: Any) -> None:
-        """Raise UsageError, on all processes, if one of them has other ``values``."""
-        gathered = self.gather(values)
-        for rank, other in enumerate(gathered):
-            if other != gathered[0]:
-                raise UsageError(f"Process {rank} has {difference} than process 0; give all processes the same.")
-
-
-def _list_together(options: TrainConfig, group: _Group) -> tuple[ResolvedConfig, Dataset]:
+def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:
     """List the images on process 0, for all, and return them with the options, of which nothing is open then."""
     group.check_equal("a loader of other options", options.to_json())
 
     def list_images() -> tuple[ResolvedConfig, Dataset]:
-        for url in filter(None, (options.data, options.test_data)):
+        for url in filter(None, (options.data, options.validation_data, options.test_data)):
             open_store(url).check_readable()
         data = open_dataset(options)
         resolved = options.resolve(
@@ -378,91 +343,25 @@ def _list_together(options: TrainConfig, group: _Group) -> tuple[ResolvedConfig,
     return group.from_first(list_images)
 
 
-def _machine_cache(
-    config: ResolvedConfig, data: Dataset, first_step: int, group: _Group, opened: ExitStack
-) -> ImageCache:
-    """Return what this machine keeps of the images: the first of its processes chooses, for all of them."""
-    rank, _ = group.rank_and_size()
-    machines = group.gather(socket.gethostname())
-    leader = machines.index(machines[rank]) if len(machines) > 1 else 0
-    chosen: ImageCache | RaytrainError | None = None
-    if len(machines) == 1 or leader == rank:
-        try:
-            chosen = image_cache(config, data, first_step, opened)
-        except RaytrainError as error:
-            chosen = error
-    choices = group.gather(chosen)
-    for choice in choices:
-        if isinstance(choice, RaytrainError):
-            raise choice
-    cache = choices[leader]
-    assert isinstance(cache, ImageCache)
-    return cache
+class _SkippedImages:
+    """Images that a loader's decoders could not read, an ``ImageReporter``."""
 
-
-class _Source:
-    """Source of a process's images, which decodes again in isolation if one of them has killed a decoder."""
-
-    def __init__(self, config: ResolvedConfig, data: Dataset, rank: int, world_size: int, cache: ImageCache) -> None:
-        self._config, self._data, self._cache = config, data, cache
-        self._rank, self._loads = rank, (1.0,) * world_size
-        self._restarting = threading.Lock()
-        self.skipped: dict[str, SkippedImage] = {}
-        self._start(isolated=False)
-
-    def _start(self, *, isolated: bool) -> None:
-        plan = training_plan(self._config, self._data.train)
-        self._is_isolated = isolated
-        self._batches = MachineBatches(
-            self._data, plan, self._rank, self._loads, self._cache, self, isolated=isolated, forks=False
-        )
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._batches.__exit__(*exception)
-
-    def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return self._read(lambda batches, num_read: batches.train(first_step + num_read))
-
-    def test(self) -> Iterator[LocalBatch]:
-        return self._read(lambda batches, num_read: islice(batches.test(), num_read, None))
-
-    def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
-        """Yield local batches, of which ``open_batches`` gives those that are left after so many."""
-        num_read = 0
-        while True:
-            batches = self._batches
-            try:
-                for local in open_batches(batches, num_read):
-                    yield local
-                    num_read += 1
-                return
-            except DecoderKilled as error:
-                with self._restarting:
-                    if self._batches is not batches:
-                        continue  # somebody else, who reads the other images, has started them again
-                    if self._is_isolated:
-                        raise
-                    _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)
-                    batches.__exit__()
-                    self._start(isolated=True)
-
-    # What the decoders report.
+    def __init__(self, config: ResolvedConfig, num_images: int) -> None:
+        self._config, self._num_images = config, num_images
+        self.by_key: dict[str, SkippedImage] = {}
 
     def skip(self, images: list[SkippedImage]) -> None:
         """Note and log ``images`` that cannot be read. Raises UsageError if they are too many."""
         for image in images:
-            self.skipped.setdefault(image.key, image)
-            count = len(self.skipped)
+            self.by_key.setdefault(image.key, image)
+            count = len(self.by_key)
             if count & (count - 1) == 0:
                 _log.warning("Images left out so far: %d, the last one %s (%s).", count, image.key, image.reason)
-        num_images = len(self._data.train) + len(self._data.test)
-        if len(self.skipped) > self._config.max_bad_fraction * num_images:
-            first = next(iter(self.skipped.values()))
+        num_images = self._num_images
+        if len(self.by_key) > self._config.max_bad_fraction * num_images:
+            first = next(iter(self.by_key.values()))
             raise UsageError(
-                f"{len(self.skipped):,} of {num_images:,} images cannot be read, such as {first.key} ({first.reason}), "
+                f"{len(self.by_key):,} of {num_images:,} images cannot be read, such as {first.key} ({first.reason}), "
                 f"and max_bad_fraction is {self._config.max_bad_fraction:g}; repair or remove them, or allow more."
             )
 

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
-from raytrain.data.dataset import Dataset
+from raytrain.data.dataset import Dataset, evaluation_plan
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
@@ -162,15 +163,13 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         data = data.kept_on(cache.disk)
         folder = Path(cache.folder)
         self._sets = [
-            ImageFiles(ImageReader(store, *format, isolated), manifest, order, folder / name)
-            for store, format, manifest, order, name in (
-                (data.train_store, data.train_format, data.train, cache.train, "train"),
-                (data.test_store, data.test_format, data.test, cache.test, "test"),
-            )
+            ImageFiles(ImageReader(store, *format, isolated), manifest, cache.order(part), folder / part)
+            for part, (store, manifest, format) in data.parts.items()
         ]
-        self._partitions = [Partition(plan, rank, loads), Partition(data.test_plan(len(loads)), rank, loads)]
+        plans = (plan, *(evaluation_plan(each.manifest, len(loads)) for each in self._sets[1:]))
+        self._partitions = [Partition(each, rank, loads) for each in plans]
 
-        # One set of processes decodes training and test images, each into a part of memory that holds any block. They
+        # One set of processes decodes the images of all parts, each into a part of memory that holds any block. They
         # fill the kept blocks ahead, while others wait for what the loop asks for.
         self._decoders = Decoders(reporter, max(map(_block_bytes, self._sets)), forks=forks)
         # What this process reads itself may kill it, so a process that is not ours has that decoded elsewhere.
@@ -189,8 +188,8 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return self._batches(0, first_step)
 
-    def test(self) -> Iterator[LocalBatch]:
-        return self._batches(1, 0)
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        return self._batches(PARTS.index(part), 0)
 
     def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
         """Yield the batches of set ``which`` from ``first_step`` on."""

@@ -50,9 +50,17 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """The test images were classified."""
+    """The validation images were classified."""
 
     epoch: int
+    accuracy: float | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Tested(Event):
+    """The test images were classified, at the end of the run."""
+
     accuracy: float | None = None
     loss: float | None = None
 
@@ -189,6 +197,13 @@ class TrackerFailed(Event):
     tracker: str
     reason: str
     run: str
+
+
+@dataclass(frozen=True)
+class ProvenanceChanged(Event):
+    """The attempt is made of other code or packages than the one before it; ``changes`` says which."""
+
+    changes: str
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 
 _NUM_EVENTS = 50
 _NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one after the other, that end a run
@@ -91,6 +92,7 @@ class RunMonitor:
         self._latest: MetricRow | None = None
         self._evaluation: MetricRow | None = None
         self._num_diverged = 0
+        self._suspicious: tuple[SuspiciousLabel, ...] = ()
 
         # The clock of the run: it stands still between the attempts of a run that is resumed.
         self._elapsed_before_s = 0.0
@@ -138,6 +140,9 @@ class RunMonitor:
                 self._evaluation = row
                 self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
                 return
+            if row.kind == "test":
+                self.event(events.Tested(row.accuracy, row.loss))
+                return
             self._latest = row
             self._first = self._first or row
 
@@ -158,6 +163,11 @@ class RunMonitor:
         with self._lock:
             self._machines[use.rank] = use
             self._step = max(self._step, use.step or 0)
+
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+        """Note the training images whose labels look wrong, in place of those before."""
+        with self._lock:
+            self._suspicious = tuple(labels)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         """Note images that could not be used, each once. Ask the run to stop if they are too many."""
@@ -273,6 +283,7 @@ class RunMonitor:
                 result=self._result,
                 machines=tuple(use for _, use in sorted(self._machines.items())),
                 in_debugger=self._in_debugger,
+                suspicious=self._suspicious,
             )
 
     def _elapsed_s(self) -> float:

@@ -24,13 +24,24 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Keeps the documents of the run in ``store`` up to date. It begins after ``first_step`` of ``num_steps``."""
+    """Keeps the documents of the run in ``store`` up to date. It begins after ``first_step`` of ``num_steps``.
 
-    def __init__(self, store: Store, num_steps: int, first_step: int = 0, started_at: float | None = None) -> None:
+    ``before`` is the status of the run's last attempt, whose cost the first status keeps.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        num_steps: int,
+        first_step: int = 0,
+        started_at: float | None = None,
+        before: RunStatus | None = None,
+    ) -> None:
         self._store = store
         self._num_steps = num_steps
         self._step = first_step  # the monitor knows less before its workers start, and after they ended
         self._started_at = time.monotonic() if started_at is None else started_at
+        self._spent: dict[str, Any] = {"dollars": before and before.dollars, "gpu_kwh": before and before.gpu_kwh}
         self._throttle = Throttle()
         self._num_logged = 0
         self._unwritten: TrainConfig | None = None  # options that replace those in storage when workers have started
@@ -86,6 +97,8 @@ class RunRecorder:
             steps=progress.step,
             epochs=round(progress.step / steps_per_epoch, 4),
             samples_seen=progress.samples_seen,
+            validation_accuracy=progress.validation_accuracy,
+            validation_loss=progress.validation_loss,
             test_accuracy=progress.test_accuracy,
             test_loss=progress.test_loss,
             checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
@@ -93,6 +106,8 @@ class RunRecorder:
             seconds=round(time.monotonic() - self._started_at, 2),
             startup_seconds=None if snapshot.startup_s is None else round(snapshot.startup_s, 2),
             num_workers=snapshot.num_workers or num_workers,
+            dollars=snapshot.dollars,
+            gpu_kwh=snapshot.gpu_kwh,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
             stop_reason=None if outcome.status == "finished" else outcome.stop_reason or request,
@@ -115,9 +130,10 @@ class RunRecorder:
         known: dict[str, Any] = {"num_steps": self._num_steps}
         if snapshot is not None:
             self._step = max(self._step, snapshot.step)
+            self._spent = {"dollars": snapshot.dollars, "gpu_kwh": snapshot.gpu_kwh}
             known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
         store = self._store.fail_fast() if fail_fast else self._store
-        write_status(store, RunStatus(status=status, step=self._step, **known))
+        write_status(store, RunStatus(status=status, step=self._step, **known, **self._spent))
 
     def log_events(self, snapshot: Snapshot) -> None:
         """Log the events that no snapshot before has had."""
@@ -146,6 +162,6 @@ def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
     return Progress(
         step=step,
         samples_seen=max((row.samples_seen or 0 for row in rows), default=0),
-        test_accuracy=tested and tested.accuracy,
-        test_loss=tested and tested.loss,
+        validation_accuracy=tested and tested.accuracy,
+        validation_loss=tested and tested.loss,
     )

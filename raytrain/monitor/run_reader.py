@@ -109,6 +109,8 @@ class RunReader:
             events=tuple(TimedEvent(number, *event) for number, event in enumerate(self._events.parsed)),
             result=result,
             machines=read_machines(self.store) if status.active else (),
+            dollars=status.dollars,
+            gpu_kwh=status.gpu_kwh,
         )
 
     def _read_rows(self, since: RowCursor) -> tuple[int, Sequence[MetricRow]]:

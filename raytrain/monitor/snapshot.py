@@ -11,6 +11,7 @@ from raytrain.monitor.events import TimedEvent
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 
 Status = Literal["starting", "running", "finished", "stopped", "failed", "interrupted"]
 
@@ -55,6 +56,9 @@ class Snapshot:
     result: TrainResult | None
     machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
     in_debugger: bool = False  # the loop waits for a person, who types in the terminal
+    dollars: float | None = None  # so far, in all attempts; None without --price
+    gpu_kwh: float | None = None  # energy of the GPUs so far, in all attempts; None if it is not known
+    suspicious: tuple[SuspiciousLabel, ...] = ()  # training images whose labels look wrong, the worst first
 
     @property
     def cursor(self) -> RowCursor:

@@ -29,7 +29,8 @@ CONFIG = "config.json"
 CLAIM = "claim.json"
 CLASSES = "classes.json"
 MANIFEST = "manifest.parquet"
-TEST_MANIFEST = "test-manifest.parquet"
+VALIDATION_MANIFEST = "validation-manifest.parquet"
+TEST_MANIFEST = "test-manifest.parquet"  # only of runs with three parts
 IMAGES = "images.json"
 METRICS = "metrics.jsonl"
 SKIPPED = "skipped.jsonl"
@@ -39,9 +40,11 @@ STATUS = "status.json"
 MACHINES = "machines.json"
 MACHINE_HISTORY = "machine-history.json"
 SUMMARY = "summary.json"
+SUSPICIOUS_LABELS = "suspicious-labels.json"
 SWEEP = "sweep.json"
 STOP_REQUEST = "stop-request.json"
 UNUSED_OPTIONS = "unused-options.json"
+PROVENANCE = "provenance.json"
 CHECKPOINTS = "checkpoints/"
 LOGS = "logs/"
 TRACE = "trace/"
@@ -58,8 +61,22 @@ _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run
 _RUN_FILE = re.compile(
     "|".join(
         [
-            *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES]),
-            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST, UNUSED_OPTIONS]),
+            *map(
+                re.escape,
+                [
+                    CONFIG,
+                    CLAIM,
+                    CLASSES,
+                    MANIFEST,
+                    VALIDATION_MANIFEST,
+                    TEST_MANIFEST,
+                    IMAGES,
+                    EVALUATION,
+                    STATUS,
+                    MACHINES,
+                ],
+            ),
+            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE]),
             *map(re.escape, [CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE]),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
             rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",

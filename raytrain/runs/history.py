@@ -190,7 +190,7 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
         >>> [row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]
     """
     # Lines are thinned before they are parsed, which takes most of the time.
-    lines = Sample[bytes](lambda line: b'"evaluation"' in line)
+    lines = Sample[bytes](lambda line: b'"evaluation"' in line or b'"test"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
     return _whole(lines.rows, METRICS, MetricRow.from_json, report)

@@ -20,6 +20,7 @@ class MachineUse:
     ``step`` counts the completed steps. CPU and memory are those of the whole node, by whatever runs there:
     ``cpu_fraction`` is 1 if all cores are busy. ``shared_memory_bytes`` is memory that processes share, such as Ray's
     object store and other decoded images. ``object_store_bytes`` are the bytes in that store of the node.
+    ``gpu_joules`` is the energy of the GPU since the worker began.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class MachineUse:
     gpu_fraction: float | None = None
     gpu_memory_bytes: int | None = None
     gpu_memory_total_bytes: int | None = None
+    gpu_joules: float | None = None
 
     def rates_and_fractions(self) -> dict[str, float]:
         """Return the values that a history keeps, by name, without unknown ones: a rate, and fractions from 0 to 1."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from raytrain.runs.documents import known_fields, plain
 
-Kind = Literal["step", "evaluation"]
+Kind = Literal["step", "evaluation", "test"]
+"""A row of training steps, of the validation images, or, at the end, of the test images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class MetricRow:
     def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
         """Return the inverse of :meth:`to_json`; raise KeyError or ValueError if the document is no such row."""
         kind, step, epoch = document["kind"], document["step"], document["epoch"]
-        if kind not in ("step", "evaluation") or type(step) is not int or type(epoch) is not int:
+        if kind not in get_args(Kind) or type(step) is not int or type(epoch) is not int:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
         # Numbers that a table of Arrow can hold, so that both ways to read a history take the same rows.
         are_numbers = all(
@@ -72,14 +73,14 @@ OWN_COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name !
 _METRICS_OF_EVERY_RUN = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
 
 
-def own_metrics(train: MetricRow | None, test: MetricRow | None) -> dict[str, float | None]:
+def own_metrics(train: MetricRow | None, validation: MetricRow | None) -> dict[str, float | None]:
     """Return the last values, by name, of what a loop logs and its evaluation measures besides what every run has.
 
     Example:
         >>> own_metrics(MetricRow(kind="step", step=1, epoch=1, metrics={"loss": 2.3, "gradient_norm": 0.1}), None)
         {'gradient norm': 0.1}
     """
-    rows = {"": train, "test ": test}
+    rows = {"": train, "validation ": validation}
     return {
         f"{prefix}{name}".replace("_", " "): value
         for prefix, row in rows.items()
@@ -111,7 +112,7 @@ class SkippedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
-    """How many of the ``num_images`` images of a run, training and test images together, may be skipped."""
+    """How many of the ``num_images`` images of a run, of all parts together, may be skipped."""
 
     num_images: int
     max_bad_fraction: float = 0.01

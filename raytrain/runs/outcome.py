@@ -28,6 +28,8 @@ StopKind = Literal[
     "target",  # --until; detail: its value; metric, value
     "patience",  # --patience; metric, the best value, count of evaluations
     "time",  # --max-time; detail: its value
+    "cost",  # --max-cost; detail: its value; value: the dollars so far
+    "tracker",  # a stop that somebody asked for there; detail: its name
     "too_many_bad_images",  # detail: the error
     "diverged",  # detail: the error
     "owner_changed",  # detail: the error
@@ -79,7 +81,9 @@ class Progress:
 
     step: int = 0
     samples_seen: int = 0
-    test_accuracy: float | None = None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
+    test_accuracy: float | None = None  # measured once, at the end of a run with test images
     test_loss: float | None = None
     evaluated_step: int | None = None
     score: float | None = None  # of the last evaluation by --best, the larger the better
@@ -109,21 +113,31 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run ended; ``summary.json`` holds the same under the same names."""
+    """How a run ended; ``summary.json`` holds the same under the same names.
+
+    Example::
+
+        result = raytrain.train(config)
+        print(result.status, result.validation_accuracy, result.checkpoint)
+    """
 
     name: str
     status: str
     steps: int
     epochs: float
     samples_seen: int
-    test_accuracy: float | None
-    test_loss: float | None
+    validation_accuracy: float | None
+    validation_loss: float | None
     checkpoint: str | None
     run_dir: str
     seconds: float
     num_workers: int
     num_skipped: int = 0
     num_retries: int = 0
+    test_accuracy: float | None = None  # None if the run has no test images, or has not ended
+    test_loss: float | None = None
+    dollars: float | None = None  # by --price, in all attempts
+    gpu_kwh: float | None = None  # energy of the GPUs, in all attempts
     startup_seconds: float | None = None  # the part of ``seconds`` before the workers trained
     stop_reason: StopReason | None = None
     error: str | None = None
@@ -142,16 +156,27 @@ def successful(result: TrainResult) -> TrainResult:
 
 
 def failure_sentence(
-    config: TrainConfig, reason: str, loop: object = None, *, has_checkpoint: bool = True, command: str = "train"
+    config: TrainConfig,
+    reason: str,
+    loop: object = None,
+    *,
+    has_checkpoint: bool = True,
+    has_step: bool = True,
+    command: str = "train",
 ) -> str:
     """Return a sentence that says why a run failed, and how to resume it.
 
-    No command can name a ``loop`` that was given as a function: then it says how to call :func:`raytrain.train`.
+    No command can name a ``loop`` that was given as a function, or that is a block of :func:`raytrain.attach`: then it
+    says how to call ``raytrain.train``, or the ``command``. A run that has neither checkpoint nor step gives its name
+    away, so that it is started again in the way that it was started.
     """
+    failed = f"Run {config.name!r} failed: {reason.rstrip('.')}."
+    if not has_checkpoint and not has_step:
+        return f"{failed} It has made no step, and nothing of it is kept: start it again as before"
     kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
-    with_function = f"raytrain.train, the same loop, name={config.name!r} and resume=True"
+    with_function = f"raytrain.{command}, the same loop, name={config.name!r} and resume=True"
     how = resume_command(config, command) if loop is None else with_function
-    return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {how}"
+    return f"{failed} {kept} with {how}"
 
 
 def resume_command(config: TrainConfig, command: str = "train") -> str:
@@ -171,7 +196,8 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
 def train_command(config: TrainConfig) -> str:
     """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
     command = ["raytrain", "train", config.recipe] if config.recipe in RECIPES else []
-    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("recipe", "resume")]
+    hidden = ("recipe", "resume", *options_with(Mark.SECRET))
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden]
     return shlex.join([*command, *_flags(config, names)])
 
 

@@ -35,6 +35,7 @@ from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import as_tuple
 from raytrain.runs.ownership import claim_run
+from raytrain.runs.provenance import Provenance, read_provenance
 from raytrain.runs.status import RunStatus, parse_status
 from raytrain.storage.store import Store, StoredObject
 
@@ -48,7 +49,7 @@ class RunInfo:
     name: str
     config: TrainConfig | None
     status: RunStatus
-    test_accuracy: float | None = None
+    validation_accuracy: float | None = None
     seconds: float | None = None
     """How long its last attempt took, as it says at its end."""
     problems: tuple[str, ...] = ()
@@ -69,13 +70,15 @@ class RunRecord(RunInfo):
     """Everything that storage holds of a run, apart from its manifests."""
 
     images: dict[str, Any]
-    """The numbers of images for ``training`` and for ``test``, and of files ``left_out``, by reason."""
+    """The numbers of images for ``training``, ``validation`` and ``test``, and of files ``left_out``, by reason."""
     summary: dict[str, Any]
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
     skipped: list[SkippedImage]
     unused_options: tuple[str, ...] = ()
     """Options that change nothing, because the run's own loop does not use them."""
+    provenance: tuple[Provenance, ...] = ()
+    """What its attempts were made of, the newest last."""
 
 
 def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
@@ -114,8 +117,9 @@ def read_run(storage: str, name: str) -> RunRecord:
 
     # The numbers of images, none of them if the document cannot be used.
     document = read_json(store, IMAGES)
-    numbers, left_out = {name: document.get(name) for name in ("training", "test")}, document.get("left_out")
-    are_known = matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
+    numbers = {name: document.get(name, 0) for name in ("training", "validation", "test")}
+    left_out = document.get("left_out")
+    are_known = "training" in document and matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
     more: dict[str, Any] = {
         "images": {**numbers, "left_out": left_out} if are_known else {},
         "summary": read_json(store, SUMMARY),
@@ -123,6 +127,7 @@ def read_run(storage: str, name: str) -> RunRecord:
         "checkpoints": list_checkpoints(store),
         "skipped": read_skipped(store, problems.append),
         "unused_options": read_unused_options(store),
+        "provenance": read_provenance(store, problems.append),
         "problems": tuple(problems),
     }
     return RunRecord(**vars(info) | more)
@@ -139,7 +144,7 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
     result = _parsed(SUMMARY, summary, parse_object, problems.append) or {}
-    numbers = {key: plain(result.get(key)) for key in ("test_accuracy", "seconds")}
+    numbers = {key: plain(result.get(key)) for key in ("validation_accuracy", "seconds")}
     return RunInfo(
         name=name,
         config=options,
@@ -170,7 +175,7 @@ _SORT_VALUES: dict[SortKey, Callable[[RunInfo], Any]] = {
     "recipe": lambda run: run.recipe,
     "status": lambda run: run.status.status,
     "step": lambda run: run.status.step,
-    "accuracy": lambda run: -1.0 if run.test_accuracy is None else run.test_accuracy,
+    "accuracy": lambda run: -1.0 if run.validation_accuracy is None else run.validation_accuracy,
 }
 _DESCENDING = ("heartbeat", "step", "accuracy")
 _FIELDS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}  # by the names of their flags

@@ -13,6 +13,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 _MIN_LENGTH = 6  # characters: a shorter value occurs by chance
 _MIN_LINE = 16  # of a key of several lines
+_kept: set[str] = set()
 _SECRET_NAME = re.compile(
     "KEY|TOKEN|PASSW|PASSPHRASE|PASS$|PASS_|_PWD|SECRET|CREDENTIAL|CONNECTION_?STRING|CONN_STR|DSN$|_PAT$|_SAS$|_AUTH$",
     re.IGNORECASE,
@@ -32,7 +33,8 @@ _NAMED_SECRETS = (
 
 
 def redact(text: str) -> str:
-    """Return ``text`` with "…" in place of each secret: values of this process's environment, and what looks like one.
+    """Return ``text`` with "…" in place of each secret: values of this process's environment, what
+    :func:`keep_secret` got, and what looks like one.
 
     A variable of the environment holds secrets if its name says so, or if its value is a URL with a password. They are
     found in the encodings of URLs, JSON, HTML, Python, hexadecimal and base64, too. Takes time that is linear in the
@@ -42,7 +44,8 @@ def redact(text: str) -> str:
         >>> redact("cannot open postgres://me:hunter22@host/db")
         'cannot open postgres://…@host/db'
     """
-    spellings = {spelling for name, value in os.environ.items() for spelling in _spellings_of_secrets(name, value)}
+    values = (*os.environ.items(), *(("SECRET", secret) for secret in _kept))
+    spellings = {spelling for name, value in values for spelling in _spellings_of_secrets(name, value)}
     for spelling in sorted(spellings, key=len, reverse=True):  # the longest first: a shorter one may be a part of it
         text = text.replace(spelling, "…")
     text = _URL_REST.sub(lambda rest: _without_user_info(rest[0]), text)
@@ -50,6 +53,19 @@ def redact(text: str) -> str:
     for pattern in _NAMED_SECRETS:
         text = pattern.sub(r"\1…", text)
     return text
+
+
+def keep_secret(secret: str) -> None:
+    """Have :func:`redact` leave out ``secret``, which came to this process by other means than its environment."""
+    _kept.add(secret)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return True if a variable or an option of this name holds a secret, rather than the place of one.
+
+    Example: ``is_secret_name("WANDB_API_KEY") and not is_secret_name("AWS_WEB_IDENTITY_TOKEN_FILE")``
+    """
+    return bool(_SECRET_NAME.search(name)) and not _PLACE_NAME.search(name)
 
 
 @lru_cache(maxsize=1024)
@@ -60,7 +76,7 @@ def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
     for rest in _URL_REST.findall(value):
         for user_info in _USER_INFO.findall(rest[: rest.rfind("@") + 1]):
             secrets.append(user_info.partition(":")[2] or user_info)
-    if _SECRET_NAME.search(name) and not _PLACE_NAME.search(name):
+    if is_secret_name(name):
         secrets.append(value)
         # A log may show single lines of a key, or one field of a connection string such as AccountName=…;AccountKey=….
         lines = re.split(r"\\n|[\r\n\"]", value)

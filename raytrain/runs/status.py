@@ -45,6 +45,8 @@ class RunStatus:
     epoch: int = 0
     num_epochs: int = 0
     num_workers: int = 0
+    dollars: float | None = None  # by --price, so far
+    gpu_kwh: float | None = None
     heartbeat_at: str = ""
     host: str = ""
     machine: str = ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -106,7 +106,7 @@ def _is_whole(table: pa.Table) -> bool:
     """Return whether each row has what :meth:`MetricRow.from_json` asks for."""
     if any(table[name].null_count for name in ("kind", "step", "epoch")):
         return False
-    kinds = pc.is_in(table["kind"], pa.array(["step", "evaluation"]))
+    kinds = pc.is_in(table["kind"], pa.array(get_args(Kind)))
     return pc.all(kinds).as_py() and pc.min(table["step"]).as_py() >= 0 and pc.min(table["epoch"]).as_py() >= 1
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +47,8 @@ _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
 _DOCUMENT_BYTES = 16 << 20  # an owner writes as much in one request, if nobody else has written meanwhile
 _OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the owner
 _MAX_CHANGES = 20  # of an object by others, while its owner tries to write it
+# A server that keeps objects as files may have none while one is replaced: rclone's does, and s3proxy's.
+_REPLACED_WITHIN_S, _LOOK_EVERY_S = 2.0, 0.1
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
@@ -190,7 +193,7 @@ class BucketStore(Store):
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         def is_written(client: ObjectStore) -> bool:
             """Write ``data`` in place of ``expected``, and return whether the object holds ``data`` now."""
-            stored = _if_found(lambda: client.get(path))
+            stored = _if_found(lambda: client.get(path), 0.0 if expected is None else _REPLACED_WITHIN_S)
             version, content = (_version(stored.meta), bytes(stored.bytes())) if stored else (None, None)
             self._check_owner(client)
             return content == data or (content == expected and _put_unless_changed(client, path, data, version))
@@ -229,7 +232,7 @@ class BucketStore(Store):
         if self.guard is None:
             return
         path = self.guard.path
-        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes())), self.url)
+        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes()), _REPLACED_WITHIN_S), self.url)
 
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
         """Return the store for a small write or a deletion: an owner's must not arrive when its lease is over."""
@@ -378,14 +381,21 @@ def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
     return meta and _version(meta)
 
 
-def _if_found(ask: Callable[[], T]) -> T | None:
-    """Return what ``ask`` returns; None if there is no such object. Raises FileNotFoundError if there is no bucket."""
-    try:
-        return ask()
-    except FileNotFoundError as error:
-        if names_no_bucket(error):
-            raise
-        return None
+def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
+    """Return what ``ask`` returns; None if there is no such object, and none within ``within_s`` seconds either.
+
+    Raises FileNotFoundError if there is no bucket.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return ask()
+        except FileNotFoundError as error:
+            if names_no_bucket(error):
+                raise
+            if time.monotonic() >= deadline:
+                return None
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _version(meta: ObjectMeta) -> UpdateVersion:

@@ -24,6 +24,7 @@ from raytrain.trackers.tracker import TrackedRun
 _MAX_KEY, _MAX_VALUE = 250, 500  # characters; newer servers take longer values
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # of one request
 _STATUS = {"success": "FINISHED", "failed": "FAILED"}
+_STOP_TAG = "raytrain.stop"
 _URL_TAG = "raytrain.run"  # says which run of ours a run of MLflow is
 
 
@@ -43,6 +44,7 @@ class MLflowTracker:
             mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
         self.run_id: str = mlflow_run.info.run_id
         self._client.update_run(self.run_id, status="RUNNING")
+        self._client.set_tag(self.run_id, _STOP_TAG, "false")  # undoes a stop of an earlier attempt
         self._logged: dict[str, str] = mlflow_run.data.params
         self._metrics: list[Metric] = []
         page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
@@ -90,6 +92,10 @@ class MLflowTracker:
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""
         self._client.log_artifact(self.run_id, file, "checkpoints")
+
+    def stop_requested(self) -> bool:
+        """Return whether somebody has set the tag ``raytrain.stop`` to true."""
+        return self._client.get_run(self.run_id).data.tags.get(_STOP_TAG, "").strip().lower() == "true"
 
     def finalize(self, status: str) -> None:
         """End the run; a resume opens it again."""

@@ -19,7 +19,7 @@ from raytrain.storage.store import Store
 TrackerStatus = Literal["success", "failed"]
 _MAX_NAME = 250  # characters, MLflow's limit
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
-_PREFIX = {"step": "train", "evaluation": "test"}
+_PREFIX = {"step": "train", "evaluation": "validation", "test": "test"}
 _COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "samples_seen", "elapsed_s")
 
 
@@ -32,7 +32,17 @@ class Tracker(Protocol):
     - ``save()`` after each group of calls of ``log_metrics``, to send or flush what it has gathered;
     - ``log_image(key, images, step, caption)``, as Lightning's, after an evaluation: a list of images, each of uint8,
       (H, W, 3), and a list of their captions, which may have two lines;
+    - ``stop_requested()`` every ten seconds: if it returns True, the run stops with a checkpoint;
     - ``log_network(file)`` at the end, with the path of the run's last checkpoint.
+
+    Example::
+
+        class Printer:
+            def log_hyperparams(self, params): print(params)
+            def log_metrics(self, metrics, step): print(step, metrics)
+            def finalize(self, status): print(status)
+
+        raytrain.train(config, trackers=[Printer()])
     """
 
     def log_hyperparams(self, params: dict[str, str | int | float]) -> None:

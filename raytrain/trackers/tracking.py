@@ -25,15 +25,17 @@ from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.background import Throttle
 from raytrain.runs.documents import TRACKERS, known_fields, read_json, write_json
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
+from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.tracker import TrackedRun, Tracker, TrackerStatus, hyperparams, row_metrics
 
 GATHER_S = 2.0  # seconds between two groups of rows: a tracker may need a request for each group
 _MAX_GATHER_S = 30.0
+_STOP_EVERY_S = 10.0  # between two questions whether a tracker was asked for a stop
 _CPU_FRACTION = 0.01
 """Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
 _MAX_GROUP = 10_000  # rows
@@ -54,16 +56,25 @@ class Tracking:
         self._rows_before_begin: list[Sequence[MetricRow]] = []
         self._has_ended = False
 
-    def begin(self, config: TrainConfig, store: Store, report: Callable[[Event], None]) -> None:
+    def begin(
+        self,
+        config: TrainConfig,
+        store: Store,
+        report: Callable[[Event], None],
+        ask_to_stop: Callable[[StopReason], object] = lambda reason: None,
+    ) -> None:
         """Open the trackers of the run in ``store``, and queue the rows that came before.
 
-        ``report`` gets an event about each tracker that opens or fails. After :meth:`abort`, none is opened.
+        ``report`` gets an event about each tracker that opens or fails, ``ask_to_stop`` a stop that somebody has asked
+        for there. After :meth:`abort`, none is opened.
         """
         run, params = TrackedRun(config.name or "", store), hyperparams(config)
         with self._lock:
             if self._has_ended:
                 return
-            self._threads = [TrackerThread(tracker, run, params, report) for tracker in self._trackers]
+            self._threads = [
+                TrackerThread(tracker, run, params, report, ask_to_stop=ask_to_stop) for tracker in self._trackers
+            ]
             for thread in self._threads:
                 for rows in self._rows_before_begin:
                     thread.send(rows)
@@ -149,7 +160,10 @@ class TrackerThread:
         params: Mapping[str, str | int | float],
         report: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
+        ask_to_stop: Callable[[StopReason], object] = lambda reason: None,
     ) -> None:
+        self._ask_to_stop = ask_to_stop
+        self._throttle = Throttle()
         self.name, self._make = tracker.name, tracker.make
         self.num_rows = 0
         """Taken from the queue so far, also those that the tracker had already."""
@@ -213,6 +227,7 @@ class TrackerThread:
                     last_evaluation = self._position.evaluation_step
                     self._send_pictures(tracker)
                 self._send_rows(tracker)
+                self._look_for_stop(tracker)
                 pause_s = gather_s(time.thread_time() - cpu_before_s)
 
             # Send what came between the last group and the end.
@@ -224,6 +239,13 @@ class TrackerThread:
         except BaseException as error:  # also SystemExit, of a tracker that gives up
             reason = " ".join(str(error).split()) or type(error).__name__
             self._fail(f"failed ({reason if len(reason) <= _MAX_REASON else f'{reason[:_MAX_REASON]}…'})")
+
+    def _look_for_stop(self, tracker: Any) -> None:
+        """Ask the run to stop if somebody has asked for that in the tracker, which may know nothing of it."""
+        if hasattr(tracker, "stop_requested") and self._throttle.due("stop", _STOP_EVERY_S):
+            with suppress(Exception):  # it may be out of reach for a while
+                if tracker.stop_requested():
+                    self._ask_to_stop(StopReason("tracker", self.name))
 
     def _send_rows(self, tracker: Tracker) -> None:
         """Send the rows that are new, in groups.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,19 @@ class WandbTracker:
     """One run of W&B. Its standard variables, such as WANDB_API_KEY and WANDB_ENTITY, are read by wandb itself."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # "Stop run" on W&B's page sends a SIGINT to this process otherwise, as older versions always do: that stops a
+        # run that trains in the main thread, too, but ends a notebook's cell, or a script that trains in a thread.
+        self._is_to_stop = threading.Event()
+        settings: dict[str, Any] = {"console": "off", "silent": True}  # the terminal shows the run
+        if "stop_fn" in wandb.Settings.model_fields:
+            settings["stop_fn"] = lambda: self._is_to_stop.set()  # wandb copies it deeply, which a method cannot be
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "raytrain"),
             name=run.name,
             id=run.id,
             resume="allow",
             reinit="create_new",  # a notebook may have a run of its own
-            settings=wandb.Settings(console="off", silent=True),  # the terminal shows the run
+            settings=wandb.Settings(**settings),
         )
         self.run_id: str = self._run.id
         sync = f"wandb sync {self._run.settings.sync_dir}"
@@ -50,6 +57,10 @@ class WandbTracker:
         artifact = wandb.Artifact(f"network-{self.run_id}", type="model")
         artifact.add_file(file)
         self._run.log_artifact(artifact)
+
+    def stop_requested(self) -> bool:
+        """Return whether somebody has pressed "Stop run"."""
+        return self._is_to_stop.is_set()
 
     def finalize(self, status: str) -> None:
         """End the run; a resume opens it again."""

@@ -6,7 +6,7 @@ import re
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from raytrain.runs.documents import UNUSED_OPTIONS, write_json
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop, transfer
-from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.device_batches import DeviceBatches
@@ -34,6 +34,7 @@ from raytrain.training.prepared_models import PreparedModels, checkpoint_gradien
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
+from raytrain.training.sample_margins import MARGINS, SampleMargins
 from raytrain.training.steps import Steps
 from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
@@ -91,7 +92,9 @@ def make_run(
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )
-    augment = Augment(config, build_transforms(config, spec.transforms))
+    margins = SampleMargins.of(spec, worker)
+    state.add_sums(MARGINS, margins)
+    augment = Augment(config, crops=spec.transforms is None)
     label_sets = None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device)
     return Run(
         config=config,
@@ -103,12 +106,14 @@ def make_run(
         label_sets=label_sets,
         augment=augment,
         batches=DeviceBatches(config, source, augment, device, len(spec.classes), label_sets),
-        loss=Loss(config, len(spec.classes), spec.class_weights, device),
+        loss=Loss(config, len(spec.classes), spec.class_weights, device, margins.add),
         models=models,
         state=state,
         steps=steps,
+        margins=margins,
         gallery=Gallery(config, spec.classes, spec.store, reporter.event),
         evaluation=evaluate_prepared,
+        has_test="test" in spec.held_out_plans,
     )
 
 
@@ -118,21 +123,32 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
+    remember_source_lines(spec.sources)  # for the sentence of an error in the loop
+    send_own_code()  # to processes that the loop starts
+    with training(spec, run):
+        with errors_of_loop(spec, run):
+            if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
+                memory.check_memory(run)
+            (spec.loop or loop.train)(run)
+        return run.finish()
+
+
+@contextmanager
+def training(spec: RunSpec, run: Run) -> Iterator[None]:
+    """Look after ``run`` while its loop trains and the run is finished, and leave it in order if either fails."""
 
     def after_first_step() -> Iterator[str]:
         if spec.loop is not None:
             record_unused_options(spec, run)
             yield from unused_options(run, spec.loop)
-        yield from (*run.loss.notes(), *run.augment.notes(run.device))
+        yield from run.loss.notes()
         if spec.loop is not None:
             check_evaluation(run)
 
-    remember_source_lines(spec.sources)  # for the sentence of an error in the loop
     run.steps.notes = after_first_step
     with report_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
         try:
-            _call_loop(spec, run)
-            return run.finish()
+            yield
         except BaseException:
             run.leave_batch()
             run.steps.wait_for_checkpoint()  # so that another attempt loses fewer steps
@@ -148,14 +164,12 @@ def record_unused_options(spec: RunSpec, run: Run) -> None:
             write_json(spec.store, UNUSED_OPTIONS, {"options": unused})
 
 
-def _call_loop(spec: RunSpec, run: Run) -> None:
-    """Call the loop. Raises what is wrong as one of our exceptions, unless another attempt may do without it."""
+@contextmanager
+def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
+    """Raise what the loop raises as one of our exceptions, unless another attempt may do without it."""
     first_step = run.progress.step
-    send_own_code()  # to processes that the loop starts
     try:
-        if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
-            memory.check_memory(run)
-        (spec.loop or loop.train)(run)
+        yield
     except torch.OutOfMemoryError as error:
         raise memory.out_of_memory(run) from error
     except RaytrainError:

@@ -23,6 +23,11 @@ class Batch:
 
     A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what
     it logs count as nothing.
+
+    Example::
+
+        for batch in epoch:
+            loss = cross_entropy(model(batch.images), batch.labels)
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)

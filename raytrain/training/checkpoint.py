@@ -197,11 +197,18 @@ class Checkpoints:
 
     def load_newest(self, device: torch.device) -> Checkpoint | None:
         """Load the newest checkpoint that worker 0 can read on every worker, by a collective on ``device``."""
-        distributed = dist.is_initialized()
-        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable()]
-        if distributed and dist.get_world_size() > 1:
-            dist.broadcast_object_list(path, src=0, device=device)
-        return None if path[0] is None else self.load(path[0])
+        path = _from_first(self.newest_readable, device)
+        return None if path is None else self.load(path)
+
+    def load_best(self, device: torch.device, step: int) -> Checkpoint | None:
+        """Load the best checkpoint on every worker, by a collective; None if it is that of ``step``, or there is none.
+
+        Call it after :meth:`close`.
+        """
+        path = _from_first(lambda: best_checkpoint(self.store), device)
+        if path is None or step_and_takeover(path)[0] == step:
+            return None
+        return read_checkpoint(self.store, path)
 
     def load(self, path: str) -> Checkpoint:
         """Read a checkpoint. Raises UsageError if its model, classes, data, batch size or seed are others."""
@@ -219,6 +226,15 @@ class Checkpoints:
                 f"A checkpoint could not be written to {self.store.url} ({error}); free space or choose another "
                 "--storage, then continue with --resume."
             )
+
+
+def _from_first(find: Callable[[], str | None], device: torch.device) -> str | None:
+    """Return what worker 0 finds, on every worker."""
+    distributed = dist.is_initialized()
+    found = [None if distributed and dist.get_rank() > 0 else find()]
+    if distributed and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0, device=device)
+    return found[0]
 
 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from raytrain.errors import UsageError
 from raytrain.training.prepared_metrics import joined_state, prepare_metric
+from raytrain.training.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # ends the name of weights that an evaluation had, and the network has no more
@@ -47,6 +48,7 @@ class CheckpointState:
     def __init__(self, restored: Mapping[str, StateDict], rank: int = 0) -> None:
         self._rank = rank
         self._metrics: dict[str, Any] = {}  # of torchmetrics
+        self._sums: dict[str, SampleMargins] = {}
         self._objects: dict[str, Stateful] = {}
         self._restored = {name: state for name, state in restored.items() if not name.endswith(MEASURED)}
         self._resumes = bool(restored)
@@ -156,6 +158,11 @@ class CheckpointState:
         if self._rank > 0:
             metric.reset()
 
+    def add_sums(self, name: str, sums: SampleMargins) -> None:
+        """Keep ``sums``, which are added up over the workers for a checkpoint, and load what it has of them, if any."""
+        self._sums[name] = sums
+        sums.load(self._restored.pop(name, {}))
+
     def check_complete(self) -> None:
         """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
         if self._restored:
@@ -183,9 +190,17 @@ class CheckpointState:
         """Return the state of every prepared object, by name."""
         return {name: thing.state_dict() for name, thing in self._objects.items()}
 
+    def load_networks(self, state: Mapping[str, StateDict]) -> None:
+        """Load all but the metrics from the ``state`` of a checkpoint, to measure its networks once more."""
+        for name, thing in self._objects.items():
+            if name not in self._metrics and name in state:
+                thing.load_state_dict(state[name])
+
     def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
-        """Return the states of all workers' metrics, by name. Every worker calls this."""
-        return {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
+        """Return the states of all workers' metrics and sums, by name. Every worker calls this."""
+        states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
+        sums = {name: each.joined_state() for name, each in self._sums.items()}
+        return {**states, **{name: state for name, state in sums.items() if state}}
 
 
 def _options_of(group: StateDict) -> StateDict:

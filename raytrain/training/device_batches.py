@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch, Prefetch
+from raytrain.data.labels.part_names import Part
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors, on_host, to_batch
 from raytrain.training.mixup import mix_batch
@@ -63,8 +64,8 @@ class DeviceBatches:
             batch = mix_batch(batch, self._num_classes, config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
         return batch
 
-    def test(self) -> Iterator[Batch]:
-        """Yield this worker's slice of the test images, resized and normalised. Each image is on one worker."""
-        for local in self.source.test():
+    def held_out(self, part: Part) -> Iterator[Batch]:
+        """Yield this worker's slice of the validation or the test images, resized and normalised."""
+        for local in self.source.held_out(part):
             if len(local.labels):
                 yield to_batch(local, self._augment, self._device, training=False, label_sets=self._label_sets)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from raytrain.config import TrainConfig
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress, StopReason
+from raytrain.training.evaluation_metrics import is_lower_better
 
 _EXPLODED = 4
 """A loss of so many times the first one ends a search for a learning rate."""
@@ -40,18 +41,18 @@ class EarlyStop:
             "return it from the loop's evaluation, or name another metric (--best decides what --patience counts by)",
         )
 
-        # --until: a value that a metric is to reach, a loss from above.
+        # --until: a value that a metric is to reach, a loss or an error from above.
         if config.target is not None:
             name, value = config.target
-            reached = operator.le if _is_loss(name) else operator.ge
+            reached = operator.le if is_lower_better(name, config) else operator.ge
             if reached(measured.get(name, float("nan")), value):
                 self.reason = StopReason("target", config.until, metric=name, value=measured[name])
 
-        # The score is the metric that counts, a loss with a minus, so that the largest is the best.
+        # The score is the metric that counts, a loss or an error with a minus, so that the largest is the best.
         score = measured.get(config.best_metric)
         if score is None or math.isnan(score):
             score = None
-        elif _is_loss(config.best_metric):
+        elif is_lower_better(config.best_metric, config):
             score = -score
         progress = replace(progress, score=score)
         if config.best_metric not in measured:
@@ -83,7 +84,3 @@ class EarlyStop:
             return False
         self.reason = self.reason or StopReason("time", self._config.max_time)
         return True
-
-
-def _is_loss(name: str) -> bool:
-    return "loss" in name

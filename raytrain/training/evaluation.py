@@ -20,10 +20,12 @@ from raytrain.training.evaluation_metrics import (
     average_precisions,
     balanced_accuracy,
     best_thresholds,
-    built_in_metrics,
+    is_lower_better,
     macro_f1,
     mean_of_known,
+    measured_metrics,
 )
+from raytrain.training.named_metrics import NamedMetrics
 from raytrain.training.optimisation import check_logits
 
 if TYPE_CHECKING:
@@ -40,10 +42,10 @@ def evaluate_prepared(run: Run) -> dict[str, float]:
 
 
 def evaluate(run: Run, model: Network) -> dict[str, float]:
-    """Return accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the test images.
+    """Return accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the validation images.
 
-    Each image counts once: sums are reduced, never means, and no image is padded or repeated. All numbers are NaN if no
-    image could be used.
+    Also those that the options name, by ``--metrics``, ``--best`` or ``--until``. Each image counts once: sums are
+    reduced, never means, and no image is padded or repeated. All numbers are NaN if no image could be used.
 
     Example::
 
@@ -52,7 +54,8 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
     num_classes = run.num_classes
     loss = torch.zeros(1, dtype=torch.float64, device=run.device)
     counts = torch.zeros(3, num_classes, dtype=torch.float64, device=run.device)  # right, truth and predicted images
-    for batch in run.test_batches():
+    named = _named_metrics(run)
+    for batch in run.evaluation_batches():
         logits = model(batch.images)  # (m, C)
         run.show(batch, logits)
         answers, one = logits.argmax(dim=1), torch.ones_like(batch.labels, dtype=torch.float64)
@@ -60,6 +63,8 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
         counts[0].index_add_(0, answers, one * (answers == batch.labels))  # bincount would wait for the device
         counts[1].index_add_(0, batch.labels, one)
         counts[2].index_add_(0, answers, one)
+        if named is not None:
+            named.add(logits.double().softmax(dim=1), batch.labels)
 
     # One all-reduce for all of it, for whose result the host waits.
     totals = np.array(run.total(torch.cat([loss, counts.flatten()])))
@@ -70,24 +75,29 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
         "loss": float(totals[0] / count) if count else float("nan"),
         "balanced_accuracy": balanced_accuracy(right, truth),
         "macro_f1": macro_f1(right, truth, predicted),
+        **({} if named is None else named.values(run.total, run.gather, run.world_size)),
     }
 
 
 def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
-    """Measure ``model`` on the test images, each image once, and choose the threshold of each class by its F1.
+    """Measure ``model`` on the validation images, each image once, and choose the threshold of each class by its F1.
 
     Returns the accuracy (over all images and classes) and macro F1 of predicting the classes with a probability of at
-    least 0.5, the mean binary cross entropy, and the mean average precision. All are NaN if no image could be used.
+    least 0.5, the mean binary cross entropy, the mean average precision, and the metrics that the options name. All are
+    NaN if no image could be used.
     """
     num_classes = run.num_classes
     rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]
-    for batch in run.test_batches():
+    named = _named_metrics(run)
+    for batch in run.evaluation_batches():
         logits = model(batch.images)  # (m, C)
         check_logits("The evaluation", logits, batch.labels, num_classes)
         logits = logits.double()
         targets = batch.targets.double()  # (m, C), 0 or 1
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1, keepdim=True)
         rows.append(torch.cat([logits.sigmoid(), targets, losses], dim=1))
+        if named is not None:
+            named.add(logits.sigmoid(), targets)
 
     # The order of all images' scores decides precisions and thresholds, so every worker gets all rows.
     scores, truth, losses = np.split(run.gather(torch.cat(rows)).cpu().numpy(), [num_classes, 2 * num_classes], axis=1)
@@ -98,7 +108,14 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         "loss": float(losses.mean()) if len(losses) else float("nan"),
         "mean_average_precision": mean_of_known(average_precisions(scores, truth)),
         "macro_f1": macro_f1((answers & truth).sum(axis=0), truth.sum(axis=0), answers.sum(axis=0)),
+        **({} if named is None else named.values(run.total, run.gather, run.world_size)),
     }
+
+
+def _named_metrics(run: Run) -> NamedMetrics | None:
+    """Return the metrics that the options name besides those of every run; None if they name none."""
+    names, multi_label = run.config.named_metrics, run.label_sets is not None
+    return NamedMetrics(names, run.classes, multi_label=multi_label, device=run.device) if names else None
 
 
 def with_views(network: Network, views: Collection[TestView]) -> Network:
@@ -137,7 +154,7 @@ def check_evaluation(run: Run) -> None:
     """
     if run.own_evaluation is not None or run.config.is_range_test or run.microbatch is None:
         return
-    run.config.check_metrics(built_in_metrics(run.config))
+    run.config.check_metrics(measured_metrics(run.config))
     model, images = run.models.evaluated, run.microbatch.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()
@@ -157,9 +174,24 @@ def check_evaluation(run: Run) -> None:
             shape, num_images = tuple(logits.shape), len(images)
             problem = f"returns the shape {shape} for {num_images} images and {run.num_classes} classes"
         else:
+            _try_named_metrics(run, logits)
             return
     raise UsageError(
         f"The run cannot be evaluated by the first network that the loop prepares, which {problem} for images alone; "
         "let it return logits, one row per image and one number per class, or measure in your own way with "
         "run.epochs(evaluate=...)."
     )
+
+
+def _try_named_metrics(run: Run, logits: Tensor) -> None:
+    """Raise UsageError, in the first step, if the metrics that the options name cannot measure such ``logits``."""
+    named = _named_metrics(run)
+    if named is None:
+        return
+    labels = torch.arange(len(logits), device=logits.device)  # some classes; nobody looks at the values
+    if run.label_sets is None:
+        named.add(logits.double().softmax(dim=1), labels % run.num_classes)
+    else:
+        named.add(logits.double().sigmoid(), run.label_sets[labels % len(run.label_sets)].double())
+    for name in filter(None, (run.config.best_metric, run.config.target and run.config.target[0])):
+        is_lower_better(name, run.config)

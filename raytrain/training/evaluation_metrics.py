@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.training.torchmetrics_by_name import (
+    check_torchmetric,
+    is_lower_better_to_torchmetrics,
+    torchmetrics_of,
+)
 
 CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 """Metrics of the built-in evaluation if an image has one class."""
@@ -14,9 +22,55 @@ LABEL_METRICS = ("accuracy", "loss", "mean_average_precision", "macro_f1")
 """Metrics of the built-in evaluation if an image may have several classes."""
 
 
-def built_in_metrics(config: TrainConfig) -> tuple[str, ...]:
-    """Return the metrics that the built-in evaluation of a run with these options measures."""
-    return LABEL_METRICS if config.multi_label else CLASS_METRICS
+NUM_BINS = 15
+"""Of the probabilities, for the calibration error."""
+
+
+def measured_metrics(config: TrainConfig, *, runs_here: bool = True) -> tuple[str, ...]:
+    """Return the metrics that the built-in evaluation of a run with these options measures.
+
+    Raises UsageError for one that it cannot measure, as far as that shows without torch. If the run does not train on
+    this machine (``runs_here``), torchmetrics need not be installed.
+    """
+    named: list[str] = []
+    for name in config.named_metrics:
+        if (wanted := torchmetrics_of(name)) is not None:
+            if runs_here:
+                check_torchmetric(wanted)
+            name = wanted.name
+        elif config.multi_label and name.startswith("top"):
+            raise UsageError(f"{name} is for images of one class, and these may have several; leave it out.")
+        if name in named:
+            raise UsageError(f"--metrics has two that are called {name}; leave one out.")
+        named.append(name)
+    return (*(LABEL_METRICS if config.multi_label else CLASS_METRICS), *named)
+
+
+def check_number_of_classes(names: Iterable[str], num_classes: int) -> None:
+    """Raise UsageError if a metric that the options name, as ``config.named_metrics``, is not for so many classes."""
+    for name in names:
+        if name.startswith("top") and int(name[3:]) >= num_classes:
+            raise UsageError(
+                f"{name} is measured of {num_classes} classes, of which each is always among the {name[3:]} likeliest; "
+                "give a smaller number, or leave it out."
+            )
+        if name.startswith("torchmetrics:Binary") and num_classes != 2:
+            raise UsageError(
+                f"--metrics {name} is for two classes, and there are {num_classes}; take a Multiclass one."
+            )
+
+
+def is_lower_better(name: str, config: TrainConfig) -> bool:
+    """Return whether a smaller value of the metric ``name`` is better: of a loss, an error, or as torchmetrics says.
+
+    Raises UsageError if torchmetrics does not say it.
+
+    Example: ``is_lower_better("calibration_error", config)``
+    """
+    for wanted in filter(None, map(torchmetrics_of, config.named_metrics)):
+        if wanted.name == name:
+            return is_lower_better_to_torchmetrics(wanted, config.multi_label)
+    return "loss" in name or "error" in name
 
 
 DEFAULT_THRESHOLD = 0.5
@@ -52,6 +106,31 @@ def average_precisions(scores: Scores, truth: Truth) -> Scores:
         # Each step of the recall counts with the precision at its end.
         areas[column] = (np.diff(num_right, prepend=0) / num_right[-1] * num_right / num_predicted).sum()
     return areas
+
+
+def areas_under_roc(scores: Scores, truth: Truth) -> Scores:
+    """Return the area below each class's ROC curve, (C,), of (n, C); NaN unless there are images with and without it.
+
+    Equal scores count half, as in Mann and Whitney's U.
+    """
+    areas = np.full(scores.shape[1], np.nan)
+    for column in np.flatnonzero(truth.any(axis=0) & ~truth.all(axis=0)):
+        _, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
+        num_wrong = num_predicted - num_right
+        # A trapezoid for each different score, over the wrong ones that it adds.
+        heights = num_right - np.diff(num_right, prepend=0) / 2
+        areas[column] = (np.diff(num_wrong, prepend=0) * heights).sum() / (num_right[-1] * num_wrong[-1])
+    return areas
+
+
+def calibration_error(bins: Scores) -> float:
+    """Return how far probabilities are from the fractions that are right, on average; NaN without images.
+
+    ``bins`` are (3, NUM_BINS): the number of predictions in equal intervals of their probability, and the sums of their
+    probabilities and of those that are right. It is the expected calibration error of Guo et al. 2017.
+    """
+    counts, probabilities, right = bins
+    return float(np.abs(probabilities - right).sum() / counts.sum()) if counts.any() else float("nan")
 
 
 def best_thresholds(scores: Scores, truth: Truth) -> Scores:

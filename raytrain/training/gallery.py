@@ -1,9 +1,7 @@
-"""Gallery of a run: its last batch, its worst test images, and its confusions."""
+"""Gallery of a run: its last batch, its worst validation images, and its confusions."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
+from raytrain.data.images.png_url import png_url
 from raytrain.data.images.resize import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import DocumentLost, Event
@@ -131,12 +130,8 @@ class Gallery:
         self, step: int, worst: list[dict[str, Any]], batch: list[dict[str, Any]], confusion: list[list[int]]
     ) -> None:
         """Write the document of an evaluation, its images as PNGs in data URLs. Runs in a thread of its own."""
-        from PIL import Image
-
         for example in (*worst, *batch):
-            pixels, buffer = example["image"], io.BytesIO()
-            Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(buffer, "PNG", optimize=True)
-            example["image"] = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+            example["image"] = png_url(example["image"])
         document = {"step": step, "classes": self._classes, "worst": worst, "batch": batch, "confusion": confusion}
         try:
             write_json(self._store, EVALUATION, plain(document))

@@ -18,6 +18,7 @@ def train(run: Run) -> None:
     decay = run.config.ema_decay
     average = None if decay is None else run.prepare(WeightAverage(model, decay))
     for epoch in run.epochs():  # after a resume, the first one may have begun before
+        run.train_head_first(model, epoch)  # does nothing without --head-epochs
         for batch in epoch:
             optimizer.zero_grad()
             for microbatch in batch.microbatches():  # one, unless --accumulate asks for more

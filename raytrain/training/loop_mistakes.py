@@ -38,8 +38,7 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
 
     Example: ``check_named_function("--loop", "my_loop.py:train", is_loop=True)``
     """
-    place, _, function = name.rpartition(":")
-    file = Path(place) if place.endswith(".py") else _file_of_module(place)
+    function, file = name.rpartition(":")[2], file_of_function(name)
     if file is None or not file.is_file():
         return  # it is installed in a way that only its import knows
     failure = f"{option} {name} cannot be imported"
@@ -99,9 +98,15 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
                 _check_definition("The loop", cast(ast.FunctionDef, definition), loop.__code__.co_filename)
 
 
-def _file_of_module(name: str) -> Path | None:
-    """Return the file of the user's module ``name``; None if there is none, or it is a library's. Imports nothing."""
-    package, *inner = name.split(".")
+def file_of_function(name: str) -> Path | None:
+    """Return the file of the user's function ``name``; None if there is none, or it is a library's. Imports nothing.
+
+    Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
+    """
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place)
+    package, *inner = place.split(".")
     spec = _find(package)
     for part in inner:
         folders = spec and spec.submodule_search_locations

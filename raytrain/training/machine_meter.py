@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
+from raytrain.training.gpu_energy import GpuEnergy
 
 
 class MachineMeter:
@@ -20,6 +21,7 @@ class MachineMeter:
     def __init__(self, rank: int, device: torch.device, report: Callable[[MachineUse], None]) -> None:
         self._rank = rank
         self._device = device
+        self._energy = GpuEnergy(device)
         self._report = report
         self._node = socket.gethostname()
         psutil.cpu_percent()  # the next call measures from this one on
@@ -52,6 +54,7 @@ class MachineMeter:
             memory_total_bytes=memory.total,
             shared_memory_bytes=getattr(memory, "shared", None),  # Linux knows it
             **gpu_use(self._device),
+            gpu_joules=self._energy.joules(),
         )
         self._report(use)
         self._begin_interval()

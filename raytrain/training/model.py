@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,12 @@ _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``c
 
 
 def build_model(
-    name: str, num_classes: int, channels: int, seed: int, image_size: tuple[int, int] | None = None
+    name: str,
+    num_classes: int,
+    channels: int,
+    seed: int,
+    image_size: tuple[int, int] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Return a newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
 
@@ -40,21 +47,25 @@ def build_model(
     - ``package.module:function``, a function or class that returns an nn.Module. It is called with the keywords
       num_classes and channels, as far as it takes them.
 
+    ``options`` are further arguments of the function that makes it, such as ``{"drop_path_rate": 0.1}``.
+
     The same seed gives the same weights, whatever random numbers were drawn before; torch's global generator does not
-    change. Raises UsageError if there is no such network.
+    change. Raises UsageError if there is no such network, or it does not take the options.
 
     Example::
 
         build_model("resnet18", num_classes=10, channels=3, seed=0)
     """
     # Modules are imported before the seed is set, since an import may draw random numbers, too.
-    in_timm = timm_name(name)
+    in_timm, options = timm_name(name), dict(options or {})
     if in_timm is not None:
-        make = partial(_build_timm, in_timm, num_classes, channels, image_size)
+        make = partial(_build_timm, in_timm, num_classes, channels, image_size, **options)
     elif ":" in name:
-        make = _users_function(name, num_classes, channels)
+        make = _users_function(name, num_classes, channels, options)
     else:
-        make = partial(_torchvision_classifier(name), num_classes=num_classes, **OPTIONS.get(name, {}))
+        make = partial(_torchvision_classifier(name), num_classes=num_classes, **{**OPTIONS.get(name, {}), **options})
+    if options and (in_timm is not None or ":" not in name):
+        make = partial(_make_with_options, name, options, make)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = make()
@@ -64,27 +75,59 @@ def build_model(
         if in_timm is None and ":" not in name and channels != 3:
             path, conv = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
             kept = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-            options: dict[str, Any] = {key: getattr(conv, key) for key in kept}
-            model.set_submodule(path, nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options))
+            as_before: dict[str, Any] = {key: getattr(conv, key) for key in kept}
+            model.set_submodule(path, nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **as_before))
         initialise_lazy_layers(model, channels, image_size)
     return model
 
 
-def _users_function(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
+def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Call ``make``, a library's function for the network ``name``; UsageError if it fails because of ``options``."""
+    shown = " ".join(f"{key}={value!r}" for key, value in options.items())
+    try:
+        return make()
+    except UsageError:
+        raise
+    except Exception as error:  # a wrong value may fail anywhere in a library's code
+        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise UsageError(f"--model {name} cannot be built with --model-option {shown} ({reason}).") from None
+        # The class of the network is in the frame that called it, or beside a function that was.
+        frames = (frame.f_globals for frame, _ in walk_tb(error.__traceback__))
+        kinds = (variables[unknown[1]] for variables in frames if unknown[1] in variables)
+        known = [parameter for kind in kinds for parameter in inspect.signature(kind).parameters]
+        raise UsageError(
+            f"--model-option {unknown[2]}: --model {name} has no such argument{did_you_mean(unknown[2], known)}; "
+            f"see {unknown[1]} in its library."
+        ) from None
+
+
+def _users_function(name: str, num_classes: int, channels: int, options: Mapping[str, Any]) -> Callable[[], Any]:
     """Return the user's function or class ``package.module:function`` with its arguments.
 
-    It is called with as much of the two numbers as its parameters name, or with both if it takes any keywords.
+    It is called with as much of the two numbers as its parameters name, or with both if it takes any keywords, and with
+    the ``options``.
     """
     function = load_function("--model", name)
     if isinstance(function, nn.Module):
         raise UsageError(
             f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
         )
-    arguments = network_arguments(function, num_classes, channels)
+    numbers = network_arguments(function, num_classes, channels)
+    if filled := sorted(numbers.keys() & options.keys()):
+        raise UsageError(f"--model-option {filled[0]}: it is filled in, as {numbers[filled[0]]} here; leave it out.")
+    arguments: dict[str, Any] = {**numbers, **options}
     # Refuse now what would be a TypeError in the user's code, with a traceback.
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
+        if (given := re.search(r"unexpected keyword argument '(\w+)'", str(error))) is not None:
+            known = inspect.signature(function).parameters
+            raise UsageError(
+                f"--model-option {given[1]}: {name} has no such parameter{did_you_mean(given[1], known)}; it has "
+                f"{', '.join(known) or 'none'}."
+            ) from None
         shown = " and ".join(arguments) or "no arguments"
         raise UsageError(
             f"--model {name} is called with {shown}, which is not enough: {error}; call its parameters num_classes and "
@@ -166,10 +209,23 @@ def _build_timm(
     try:
         return timm.create_model(name, num_classes=num_classes, in_chans=channels, **options)
     except (AssertionError, ValueError) as error:  # such as an image size that the network cannot have
+        if not options.keys() <= {"img_size", "pretrained"}:
+            raise  # or an option of the user's
         wanted, native = (" ".join(map(str, size or ())) for size in (image_size, pretrained.input_size[1:]))
         raise UsageError(
             f"timm cannot build {name} for --image-size {wanted}: {error}; its own size is {native}."
         ) from None
+
+
+def timm_arguments(config: TrainConfig, network: nn.Module) -> dict[str, Any]:
+    """Return the arguments, besides the number of classes, with which :func:`build_model` made a network of timm.
+
+    Example: ``timm.create_model("resnet18", num_classes=10, **timm_arguments(config, network))``
+    """
+    about: Any = getattr(network, "pretrained_cfg", {})
+    size = config.full_image_size
+    sized = {"img_size": size} if about.get("fixed_input_size") and size != tuple(about["input_size"][1:]) else {}
+    return {"in_chans": config.channels, **sized, **config.model_options}
 
 
 def _find_pretrained(name: str) -> PretrainedCfg:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,11 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     """
     # Each parameter learns at the rate of the head or of the body, times the scale of its layer.
     head_factor = config.head_learning_rate_factor
-    in_head = head_parameters(model, num_classes, head_factor) if head_factor != 1 else set[Tensor]()
+    in_head = set[Tensor]()
+    if head_factor != 1:
+        in_head = head_parameters(model, num_classes, f"--head-learning-rate-factor {head_factor:g}")
+    if config.head_epochs:
+        head_parameters(model, num_classes, f"--head-epochs {config.head_epochs}")
     scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
     # Sorted keys have the order of the groups: the scale is negative, so that a larger one comes first.
     groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
@@ -133,10 +137,19 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int, n
     A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
     start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
     warm-up to 0 just after the last step.
+
+    If the head learns alone at first, that begins with a warm-up and stays at 1. All else follows it, as if the run
+    began then: the layers that join have no momentum yet.
     """
     num_warmup = round(config.warmup_epochs * steps_per_epoch)
+    num_head_steps = config.head_epochs * steps_per_epoch
+    is_head_alone = step < num_head_steps
+    if not is_head_alone:
+        step, num_steps = step - num_head_steps, num_steps - num_head_steps
     if step < num_warmup:
         return (step + 1) / num_warmup
+    if is_head_alone:
+        return 1.0
     schedule = config.learning_rate_schedule
     if schedule.shape == "piecewise":
         return schedule.factor ** (step // steps_per_epoch // schedule.period)
@@ -192,11 +205,18 @@ class Loss:
         num_classes: C.
         class_weights: the weight of each class, (C,); None for equal ones. If an image may have several classes, it is
             the weight of the images that have the class.
+        observe: called with the logits and the targets of each call.
     """
 
     def __init__(
-        self, config: TrainConfig, num_classes: int, class_weights: Sequence[float] | None, device: torch.device
+        self,
+        config: TrainConfig,
+        num_classes: int,
+        class_weights: Sequence[float] | None,
+        device: torch.device,
+        observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None,
     ) -> None:
+        self._observe = observe
         self._config, self._num_classes = config, num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         self._made_by = ""  # torch's name of the operation that made the last logits
@@ -208,6 +228,7 @@ class Loss:
         check_logits("run.loss", logits, targets, self._num_classes)
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
         self._learns_labels |= targets.ndim == 1 and logits.requires_grad
+        self._observe(logits, targets)
         # The mean is over the images in all cases: torch's own would divide by the weights of the classes that happen
         # to be in this worker's batch.
         weights = None if self._weights is None else self._weights.to(logits.dtype)

@@ -134,7 +134,11 @@ class PreparedModels(ExactNetworks):
         """Prepare ``model`` in place, and return it."""
         is_built_by_options = str(model) in self.built_by_options
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
-        make_layers_exact(model, self._config.batch_norm, "run.prepare")
+        frozen = self._config.batch_norm == "frozen"
+        if frozen:
+            batchnorm.freeze(model)
+        # Layers without running statistics have nothing to freeze.
+        make_layers_exact(model, "sync" if frozen else self._config.batch_norm, "run.prepare")  # pyright: ignore
         # Complex parameters stay complex: float and double change real ones only.
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore

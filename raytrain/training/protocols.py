@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from raytrain.data.blocks import LocalBatch
+from raytrain.data.labels.part_names import Part
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class BatchSource(Protocol):
         """Yield the worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
         ...
 
-    def test(self) -> Iterator[LocalBatch]:
-        """Yield the worker's slice of the test images. Each image is on one worker."""
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        """Yield the worker's slice of the validation or the test images. Each image is on one worker."""
         ...
 
 
@@ -63,6 +65,9 @@ class Reporter(Protocol):
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
         """Note the ``place`` where worker ``rank`` waits for the others, again and again; None once it has gone on."""
+
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+        """Note the training images whose labels look wrong, in place of those before; the worst comes first."""
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage. Raises StorageError if they cannot be written."""

@@ -31,10 +31,12 @@ from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
-from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.outcome import Outcome, Progress, TrainResult
+from raytrain.runs.suspicious_labels import NUM_SHOWN
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors
@@ -48,15 +50,27 @@ from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, shapes_of
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
+from raytrain.training.sample_margins import SampleMargins
 from raytrain.training.steps import Steps
 from raytrain.training.weight_average import WeightAverage
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
 T = TypeVar("T", bound=Stateful)
+_TEST_NOT_READ = (
+    "the test images are not measured: the loop's evaluation does not read run.evaluation_batches(); raytrain evaluate "
+    "measures them"
+)
 
 
 class Epoch:
-    """Batches of one epoch; after a resume in the middle of it, those that are left."""
+    """Batches of one epoch; after a resume in the middle of it, those that are left.
+
+    Example::
+
+        for epoch in run.epochs():
+            for batch in epoch:
+                first_of_epoch = batch.step % len(epoch) == 0
+    """
 
     def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
         self.number = number
@@ -74,7 +88,21 @@ class Epoch:
 
 @dataclass(kw_only=True)
 class Run:
-    """One worker's part of a training run, put together by :func:`raytrain.training.assembly.make_run`."""
+    """One worker's part of a training run, put together by :func:`raytrain.training.assembly.make_run`.
+
+    Example::
+
+        def train(run: raytrain.Run) -> None:
+            model = run.prepare(run.build_model())
+            optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+            for epoch in run.epochs():
+                for batch in epoch:
+                    loss = cross_entropy(model(batch.images), batch.labels)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.log(loss=loss)
+    """
 
     config: ResolvedConfig
     classes: tuple[str, ...]
@@ -90,15 +118,22 @@ class Run:
     state: CheckpointState  # all that the loop has prepared
     steps: Steps
     gallery: Gallery
+    margins: SampleMargins
     evaluation: Callable[[Run], dict[str, float]]  # the built-in one, of the first prepared network
+    has_test: bool = False  # there are test images, beside those for validation
 
     def __post_init__(self) -> None:
         self.thresholds = self.progress.thresholds
         self.evaluating = False
         self.own_evaluation: Callable[[], dict[str, float]] | None = None  # the loop's
         self.microbatch: Batch | None = None  # what the loop computes: its batch, or a microbatch of it
+        self.result: TrainResult | None = None
+        """How the run ended, on every worker, once the block of :func:`raytrain.attach` is left."""
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
+        self._measured_part: Part = "validation"
+        self._has_read = False  # the evaluation has asked for its batches
+        self._held: list[nn.Parameter] = []  # parameters that do not learn while the head learns alone
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
@@ -140,6 +175,23 @@ class Run:
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Return the scheduler of ``--schedule`` and ``--warmup-epochs``; call its ``step()`` after each batch."""
         return build_scheduler(self.config, self.plan, optimizer)
+
+    def train_head_first(self, model: nn.Module, epoch: Epoch) -> None:
+        """Have the head of ``model`` learn alone in the first ``--head-epochs`` epochs; call it at the start of each.
+
+        Until then, the other layers get no gradients, and their batch norm normalises with its running statistics: a
+        new head that knows nothing would only spoil what pretrained layers know. A step costs a third of a whole one.
+
+        Example::
+
+            for epoch in run.epochs():
+                run.train_head_first(model, epoch)
+        """
+        if epoch.number < self.config.head_epochs:
+            self._held += transfer.hold_body(model, self.num_classes)
+        elif self._held:
+            transfer.release(model, self._held)
+            self._held = []
 
     def prepare(self, thing: T) -> T:
         """Put ``thing`` into every checkpoint, restore it if the run resumes, and return what the loop should use.
@@ -236,6 +288,7 @@ class Run:
         batch = self.batches.prepare(local, tensors)
         batch = replace(batch, begin_microbatch=self._begin_microbatch)
         self._begin_microbatch(batch, is_whole=True)
+        self.margins.begin(batch)
         return batch
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
@@ -317,6 +370,7 @@ class Run:
             run.log(accuracy=run.accuracy(logits, batch))
         """
         check_answers(logits, batch.labels, self.num_classes)
+        self.margins.add(logits, batch.labels)
         if self.label_sets is None:
             return (logits.argmax(dim=1) == batch.labels).to(torch.float64).mean()
         return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean()
@@ -333,21 +387,28 @@ class Run:
             run.show(batch, logits)
         """
         check_logits("run.show", logits, batch.labels, self.num_classes)
+        self.margins.add(logits, batch.labels)
         if self.label_sets is not None:
             return
-        if self.evaluating:
+        if self.evaluating and self._measured_part == "validation":
             self.gallery.add(batch, logits)
+        elif self.evaluating:
+            return
         else:
             self.gallery.remember(batch, logits)
 
-    def test_batches(self) -> Iterator[Batch]:
-        """Yield this worker's slice of the test images, resized and normalised. Each image is on one worker.
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yield this worker's slice of the images to measure, resized and normalised. Each image is on one worker.
+
+        They are the validation images, and in the last evaluation, at the end of the run, the test images if it has
+        any.
 
         Example::
 
-            logits = [model(batch.images) for batch in run.test_batches()]
+            logits = [model(batch.images) for batch in run.evaluation_batches()]
         """
-        return self.batches.test()
+        self._has_read = True
+        return self.batches.held_out(self._measured_part)
 
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
@@ -399,7 +460,7 @@ class Run:
         return self.microbatch
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history.
+        """Measure the run on the validation images, at any time, on every worker. The history gets the numbers.
 
         Example::
 
@@ -417,7 +478,7 @@ class Run:
     @torch.no_grad()
     def _measure(self, *, keeps_weights: bool) -> dict[str, float]:
         """Measure the run. Pass ``keeps_weights`` if the evaluation may be one that swaps weights only meanwhile."""
-        self.steps.report_start()  # otherwise nobody would read the test images
+        self.steps.report_start()  # otherwise nobody would read the validation images
         self.steps.check_all("evaluations")
         started = time.perf_counter()
         self.evaluating = True
@@ -426,6 +487,9 @@ class Run:
         self.evaluating = False
         step = self.steps.record_evaluation(measured, self.thresholds)
         self.gallery.write(step, self.rank, self.world_size)
+        suspicious = self.margins.lowest(NUM_SHOWN)
+        if self.rank == 0:
+            self.reporter.suspicious(suspicious)
         self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 
@@ -433,5 +497,22 @@ class Run:
         """End the run, as the loop has returned. Raises UsageError if only some workers' loops have."""
         self.leave_batch()
         outcome = self.steps.finish(self._evaluate_when_due)
+        if self.has_test and self.steps.test_is_due:
+            self._measure_test()
+            outcome = replace(outcome, progress=self.progress)
         self.gallery.close()
         return outcome
+
+    @torch.no_grad()
+    def _measure_test(self) -> None:
+        """Measure the test images, once, with the networks of the best checkpoint; nothing is written after it."""
+        self.steps.load_best()
+        self._measured_part, self._has_read = "test", False
+        self.evaluating = True
+        with self.models.evaluating():
+            measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
+        self.evaluating = False
+        if self._has_read:
+            self.steps.record_test(measured)
+        else:
+            self.steps.report_once(_TEST_NOT_READ)

@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.user_code import load_optional
-from raytrain.data.dataset import Dataset, class_weights
+from raytrain.data.dataset import Dataset, class_weights, evaluation_plan
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.storage.store import Store
 from raytrain.training.loop_source import SourceLines, source_lines
 
 if TYPE_CHECKING:
-    from raytrain.training.augment import Transforms
     from raytrain.training.run import Run
+    from raytrain.training.user_transforms import Transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class RunSpec:
     classes: tuple[str, ...]
     manifest_digest: str
     plan: BatchPlan
-    test_plan: BatchPlan
+    held_out_plans: Mapping[Part, BatchPlan]  # in which the images for validation, and for the test, are measured
     store: Store  # of the run
     class_weights: tuple[float, ...] | None = None  # in the loss
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
@@ -49,7 +50,11 @@ class RunSpec:
             classes=data.train.classes,
             manifest_digest=data.train.digest,
             plan=data.plan(config),
-            test_plan=data.test_plan(num_workers),
+            held_out_plans={
+                part: evaluation_plan(images, num_workers)
+                for part, (_, images, _) in data.parts.items()
+                if part != "train"
+            },
             store=store,
             class_weights=class_weights(config.class_weights, data.train),
             label_sets=data.train.label_sets,

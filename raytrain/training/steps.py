@@ -354,8 +354,8 @@ class Steps:
         step = self.progress.step + (self.in_batch and self.optimizers.has_stepped)
         progress = replace(
             self.progress,
-            test_accuracy=metrics.get("accuracy"),
-            test_loss=metrics.get("loss"),
+            validation_accuracy=metrics.get("accuracy"),
+            validation_loss=metrics.get("loss"),
             evaluated_step=step,
             thresholds=thresholds,
             network=self._models.measured(),
@@ -368,6 +368,27 @@ class Steps:
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=metrics))
         return step
+
+    @property
+    def test_is_due(self) -> bool:
+        """True at the end of a run: it has all its steps, or --until or --patience has ended it. A stop is no end."""
+        reason = self._early_stop.reason
+        has_converged = reason is not None and reason.kind in ("target", "patience")
+        is_complete = self.progress.step >= self._plan.num_steps
+        return (is_complete or has_converged) and not self._config.is_range_test and self._schedule.divergence is None
+
+    def load_best(self) -> None:
+        """Bring back what the loop has prepared as it is in the best checkpoint, unless that is of the last step."""
+        best = self._checkpoints.load_best(self._worker.device, self.progress.step)
+        if best is not None:
+            self._state.load_networks(best.state)
+
+    def record_test(self, measured: Mapping[str, Any]) -> None:
+        """Record what the test images have ``measured``."""
+        metrics = agreed(measured, self._worker.world_size)
+        self.progress = replace(self.progress, test_accuracy=metrics.get("accuracy"), test_loss=metrics.get("loss"))
+        epoch = epoch_of(self.progress.step, self._plan.steps_per_epoch)
+        self._record(MetricRow(kind="test", step=self.progress.step, epoch=epoch, metrics=metrics))
 
     # Checkpoints.
 

@@ -33,6 +33,7 @@ from raytrain.training.weights_source import (
 ALL = "all"  # in place of a layer's name for ``--freeze``: every layer but the head
 _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")
 """Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
+_SCALE_OF_FIRST_HEAD = 0.01  # not 0: some heads end with a ReLU, which would give no gradient
 _CLASSES_IN = ("classes", "class_names", "class_to_idx")
 """Where training scripts keep the names of the classes beside the weights."""
 
@@ -77,7 +78,9 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
 
     # The head's names are those of a network with as many outputs as the file has classes.
     num_old = len(classes if old_classes is None else old_classes)
-    model = build_model(config.model, num_old, config.channels, config.seed, config.full_image_size)
+    model = build_model(
+        config.model, num_old, config.channels, config.seed, config.full_image_size, config.model_options
+    )
     head = _head_weights(model, num_old)
     weights, note = named_as_in_network(weights, model.state_dict(), head, f"--weights {config.weights}")
     if old_classes not in (None, tuple(classes)):
@@ -163,7 +166,9 @@ def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mappi
     notes = [weights.note] if weights.note else []
     if weights.name_classes:
         return notes
-    model = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
+    model = build_model(
+        config.model, len(classes), config.channels, config.seed, config.full_image_size, config.model_options
+    )
     expected = model.state_dict()
     head = _head_weights(model, len(classes))
     if head and all(name in weights and weights[name].shape == expected[name].shape for name in head):
@@ -182,7 +187,9 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     If the head in ``weights`` has another shape or is missing, the seed decides the head. Raises UsageError with the
     differences if anything else does not match, and whatever :func:`build_model` raises.
     """
-    model = build_model(config.model, num_classes, config.channels, config.seed, config.full_image_size)
+    model = build_model(
+        config.model, num_classes, config.channels, config.seed, config.full_image_size, config.model_options
+    )
     if weights is None:
         return model
     # The head is new if the weights are for other classes. All else must fit, or the run would train another network
@@ -190,7 +197,10 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     expected = model.state_dict()
     head = _head_weights(model, num_classes)
     if any(name not in weights or weights[name].shape != expected[name].shape for name in head):
-        weights = {**weights, **{name: expected[name] for name in head}}
+        # A head that learns alone begins near 0, where all classes are as likely: some networks of timm, which were
+        # made for a thousand classes, have a loss of 8 for three at first, and need the epoch to unlearn it.
+        scale = _SCALE_OF_FIRST_HEAD if config.head_epochs else 1
+        weights = {**weights, **{name: expected[name] * scale for name in head}}
     if difference := _difference(weights, expected):
         raise UsageError(f"--weights {config.weights} do not fit --model {config.model}: {difference}.")
     model.load_state_dict(weights)
@@ -254,15 +264,41 @@ def find_heads(model: nn.Module, num_classes: int) -> list[str]:
     return names[-1:]
 
 
-def head_parameters(model: nn.Module, num_classes: int, rate_factor: float) -> set[Tensor]:
-    """Return the parameters of the head, which is to learn ``rate_factor`` times as fast. UsageError if it has none."""
+def head_parameters(model: nn.Module, num_classes: int, option: str) -> set[Tensor]:
+    """Return the parameters of the head, which learns differently because of ``option``, such as --head-epochs 1.
+
+    Raises UsageError if the network has no head.
+    """
     heads = find_heads(model, num_classes)
     if not heads:
         raise UsageError(
-            f"--head-learning-rate-factor is {rate_factor:g}, and the network has no fully connected layer or "
-            f"convolution with {num_classes} outputs, one per class; leave the factor at 1."
+            f"{option} is about the head, and the network has no fully connected layer or convolution with "
+            f"{num_classes} outputs, one per class; leave it out."
         )
     return {parameter for head in heads for parameter in model.get_submodule(head).parameters()}
+
+
+def hold_body(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
+    """Exclude all layers but the head from training for now, and return the parameters that :func:`release` trains.
+
+    The layers are in evaluation mode until then, so that batch norm normalises with its running statistics.
+    """
+    head = head_parameters(model, num_classes, "--head-epochs")
+    held = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in head]
+    for parameter in held:
+        parameter.requires_grad_(False)
+    for layer in model.modules():
+        if head.isdisjoint(layer.parameters()):
+            layer.train(False)
+    return held
+
+
+def release(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
+    """Train again the parameters that :func:`hold_body` has returned, with all layers in training mode."""
+    for parameter in held:
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    model.train()
 
 
 def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:

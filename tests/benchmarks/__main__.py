@@ -32,6 +32,7 @@ Name = Literal[
     "whole",
     "photographs",
     "reader",
+    "augment",
 ]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 

@@ -152,7 +152,7 @@ def read_through_raytrain(
     from raytrain.launch.train import train
     from raytrain.recipes import cifar10
 
-    options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
+    options: dict[str, Any] = {"data": url, "validation_fraction": 0.001, "storage": folder, "name": "ingest"}
     options |= {"image_size": (pixels, pixels), "cache_folder": str(Path(folder, "cache"))}
     options |= {"backend": backend, "random_resized_crop": crop, "batch_size": f"{BATCH}/worker"}
     train(

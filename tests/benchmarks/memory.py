@@ -49,7 +49,7 @@ def stream(url: str, growth: float, folder: str) -> dict[str, Any]:
 
     options: dict[str, Any] = {
         "data": url,
-        "test_fraction": 0.001,
+        "validation_fraction": 0.001,
         "storage": folder,
         "name": "memory",
         "cache": "none",

@@ -91,7 +91,13 @@ def read_through_run(url: str, cache: Literal["memory", "none"], epochs: int, pi
     from raytrain import TrainConfig
     from raytrain.launch.train import train
 
-    options: dict[str, Any] = {"data": url, "test_fraction": 0.01, "storage": folder, "name": "reader", "cache": cache}
+    options: dict[str, Any] = {
+        "data": url,
+        "validation_fraction": 0.01,
+        "storage": folder,
+        "name": "reader",
+        "cache": cache,
+    }
     options |= {"image_size": pixels, "mean": _MEAN, "std": _MEAN, "precision": "float32", "device": "cpu"}
     options |= {"batch_size": f"{BATCH}/worker", "workers": NUM_WORKERS, "epochs": epochs, "backend": "local"}
     train(TrainConfig(**options), loop=partial(_read_run, folder=folder))
@@ -120,7 +126,7 @@ def _read_loader(url: str, cache: str, epochs: int, pixels: int, folder: str) ->
     import raytrain
 
     options: dict[str, Any] = {"image_size": pixels, "mean": _MEAN, "std": _MEAN, "cache": cache}
-    loader = raytrain.ImageLoader(url, batch_size=BATCH * NUM_WORKERS, test_fraction=0.01, **options)
+    loader = raytrain.ImageLoader(url, batch_size=BATCH * NUM_WORKERS, validation_fraction=0.01, **options)
     dist.barrier()
     read(((epoch, images) for epoch in range(epochs) for images, _ in loader), dist.get_rank(), folder)
     dist.barrier()

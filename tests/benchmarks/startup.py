@@ -18,7 +18,7 @@ from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.started import NOTES
 
-_OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
+_OPTIONS = ["--validation-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
 _HEAD = ["ray.scripts.scripts", "start", "--head", "--port", "0", "--block"]
 _KINDS = "wall", "cpu"
 _LOOK_EVERY_S = 0.2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.storage.open import open_store
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.augment import Augment
@@ -207,6 +208,7 @@ class Silent:
     def event(self, event: Event) -> None: ...
     def measured(self, use: MachineUse) -> None: ...
     def waits(self, rank: int, num_workers: int, place: str | None) -> None: ...
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
     def flush(self) -> None: ...
 
     def stop_requested(self) -> bool:
@@ -243,7 +245,7 @@ def run_in_memory(
         classes=tuple(map(str, range(NUM_CLASSES))),
         manifest_digest="",
         plan=plan,
-        test_plan=plan,
+        held_out_plans={"validation": plan},
         store=open_store(folder),
     )
     source = MemorySource(images, labels, Partition(plan, rank, (1.0,) * world_size))
@@ -256,7 +258,7 @@ def run_in_memory(
 def through_ray(url: str, num_images: int, precision: str, folder: str) -> list[float]:
     options: dict[str, Any] = {
         "data": url,
-        "test_fraction": 0.001,
+        "validation_fraction": 0.001,
         "storage": folder,
         "name": "step",
         "cache": "memory",

@@ -104,7 +104,7 @@ def _train(images: str, folder: str, view: Callable[..., None], timed_s: float) 
     config = raytrain.recipes.cifar10(
         name="run",
         data=images,
-        test_fraction=0.001,
+        validation_fraction=0.001,
         mean=(0.49, 0.48, 0.45),
         std=(0.25, 0.24, 0.26),
         storage=folder,

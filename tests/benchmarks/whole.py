@@ -20,7 +20,18 @@ from tests.benchmarks.runner import Bench, Side, served
 from tests.benchmarks.started import NOTES
 
 _IMAGES, _OF = 10_000, 50_000
-_OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "1", "--precision", "float32"]
+_OPTIONS = [
+    "--validation-fraction",
+    "0.001",
+    "--workers",
+    "2",
+    "--device",
+    "cpu",
+    "--epochs",
+    "1",
+    "--precision",
+    "float32",
+]
 _PLAIN, _LOCAL, _RAY = "torchrun, ImageFolder", "raytrain, --backend local", "raytrain on Ray"
 _PHASES = "until the first step", "from the first to the last step", "after the last step"
 

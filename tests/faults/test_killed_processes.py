@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import raytrain
@@ -220,6 +221,45 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
     numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
     augmentation = ["--flip", "random", "--translate", "1"]
     return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
+
+
+def test_a_run_whose_raylet_was_killed_says_so_and_keeps_its_checkpoint(images: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    endless = command(images, tmp_path, "--epochs", "1000", *LAUNCH["ray"])
+    driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1 and is_known(tmp_path))
+    [raylet] = [each for each in psutil.Process(driver.pid).children(recursive=True) if each.name() == "raylet"]
+    raylet.kill()
+    _, errors = driver.communicate(timeout=DEADLINE_S)
+    *_, sentence = errors.splitlines()
+    assert re.match(
+        r"raytrain: Run 'run' failed: Ray's process on this machine, the raylet, has died, .+\. "
+        r"Its last checkpoint is kept: resume with raytrain train --name run .+ --resume",
+        sentence,
+    ), errors
+    assert driver.returncode == 1
+    assert read_run(str(tmp_path), "run").status.status == "failed"
+    assert list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))
+
+
+def test_workers_that_outlive_their_driver_leave_no_temporary_file(images: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary)}
+    endless = command(images, tmp_path, "--epochs", "1000", *LAUNCH["local"])
+    driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: is_known(tmp_path))
+    [agent] = [
+        each for each in psutil.Process(driver.pid).children() if "raytrain.launch.local.agent" in each.cmdline()
+    ]
+    workers = agent.children()
+    agent.suspend()  # it would end the workers before they notice
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in workers))
+    agent.resume()
+    wait_for(lambda: not agent.is_running())
+    assert not list(temporary.glob("pytorch-*"))
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(

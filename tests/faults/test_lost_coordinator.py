@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pkgutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,9 @@ from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import open_run
 from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.status import read_status
+from raytrain.storage.open import open_store
 from tests.faults.test_killed_processes import command, read_steps
-from tests.helpers.small_runs import assert_same_weights, config
+from tests.helpers.small_runs import assert_same_weights, config, put_images
 from tests.helpers.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -138,6 +140,34 @@ def test_a_coordinator_that_dies_while_the_workers_start_leaves_nothing_reserved
     assert killed
     assert_same_weights(result, undisturbed)
     assert reserved() and set(reserved()) == {"REMOVED"}
+
+
+@pytest.mark.parametrize(
+    "stage", ["coordinator:lend_credentials", "feed.data_feed:DataFeed.connect", "ray_launch:TrainerThread"]
+)
+def test_a_coordinator_that_dies_while_the_driver_starts_is_started_again(
+    stage: str, images: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages are patched, since only so is it sure that the coordinator dies in each of them."""
+    import ray
+
+    put_images(images, open_store(f"{s3_url}/images"))
+    carry_out = pkgutil.resolve_name(f"raytrain.launch.ray.{stage}")
+    killed: list[str] = []
+
+    def kill_before(*arguments: Any, **named_arguments: Any) -> Any:
+        if not killed:
+            named: Any = ray.util.list_named_actors(all_namespaces=True)
+            [actor] = [each for each in named if each["name"].startswith("run:")]
+            killed.append(actor["name"])
+            ray.kill(ray.get_actor(**actor))
+        return carry_out(*arguments, **named_arguments)
+
+    monkeypatch.setattr(f"raytrain.launch.ray.{stage.replace(':', '.')}", kill_before)
+    result = raytrain.train(config(f"{s3_url}/images", f"{s3_url}/runs", epochs=1, trace=True))
+    assert killed
+    assert result.status == "finished"
+    assert raytrain.audit("run", storage=f"{s3_url}/runs").clean
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.augment import Augment
 from tests.gpu.trial import Trial
 from tests.helpers.memory_runs import (
     Case,
@@ -59,6 +59,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "RandAugment": {"auto_augment": "randaugment"},
     "TrivialAugment": {"auto_augment": "trivialaugment"},
+    "AugMix": {"auto_augment": "augmix"},
+    "3-Augment": {"auto_augment": "3-augment"},
     "colour jitter": {"color_jitter": 0.4},
     "rotation": {"rotation": 30.0},
     "blur": {"blur": 1.0},
@@ -176,7 +178,7 @@ def _transformed(device: str, chosen: Mapping[str, Any]) -> Tensor:
     options = config(precision="float32", image_size=(32, 32), flip="none", translate=0, device=device, **chosen)
     coarse = torch.from_numpy(np.random.default_rng(0).uniform(0, 255, (32, 3, 6, 6)))
     smooth = nn.functional.interpolate(coarse, (32, 32), mode="bilinear").to(torch.uint8).permute(0, 2, 3, 1)
-    pixels = Augment(options, build_transforms(options)).train(smooth.contiguous().to(device), np.arange(32), 0)
+    pixels = Augment(options).train(smooth.contiguous().to(device), np.arange(32), 0)
     return pixels.cpu() * torch.tensor(options.std)[:, None, None] * 255
 
 

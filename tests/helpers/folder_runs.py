@@ -17,6 +17,7 @@ from raytrain.data.dataset import open_dataset
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.loader.image_cache import ImageCache
 from raytrain.loader.machine_batches import MachineBatches
+from raytrain.loader.transform_processes import transformed
 from raytrain.runs.documents import run_store
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run import Run
@@ -73,12 +74,15 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     )
     spec = RunSpec.of(resolved, data, store, run.loop, world_size).with_functions()
     train = None if resolved.crops_originals else CacheOrder(spec.plan, 0, _ROWS_PER_BLOCK)
-    test = CacheOrder(spec.test_plan, 0, _ROWS_PER_BLOCK)
+    test = CacheOrder(spec.held_out_plans["validation"], 0, _ROWS_PER_BLOCK)
     cache = ImageCache(train, test, folder=tempfile.mkdtemp(dir=run.config.storage))
     recorder = recorder or Recorder(run.stop_after)
     loads = (1.0,) * world_size
-    with MachineBatches(data, spec.plan, rank, loads, cache, recorder, isolated=False) as source:
-        part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
+    with (
+        MachineBatches(data, spec.plan, rank, loads, cache, recorder, isolated=False) as source,
+        transformed(source, resolved, spec.transforms) as images,
+    ):
+        part = make_run(spec, images, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
         train_run(spec, part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder
 

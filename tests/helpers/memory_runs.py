@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.storage.open import open_store
 from raytrain.training import assembly
 from raytrain.training.augment import Augment
@@ -80,7 +82,7 @@ class MemorySource:
     def __init__(self, block: Block, spec: RunSpec, rank: int, loads: tuple[float, ...]) -> None:
         plan = spec.plan
         self.partition = Partition(plan, rank, loads)
-        self.test_partition = Partition(spec.test_plan, rank, loads)
+        self.validation_partition = Partition(spec.held_out_plans["validation"], rank, loads)
         in_order = plan.samples_once(0, np.arange(plan.num_samples))
         ordered = Block(block.images[in_order], block.labels[in_order], in_order)
         rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
@@ -90,8 +92,8 @@ class MemorySource:
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return batches_from_cache(self.partition, self.blocks, first_step)
 
-    def test(self) -> Iterator[LocalBatch]:
-        return batches_from_cache(self.test_partition, self.blocks, 0)
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        return batches_from_cache(self.validation_partition, self.blocks, 0)
 
 
 class Recorder:
@@ -110,6 +112,7 @@ class Recorder:
     def retried(self, num_requests: int) -> None: ...
     def measured(self, use: MachineUse) -> None: ...
     def waits(self, rank: int, num_workers: int, place: str | None) -> None: ...
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
 
     def event(self, event: Event) -> None:
         self.events.append(event)
@@ -152,7 +155,7 @@ def make_spec(
         classes=CLASSES,
         manifest_digest="digest",
         plan=plan,
-        test_plan=dataclasses.replace(plan, batch_size=6, epochs=1, max_steps=None, balance=None),
+        held_out_plans={"validation": dataclasses.replace(plan, batch_size=6, epochs=1, max_steps=None, balance=None)},
         store=open_store(folder),
         class_weights=class_weights,
     )

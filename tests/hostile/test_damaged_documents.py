@@ -35,7 +35,7 @@ GARBAGE: dict[str, bytes] = {
     "null": b"null",
     "not UTF-8": b'{"a": "\xff\xfe"}',
     "deep": b"[" * 100_000,
-    "foreign": b'{"weather": "fine", "step": "three", "epochs": [], "model": 5, "status": {}, "test_accuracy": {}}',
+    "foreign": b'{"x": "fine", "step": "three", "epochs": [], "model": 5, "status": {}, "validation_accuracy": {}}',
 }
 garbage = pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
 
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> Store:
     store = make_run(tmp_path, options())
     rows = [MetricRow(kind="step", step=step, epoch=1, metrics={"loss": 1 / step}) for step in (1, 2, 3)]
     store.put(METRICS, b"".join(json.dumps(row.to_json()).encode() + b"\n" for row in rows))
-    store.put(SUMMARY, b'{"steps": 3, "test_accuracy": 0.5}')
+    store.put(SUMMARY, b'{"steps": 3, "validation_accuracy": 0.5}')
     make_run(tmp_path, options(), "other")
     return store
 

@@ -88,7 +88,7 @@ def test_the_driver_survives_a_deadly_image_while_it_opens_the_data(tmp_path: Pa
     for name in ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"):
         store.put(name, GOOD)
     store.put("b/3.jpg", deadly("segfault"))
-    config = TrainConfig(data=store.url, test_fraction=0.3, image_size=(12, 12), learning_rate=1, batch_size=2)
+    config = TrainConfig(data=store.url, validation_fraction=0.3, image_size=(12, 12), learning_rate=1, batch_size=2)
     assert open_dataset(config, open_store(str(tmp_path / "run"))).mean == pytest.approx((90 / 255,) * 3, abs=0.01)
     with ImageReader(store, SHAPE, isolated=True) as reader:
         assert reader.read(build_manifest(store))[1] == {4: "decoding it ends the process (SIGSEGV)"}

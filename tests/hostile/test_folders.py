@@ -92,7 +92,7 @@ def test_upload_does_not_follow_links_out_of_the_folder(link: Link, folder: Path
 def test_packing_does_not_follow_links_out_of_the_folder(link: Link, folder: Path, tmp_path: Path) -> None:
     link(folder, tmp_path)
     with pytest.raises(UsageError, match=r"1 of 10 files in .*images are links that lead out of it"):
-        pack(str(folder), str(tmp_path / "packed"), quiet())
+        pack(str(folder), str(tmp_path / "packed"), console=quiet())
     assert not (tmp_path / "packed").exists()
 
 
@@ -101,7 +101,7 @@ def test_upload_follows_links_within_the_folder(folder: Path, tmp_path: Path, s3
     (folder / "crimson").symlink_to("red")
     (tmp_path / "elsewhere").symlink_to(folder)
     assert upload(str(tmp_path / "elsewhere"), s3_url, quiet()).num_files == 9 + 1 + 4
-    assert pack(str(tmp_path / "elsewhere"), str(tmp_path / "packed"), quiet()).num_images == 14
+    assert pack(str(tmp_path / "elsewhere"), str(tmp_path / "packed"), console=quiet()).num_images == 14
 
 
 def test_a_data_set_that_consists_of_links_can_be_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_folder_of_a_killed_process_is_still_removed(temporary: Path) -> Non
     assert not folder.exists()
 
 
-# Training and test images in one folder.
+# Training and validation images in one folder.
 
 
 @pytest.mark.parametrize("test", ["test", "val", "validation"])
@@ -221,11 +221,11 @@ def test_a_folder_of_training_and_test_images_is_not_one_data_set(
     shutil.copytree(folder, tmp_path / "both" / test)
     both = str(tmp_path / "both")
     data = open_dataset(TrainConfig(data=both, batch_size=2, learning_rate=1), open_store(str(tmp_path / "run")))
-    assert (len(data.train), len(data.test)) == (9, 9)
+    assert (len(data.train), len(data.validation)) == (9, 9)
     assert {key.split("/")[0] for key in data.train.keys.to_pylist()} == {"train"}
-    assert {key.split("/")[0] for key in data.test.keys.to_pylist()} == {test}
+    assert {key.split("/")[0] for key in data.validation.keys.to_pylist()} == {test}
     with pytest.raises(UsageError, match=f"{both} contains train/ and {test}/, .*such as {both}/train"):
-        pack(both, str(tmp_path / "packed"), quiet())
+        pack(both, str(tmp_path / "packed"), console=quiet())
     upload(both, s3_url, quiet())
     with pytest.raises(UsageError, match=f"{s3_url} contains train/ and {test}/"):
         build_manifest(open_store(s3_url))

@@ -59,6 +59,13 @@ def test_the_address_that_was_read_is_the_one_that_is_joined(
     ]
 
 
+def test_who_names_auto_is_not_told_that_it_is_joined(note: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = Connection("auto")
+    opened.close()
+    assert opened.own is None
+    assert "Joining the Ray" not in caplog.text
+
+
 def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -45,7 +45,7 @@ SHOWN: dict[str, Callable[[Path, Path], Any]] = {
     ),
     "a status that is a folder": lambda runs, good: _replaced(runs, good, STATUS).mkdir(),
     "a summary of other types": lambda runs, good: _replaced(runs, good, SUMMARY).write_text(
-        '{"test_accuracy": NaN, "seconds": Infinity}'
+        '{"validation_accuracy": NaN, "seconds": Infinity}'
     ),
     "a history that is a folder": lambda runs, good: _replaced(runs, good, METRICS).mkdir(),
     "a history that is a pipe": lambda runs, good: os.mkfifo(_replaced(runs, good, METRICS)),

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -416,6 +417,34 @@ def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) 
     with pytest.raises(OwnerChanged, match="is gone"):
         open_store(f"{s3_url}/other").guarded(owner.claim).put(STATUS, b"{}")
     owner.close()
+
+
+@pytest.mark.parametrize("act", [RunClaim.renew, lambda owner: owner.owned_store.put(STATUS, b"{}")])
+def test_a_server_that_has_no_object_while_it_replaces_it_ends_no_run(
+    act: Callable[[RunClaim], object], s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = run_store(s3_url, "run")
+    away: list[bytes] = []  # the claim, from the first request for it to the next one
+    asked = Counter[str]()
+
+    def take_away_once(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        if request.command == "GET" and request.path.partition("?")[0].endswith(CLAIM):
+            asked[request.command] += 1
+            if asked[request.command] == 1:
+                away.append(server.get(CLAIM))
+                server.delete(CLAIM)
+            elif away:
+                server.put(CLAIM, away.pop())
+
+    owner = stalled(claim_run(server, "run"))
+    server.put(CONFIG, b"{}")
+    with faulty_s3(os.environ["AWS_ENDPOINT_URL"], interfere=take_away_once) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        behind = RunClaim(run_store(s3_url, "run"), owner.claim)
+        stalled(behind)
+        assert act(behind) in (True, None)
+    assert asked["GET"] == 2
+    assert not away
 
 
 OTHER_MOMENTS = [0, 2, 5, 6, 8, 12, 13, 14, 15, 16, 18]

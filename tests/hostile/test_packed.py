@@ -34,7 +34,7 @@ GOOD = "shards/000000-0123456789abcdef.parquet"
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     (tmp_path / "images").mkdir()
-    pack(str(make_images(tmp_path / "images", 9)), str(tmp_path / "packed"), Console(file=io.StringIO()))
+    pack(str(make_images(tmp_path / "images", 9)), str(tmp_path / "packed"), console=Console(file=io.StringIO()))
     return tmp_path / "packed"
 
 

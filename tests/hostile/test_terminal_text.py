@@ -165,14 +165,16 @@ def test_names_of_several_classes_are_shown(text: str) -> None:
 
 @hostile
 def test_names_in_a_data_set_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
-    counts = (ClassCount(text, 2, 1), ClassCount("dog", 1, 1))
+    counts = (ClassCount(text, 2, 1, 1), ClassCount("dog", 1, 1, 0))
     same = (Duplicate(text, text, text, text),)
     result = LookResult(
         title="first",
         data="d",
+        validation_data="d",
         test_data="d",
         training_images=3,
-        test_images=2,
+        validation_images=2,
+        test_images=1,
         left_out={},
         classes=counts,
         size_bytes=None,

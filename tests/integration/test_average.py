@@ -101,7 +101,7 @@ def test_what_the_run_has_measured_is_what_later_commands_use(
         train_here(folder_run(images, tmp_path, "run", loop=lambda run: loop(run, measured), **options))
         store = run_store(str(tmp_path), "run")
         checkpoint = read_checkpoint(store, list_checkpoints(store)[-1].path)
-        assert checkpoint.progress.test_loss is not None
+        assert checkpoint.progress.validation_loss is not None
         weights = {name.removeprefix("module."): each for name, each in measured[-1].items() if name != "n_averaged"}
         assert checkpoint.weights is not None
         assert checkpoint.weights.keys() == weights.keys()

@@ -91,7 +91,7 @@ def test_the_demo_learns_the_digits(finished: tuple[Path, dict[str, Any]]) -> No
     folder, summary = finished
     assert summary["status"] == "finished"
     assert summary["num_workers"] == 2
-    assert summary["test_accuracy"] >= 0.97
+    assert summary["validation_accuracy"] >= 0.97
     assert Path(summary["checkpoint"]).is_file()
     assert sorted(path.name for path in folder.iterdir()) == ["demo-images", "runs"]
 

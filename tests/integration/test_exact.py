@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.data.blocks import LocalBatch
+from raytrain.data.labels.part_names import Part
 from raytrain.training.loop import train
 from raytrain.training.run import Run
 from tests.helpers.memory_runs import (
@@ -50,7 +51,7 @@ def test_a_run_stopped_in_any_step_and_resumed_on_more_workers_ends_with_the_sam
 def test_evaluation_counts_each_image_once_for_any_number_of_workers() -> None:
     case = Case(config(epochs=1, batch_size=16))
     accuracies = [
-        together({"run": case}, world_size)[0]["run"]["outcome"].progress.test_accuracy for world_size in (1, 2)
+        together({"run": case}, world_size)[0]["run"]["outcome"].progress.validation_accuracy for world_size in (1, 2)
     ]
     assert accuracies == pytest.approx([measured(alone(case)[0], case)[0]] * 2)
 
@@ -68,13 +69,13 @@ def test_a_run_reports_its_start_before_it_requests_test_images(
     if stop_after is not None:  # Stop in the last step of an epoch; the resumed run then makes its evaluation.
         on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
     run = make_run(options, images(70), str(tmp_path), recorder)
-    asked, test = [], run.batches.source.test
+    asked, held_out = [], run.batches.source.held_out
 
-    def noted() -> Iterator[LocalBatch]:
+    def noted(part: Part) -> Iterator[LocalBatch]:
         asked.append(list(recorder.started_after))
-        return test()
+        return held_out(part)
 
-    run.batches.source.test = noted
+    run.batches.source.held_out = noted
     loop(run)
     assert asked[0] == [0 if stop_after is None else 5]
     assert recorder.started_after == asked[0]

@@ -38,7 +38,7 @@ def test_workers_compute_what_one_process_computes(world_size: int) -> None:
             )
             progress = by_name[name]["outcome"].progress
             tolerance = 1e-4 if case.options.precision == "float32" else 1e-9
-            assert (progress.test_accuracy, progress.test_loss) == pytest.approx(
+            assert (progress.validation_accuracy, progress.validation_loss) == pytest.approx(
                 measured(model, case), rel=tolerance
             ), name
 

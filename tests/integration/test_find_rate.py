@@ -16,7 +16,10 @@ from raytrain.demo.demo import render_digits
 from raytrain.display.rate import rate_figure, rate_page
 from raytrain.errors import UsageError
 from raytrain.experiments.find_rate import smooth, suggest
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals
 from raytrain.recipes import digits
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.rendered import text
@@ -47,7 +50,7 @@ def test_a_run_with_a_rising_rate_suggests_one_that_learns(data: Path, tmp_path:
     assert f"--learning-rate {result.suggestion:g}" in page and f"{n} of 100 steps of 64 images" in page
     assert rate_figure(result).axes[0].get_xscale() == "log"
     trained = raytrain.train(options(data, tmp_path, name="used", learning_rate=result.suggestion, epochs=8))
-    assert (trained.test_accuracy or 0) > 0.5, "ten classes"
+    assert (trained.validation_accuracy or 0) > 0.5, "ten classes"
 
 
 def own_loop(run: raytrain.Run) -> None:
@@ -116,6 +119,25 @@ def test_losses_that_suggest_nothing_say_why() -> None:
     assert rate is None and "still falls at the highest rate, 10; try --schedule rising:1e-06..1e+03" in reason
     rate, reason = suggest(rates, np.concatenate([np.linspace(2.3, 1.0, 30), np.linspace(2.0, 9.0, 10)]))
     assert rate == pytest.approx(rates[29] / 10, rel=0.05) and "that rate / 10" in reason
+
+
+@pytest.mark.parametrize("last", [2.29, 1.0])
+def test_losses_of_a_run_that_somebody_stopped_suggest_to_let_it_run(last: float) -> None:
+    rates, falling = np.logspace(-6, -3, 24), np.linspace(2.3, last, 24)
+    rate, reason = suggest(rates, falling, StopReason("signal", "SIGINT"))
+    assert rate is None and reason.startswith("it was stopped at a rate of 0.001, before the loss showed enough")
+    assert "let it run" not in suggest(rates, falling, StopReason("diverged", "the loss is nan"))[1]
+
+
+def test_a_run_that_is_stopped_after_few_steps_says_that_it_was_stopped(data: Path, tmp_path: Path) -> None:
+    signals = StopSignals()
+
+    def stop(snapshot: Snapshot) -> None:
+        if snapshot.step:
+            signals.request_stop(StopReason("signal", "SIGINT"))
+
+    with pytest.raises(UsageError, match=r"was stopped after \d+ of 100000 steps, and 20 are needed"):
+        raytrain.find_rate(options(data, tmp_path, max_steps=100_000, workers=1), view=stop, signals=signals)
 
 
 def test_too_few_steps_are_refused(data: Path, tmp_path: Path) -> None:

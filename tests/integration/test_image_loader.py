@@ -110,12 +110,12 @@ def test_epochs_come_to_an_end_if_there_is_a_number_of_them(images: Path) -> Non
 def test_test_images_are_each_on_one_process(images: Path) -> None:
     two = loaders(images, 2)
     for _ in range(2):
-        found = [sample for loader in two for batch in loader.test for sample in batch.samples.tolist()]
-        assert sorted(found) == list(range(9)) and two[0].test.num_images == 9
+        found = [sample for loader in two for batch in loader.validation for sample in batch.samples.tolist()]
+        assert sorted(found) == list(range(9)) and two[0].validation.num_images == 9
 
 
 def test_test_images_may_outlive_the_name_of_their_loader(images: Path) -> None:
-    test = ImageLoader(images, batch_size=20, **SIZE).test
+    test = ImageLoader(images, batch_size=20, **SIZE).validation
     gc.collect()
     assert sum(batch.num_used for batch in test) == 9
 
@@ -152,7 +152,7 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, capl
     (loader,) = loaders(images, 1, max_bad_fraction=0.05)
     with caplog.at_level(logging.WARNING, "raytrain"):
         num_read = sum(len(samples) for samples, _, _ in epoch([loader]))
-        num_read += sum(batch.num_used for batch in loader.test)
+        num_read += sum(batch.num_used for batch in loader.validation)
     assert num_read == 88
     assert sorted(image.key for image in loader.skipped) == ["red/000.png", "red/001.png"]
     assert "Images left out so far: 2" in caplog.text
@@ -169,7 +169,7 @@ def test_an_image_that_kills_its_decoder_is_left_out(
     images = make_images(tmp_path)
     Image.new("RGB", (12, 12)).save(images / "red" / "deadly.jpg", comment=b"deadly:segfault")
     (loader,) = loaders(images, 1, max_bad_fraction=0.05, cache="none")
-    read = sum(len(samples) for samples, _, _ in epoch([loader])) + sum(batch.num_used for batch in loader.test)
+    read = sum(len(samples) for samples, _, _ in epoch([loader])) + sum(batch.num_used for batch in loader.validation)
     assert read == 90
     assert [image.key for image in loader.skipped] == ["red/deadly.jpg"]
     assert "killed by SIGSEGV; images are decoded in isolation now" in caplog.text
@@ -184,6 +184,9 @@ def test_an_image_that_kills_its_decoder_is_left_out(
         ({"learning_rate": 0.1}, "ImageLoader has no option learning_rate; it takes those of the data"),
         ({"flipp": "random"}, r"no option flipp \(did you mean flip\?\)"),
         ({"rank": 1}, "only one of rank and world_size"),
+        ({"rank": 2, "world_size": 2}, "rank 2 and world_size 2; the ranks of N processes are 0 to N-1"),
+        ({"rank": -1, "world_size": 2}, "rank -1 and world_size 2"),
+        ({"rank": 0, "world_size": 0}, "rank 0 and world_size 0"),
         ({"image_size": "8..12"}, "grows with the epochs; give epochs"),
         ({"batch_size": 0}, "batch"),
     ],
@@ -206,6 +209,21 @@ def test_a_state_of_other_images_or_batches_is_refused(images: Path, tmp_path: P
     for (loader,), name in zip(others, ("batch_size is 20", "seed is 0", "images is 81"), strict=True):
         with pytest.raises(UsageError, match=f"whose {name}"):
             loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"model": 1}, {"next_step": -1}, {"next_step": 1.5}, 3, None])
+def test_what_is_no_state_is_refused(state: Any, images: Path) -> None:
+    with pytest.raises(UsageError, match="no state of a loader"):
+        loaders(images, 1)[0].load_state_dict(state)
+
+
+def test_two_loaders_of_one_process_have_images_of_their_own(images: Path) -> None:
+    """Whatever their options, each keeps its own decoded images, and its own place."""
+    (small,), (large,), (other,) = loaders(images, 1), loaders(images, 1, image_size=16), loaders(images, 1, seed=1)
+    expected = [epoch(loaders(images, 1)), epoch(loaders(images, 1, image_size=16)), epoch(loaders(images, 1, seed=1))]
+    found = list(zip(*map(global_batches, ([small], [large], [other])), strict=True))
+    for wanted, batches in zip(expected, zip(*found, strict=True), strict=True):
+        assert_same(batches, wanted)
 
 
 def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:
@@ -251,6 +269,20 @@ def _give_other_options(images: Path) -> str:
     return ""
 
 
+def _differ_in_what_no_option_says(images: Path) -> list[str]:
+    """Return what is said to a process that leaves batches out, or has transforms of its own, unlike the other."""
+    is_first = dist.get_rank() == 0
+    said = list[str]()
+    cases: list[dict[str, Any]] = [{"drop_last": is_first}, {"transforms": None if is_first else torch.clone}]
+    for options in cases:
+        with ImageLoader(images, batch_size=20, **SIZE, **options) as loader:
+            try:
+                next(iter(loader))
+            except UsageError as error:
+                said.append(str(error))
+    return said
+
+
 def _load_other_states(images: Path) -> str:
     loader = ImageLoader(images, batch_size=20, **SIZE)
     loader.load_state_dict({**loader.state_dict(), "next_step": dist.get_rank()})
@@ -271,6 +303,8 @@ def test_processes_of_a_group_share_the_work_and_refuse_to_differ(images: Path) 
         run_in_processes(2, _give_other_options, images)
         == ["Process 1 has a loader of other options than process 0; give all processes the same."] * 2
     )
+    differs = "Process 1 has a loader of other images or options than process 0; give all processes the same."
+    assert run_in_processes(2, _differ_in_what_no_option_says, images) == [[differs] * 2] * 2
     assert (
         run_in_processes(2, _load_other_states, images)
         == ["Process 1 has its loader at another step than process 0; give all processes the same."] * 2

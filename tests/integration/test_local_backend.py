@@ -71,7 +71,7 @@ def test_a_run_is_evaluated_in_the_precision_in_which_it_has_measured_itself_and
     monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     run = raytrain.train(options(data, tmp_path, workers=1, precision=precision, epochs=1))
     found = raytrain.evaluate("run", storage=str(tmp_path))
-    assert found.summary()["loss"] == pytest.approx(run.test_loss, abs=tolerance)
+    assert found.summary()["loss"] == pytest.approx(run.validation_loss, abs=tolerance)
     photo = next(data.rglob("*.png"))
     [predicted] = raytrain.predict("run", str(photo), storage=str(tmp_path)).table["score"].to_pylist()
     _, score = raytrain.load("run", storage=str(tmp_path)).classify(photo)
@@ -224,7 +224,7 @@ def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_p
     expected = (
         r"its loop failed in its first step: RuntimeError: this loop never works \(test_local_backend.py, line \d+"
     )
-    with pytest.raises(raytrain.TrainingFailed, match=rf"{expected}.*It has no checkpoint yet"):
+    with pytest.raises(raytrain.TrainingFailed, match=rf"{expected}.*It has made no step"):
         raytrain.train(options(data, tmp_path, max_failures=3), loop=partial(failing, after=0))
     [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
     assert "worker_failed" not in driver.text, "nothing was started again"
@@ -294,13 +294,36 @@ def test_a_network_that_does_not_exist_is_refused_and_leaves_no_run(data: Path, 
     assert not (tmp_path / "run").exists()
 
 
+_OWN_TRANSFORMS = """
+import random
+
+import numpy as np
+import torch
+
+
+def moved(image):
+    return image.roll(random.randrange(3) + np.random.randint(3) + int(torch.randint(3, ())), 2)
+
+
+def own():
+    return [moved, lambda image: image | random.randrange(64)]
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_moves_between_the_backends_and_keeps_its_weights(data: Path, tmp_path: Path) -> None:
-    whole = raytrain.train(options(data, tmp_path / "whole"))
-    begun = raytrain.train(options(data, tmp_path / "parts", max_steps=2))  # each part ends in the middle of an epoch
-    moved = raytrain.train(options(data, tmp_path / "parts", max_steps=5, resume=True, backend="ray"))
-    back = raytrain.train(options(data, tmp_path / "parts", resume=True))
+@pytest.mark.parametrize("own", [None, _OWN_TRANSFORMS], ids=["", "transforms"])
+def test_a_run_moves_between_the_backends_and_keeps_its_weights(data: Path, tmp_path: Path, own: str | None) -> None:
+    chosen: dict[str, Any] = {}
+    if own is not None:
+        (tmp_path / "mine.py").write_text(own)
+        chosen = {"transforms": f"{tmp_path}/mine.py:own", "auto_augment": "randaugment"}
+    whole = raytrain.train(options(data, tmp_path / "whole", **chosen))
+    begun = raytrain.train(
+        options(data, tmp_path / "parts", max_steps=2, **chosen)
+    )  # each part ends in the middle of an epoch
+    moved = raytrain.train(options(data, tmp_path / "parts", max_steps=5, resume=True, backend="ray", **chosen))
+    back = raytrain.train(options(data, tmp_path / "parts", resume=True, **chosen))
     assert [begun.steps, moved.steps, back.steps] == [2, 5, whole.steps]
     assert (back.status, back.samples_seen) == ("finished", 3 * 180)
     torch.testing.assert_close(weights(back), weights(whole), rtol=0, atol=1e-10)

@@ -26,6 +26,12 @@ def test_outputs_are_stripped(path: Path) -> None:
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_leaves_ray_to_raytrain(path: Path) -> None:
+    code = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    assert "ray.init" not in code, "below `uv run`, Ray's own refuses a folder that has no pyproject.toml"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_transfer_notebook_improves_the_accuracy(tmp_path: Path) -> None:
-    extract_cifar10(tmp_path / "cifar10", num_train=150, num_test=20)
+    extract_cifar10(tmp_path / "cifar10", num_train=150, num_validation=20)
     notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)
     accuracies = [
         float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0])

@@ -23,7 +23,7 @@ def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
     before = documents(tmp_path)
     for epochs in (2, 1):
         again = raytrain.train(config(images, tmp_path, epochs=epochs, resume=True, **options))
-        assert (again.steps, again.status, again.test_loss) == (first.steps, "finished", first.test_loss)
+        assert (again.steps, again.status, again.validation_loss) == (first.steps, "finished", first.validation_loss)
         assert f"has 2 epochs already, and --epochs is {epochs}: there is nothing to do" in caplog.text
     assert documents(tmp_path) == before
     more = raytrain.train(config(images, tmp_path, epochs=3, resume=True, **options))

@@ -103,7 +103,7 @@ def metrics_of_its_own(run: Run) -> None:
 def evaluation_of_its_own(run: Run) -> None:
     def worst_class() -> dict[str, float]:
         counts = torch.zeros(2, run.num_classes, dtype=torch.float64)  # correct and total images of each class
-        for batch in run.test_batches():
+        for batch in run.evaluation_batches():
             right = model(batch.images).argmax(dim=1) == batch.labels
             counts += torch.stack(
                 [torch.bincount(batch.labels[which], minlength=run.num_classes) for which in (right, slice(None))]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.scripts import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reader.md"
 SCRIPTS: dict[str, str] = dict(re.findall(r"```python title=\"(.*?)\"\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -23,14 +23,6 @@ def folder(images: Path, tmp_path: Path) -> Path:
         assert len(script.splitlines()) <= 30
         (tmp_path / name).write_text(script)
     return tmp_path
-
-
-def run(folder: Path, *words: str | Path) -> str:
-    """Run a command in ``folder``, and return what it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "RAY_ADDRESS": "local"}
-    done = subprocess.run(list(map(str, words)), cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.mark.slow

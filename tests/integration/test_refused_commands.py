@@ -32,6 +32,8 @@ REFUSED = {
     "weights of a repository": (["--data", "good", "--weights", "hf://some/net"], "hf://some/net cannot be downloaded"),
     "no such weights": (["--data", "good", "--weights", "nowhere.pt"], "--weights nowhere.pt"),
     "a bad number": (["--data", "good", "--epochs", "0"], "epochs"),
+    "no such policy": (["--data", "good", "--auto-augment", "rand-m9-mstd0.5"], "give randaugment, or rand-m9-n2"),
+    "a mistake in a file of options": (["--config", "bad.yaml"], "bad.yaml, line 2: there is no option epohs"),
     "a metric that is not measured": (["--data", "good", "--until", "acc=0.5"], "measure accuracy, loss, balanced_"),
     "too many workers": (["--data", "good", "--workers", "5000"], "--workers is 5000"),
     "a run without a name": (["--resume"], "--resume needs --name"),
@@ -48,13 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(6):
             Image.new("RGB", (16, 16), (40 * number, 9, 9)).save(found / name / f"{number}.png")
     (found / "empty").mkdir()
+    (found / "bad.yaml").write_text("data: good\nepohs: 3\n")
     (found / "typo.py").write_text("def train(run):\n    model = run.build_model()\n    run.prepare(modle)\n")
     return found
 
 
-def refused(folder: Path, backend: str, options: list[str], **environment: str) -> str:
+def refused(folder: Path, backend: str, options: list[str], recipe: str = "custom", **environment: str) -> str:
     """Train with ``options`` in a fresh process, and return what it says; it has to end with exit code 2."""
-    command = [Path(sys.executable).with_name("raytrain"), "train", "custom", "--image-size", "16", "--workers", "1"]
+    command = [Path(sys.executable).with_name("raytrain"), "train", *recipe.split(), "--workers", "1"]
+    command += ["--image-size", "16"] if recipe else []
     command += ["--backend", "local"] if backend == "local" else ["--address", "local"]
     endpoint = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     # No weights are on this machine, and none can be downloaded.
@@ -92,6 +96,15 @@ def test_it_is_refused_while_imports_are_slow(folder: Path, kind: str, tmp_path:
     options, says = REFUSED[kind]
     not_compiled = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     assert says in refused(folder, "ray", options, **not_compiled)
+
+
+def test_photographs_need_weights_that_can_be_had(folder: Path) -> None:
+    for number in range(12):
+        (folder / f"photographs/{number % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (80, 90), (20 * number, 9, 9)).save(folder / f"photographs/{number % 2}/{number}.png")
+    sentence = refused(folder, "local", ["--data", "photographs"], recipe="")
+    assert "torchvision's weights for efficientnet_b0 cannot be downloaded" in sentence
+    assert "give --weights FILE, with --model; or give --weights none to begin with random ones" in sentence
 
 
 def test_a_job_says_on_which_machine_it_is_refused(folder: Path) -> None:

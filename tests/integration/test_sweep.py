@@ -196,4 +196,9 @@ def test_trials_on_more_and_more_workers_train_in_turn_and_resume(backend: str, 
     (scaling,) = again.scaling
     assert [(size.workers, size.status) for size in scaling.sizes] == [(1, "finished"), (2, "finished")]
     for size in scaling.sizes:
-        assert size.images_per_s and size.seconds and size.test_accuracy is not None and size.test_accuracy >= 0.8
+        assert (
+            size.images_per_s
+            and size.seconds
+            and size.validation_accuracy is not None
+            and size.validation_accuracy >= 0.8
+        )

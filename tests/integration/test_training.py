@@ -55,7 +55,7 @@ def test_a_run_writes_all_documents_to_its_folder(undisturbed: raytrain.TrainRes
     assert read_run(str(folder.parent), "run").status.status == "finished"
     assert json.loads((folder / "classes.json").read_text()) == list(CLASSES)
     assert pyarrow.parquet.read_table(folder / "manifest.parquet").num_rows == 81
-    assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
+    assert undisturbed.validation_accuracy is not None and undisturbed.validation_accuracy >= 0.8
 
 
 @pytest.mark.slow
@@ -201,7 +201,9 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
     whole = (images / "red" / "000.png").read_bytes()
     store.put("red/truncated.png", whole[:60])
     store.put("red/words.jpg", b"this is no image")
-    result = raytrain.train(config(s3_url, tmp_path, test_fraction=0.01, epochs=2, max_steps=10, max_bad_fraction=0.05))
+    result = raytrain.train(
+        config(s3_url, tmp_path, validation_fraction=0.01, epochs=2, max_steps=10, max_bad_fraction=0.05)
+    )
     assert result.num_skipped == 2
     skipped = {row.key: row.reason for row in read_run(str(tmp_path), "run").skipped}
     assert set(skipped) == {"red/truncated.png", "red/words.jpg"}

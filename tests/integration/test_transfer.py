@@ -28,7 +28,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.model import build_model
-from raytrain.training.optimisation import parameter_groups
+from raytrain.training.optimisation import learning_rate_factor, parameter_groups
 from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, notes_on_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.folder_runs import folder_run, train_here
@@ -428,6 +428,63 @@ def test_workers_compute_the_same_transfer_as_one_process(tmp_path: Path, world_
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
     assert_equal(results[0]["1.running_mean"], given_weights()["1.running_mean"].double())  # type: ignore[arg-type]
+
+
+HEAD_FIRST = config(
+    batch_size=7, head_epochs=1, head_learning_rate_factor=5.0, learning_rate=0.01, schedule="cosine", warmup_epochs=0.5
+)
+
+
+def head_first(folder: str, batch_norm: str) -> dict[str, Tensor]:
+    """Train a head alone for an epoch, and then all layers."""
+    options = dataclasses.replace(HEAD_FIRST, batch_norm=batch_norm)
+    run = make_run(options, images(70), folder, Recorder(), given_weights())
+    trained(run)
+    return {name.removeprefix("module."): value.clone() for name, value in weights_of(run).items()}
+
+
+def head_first_alone(folder: str, batch_norm: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Do the same as ``head_first`` in plain PyTorch; return also the weights after the epoch of the head."""
+    run = make_run(HEAD_FIRST, images(70), folder, Recorder())
+    model = run.build_model()
+    head = {name: 0.01 * value for name, value in model.state_dict().items() if name.startswith("9.")}
+    model.load_state_dict({**given_weights(), **head})
+    model.double()
+    body = [parameter for name, parameter in model.named_parameters() if not name.startswith("9.")]
+    groups = [{"params": body}, {"params": model.get_submodule("9").parameters(), "lr": 0.05}]
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    plan, after_head = run.plan, dict[str, Tensor]()
+    for step, [[(batch, labels)]] in enumerate(plain_batches(run, images(70), (1.0,))):
+        is_head_alone = step < plan.steps_per_epoch
+        for name, layer in model.named_modules():
+            is_norm = isinstance(layer, nn.BatchNorm2d)
+            layer.train(name == "9" or not (is_head_alone or (is_norm and batch_norm == "frozen")))
+        model.requires_grad_(not is_head_alone).get_submodule("9").requires_grad_(True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * learning_rate_factor(HEAD_FIRST, step, plan.steps_per_epoch, plan.num_steps)
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch), labels).backward()
+        optimizer.step()
+        if step == plan.steps_per_epoch - 1:
+            after_head = {name: value.clone() for name, value in model.state_dict().items()}
+    return model.state_dict(), after_head
+
+
+@pytest.mark.parametrize(("world_size", "batch_norm"), [(1, "frozen"), (1, "sync"), (3, "sync")])
+def test_the_head_learns_alone_at_first(tmp_path: Path, world_size: int, batch_norm: str) -> None:
+    with tempfile.TemporaryDirectory() as fresh:
+        if world_size > 1:
+            results = run_in_processes(world_size, head_first, fresh, batch_norm)
+        else:
+            results = [head_first(fresh, batch_norm)]
+    expected, after_head = head_first_alone(str(tmp_path), batch_norm)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+    body = [name for name in after_head if not name.startswith("9.")]
+    assert all(torch.equal(after_head[name].double(), given_weights()[name].double()) for name in body)
+    is_kept = torch.equal(expected["1.running_mean"], after_head["1.running_mean"])
+    assert is_kept == (batch_norm == "frozen") and not torch.equal(expected["0.weight"], after_head["0.weight"])
 
 
 # Whole runs on photographs.

@@ -139,7 +139,7 @@ def own_evaluation(run: Run) -> None:
     optimizer = run.prepare(run.build_optimizer(model))
 
     def measure() -> dict[str, float]:
-        right = sum(float((model(batch.images).argmax(1) == batch.labels).sum()) for batch in run.test_batches())
+        right = sum(float((model(batch.images).argmax(1) == batch.labels).sum()) for batch in run.evaluation_batches())
         return {"accuracy": right / (10 + run.rank)}
 
     for epoch in run.epochs(evaluate=measure):

@@ -171,7 +171,7 @@ def test_a_run_that_looked_for_a_rate_shows_the_one_that_it_suggests(visit: Visi
         expect(page.locator(".banner")).to_contain_text(f"Suggested learning rate: {suggestion}.")
         expect(page.locator(".tiles")).to_contain_text(f"Suggested rate{suggestion}")
         expect(page.locator("figure.chart", has_text="Loss")).to_contain_text(f"suggested {suggestion}")
-        assert "Test accuracy" not in page.locator(".tiles").inner_text()
+        assert "Validation accuracy" not in page.locator(".tiles").inner_text()
 
 
 def test_the_page_of_a_run_begins_with_its_model_epochs_and_rate(visit: Visit, tmp_path: Path) -> None:

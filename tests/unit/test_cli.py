@@ -35,7 +35,7 @@ from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.snapshots import train_result
 
-RESULT = train_result(test_loss=float("nan"))
+RESULT = train_result(validation_loss=float("nan"))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def storage(tmp_path: Path) -> str:
     write_json(
         store,
         SUMMARY,
-        {"status": "stopped", "test_accuracy": 0.625, "stop_reason": {"kind": "signal", "detail": "SIGINT"}},
+        {"status": "stopped", "validation_accuracy": 0.625, "stop_reason": {"kind": "signal", "detail": "SIGINT"}},
     )
     row = {"kind": "step", "accuracy": 0.1}
     rows = [
@@ -133,7 +133,7 @@ def test_every_option_of_a_run_is_a_flag_with_its_help(
         main(["train", "cifar10", "--help-all"])
     assert end.value.code == 0
     help_text = capsys.readouterr().out
-    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe", "open_options"}
     assert [name for name in fields if f"--{name.replace('_', '-')}" not in help_text] == []
     assert "Passes over the training images." in help_text
     assert "--recipe" not in help_text and "none)" not in help_text and "--batch-size N|N/worker" in help_text
@@ -158,7 +158,7 @@ def test_the_help_lists_commands_by_purpose_and_recipes(
         main(["train", "--help"])
     out = capsys.readouterr().out
     assert [name for name in RECIPES if name not in out] == []
-    assert "Without a recipe, it is custom" in out and "(required)" not in out
+    assert "Without a recipe, it is auto, or custom with --loop" in out and "(required)" not in out
 
 
 def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_the_package_runs_as_a_module() -> None:
     [
         ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1."),
         ("train cifar10 --image-size 0 8", "--image-size is (0, 8); each number must be at least 1."),
-        ("train cifar10 --test-fraction 1", "--test-fraction is 1.0; it must be above 0 and below 1."),
+        ("train cifar10 --validation-fraction 1", "--validation-fraction is 1.0; it must be above 0 and below 1."),
         ("train cifar10 --learning-rate nan", "--learning-rate is nan; it must be at least 0."),
         ("train cifar10 --std 1 0 1", "--std is (1.0, 0.0, 1.0); each number must be above 0."),
         ("train cifar10 --workers 0", "--workers is 0; it must be at least 1."),
@@ -321,7 +321,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "cifar10", "--json"]) == 0
-    assert last_line(capsys) == {**RESULT.summary(), "test_loss": None}
+    assert last_line(capsys) == {**RESULT.summary(), "validation_loss": None}
 
 
 def test_a_command_to_copy_is_one_line_in_a_narrow_terminal(
@@ -385,7 +385,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in("raytrain.diagnostics.node_probe", list_devices=note(()))
     stand_in(
         "raytrain.demo.demo",
-        run_demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})),
+        run_demo=note(SimpleNamespace(summary=lambda: {"validation_accuracy": 0.98})),
         summary=lambda *_: "",
     )
     for argv, document, exit_code in (
@@ -393,7 +393,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         ("predict first --data d --output p.csv --top-k 3 --storage s --json", {"images": 7}, 0),
         ("doctor --data d --address auto --json", {"nodes": []}, 1),
         ("devices --address auto --json", {"nodes": []}, 0),
-        ("demo --workers 1 --json", {"test_accuracy": 0.98}, 0),
+        ("demo --workers 1 --json", {"validation_accuracy": 0.98}, 0),
     ):
         assert main(argv.split()) == exit_code
         assert last_line(capsys) == document
@@ -495,7 +495,7 @@ def test_runs_lists_the_runs_of_a_storage(storage: str, capsys: pytest.CaptureFi
         assert part in out
     assert main(["runs", "--storage", storage, "--json"]) == 0
     (run,) = last_line(capsys)["runs"]
-    assert (run["name"], run["status"], run["step"], run["test_accuracy"]) == ("first", "stopped", 20, 0.625)
+    assert (run["name"], run["status"], run["step"], run["validation_accuracy"]) == ("first", "stopped", 20, 0.625)
 
 
 def test_runs_reports_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,7 +521,7 @@ def test_show_prints_the_same_as_json(storage: str, capsys: pytest.CaptureFixtur
     shown = last_line(capsys)
     assert shown["config"]["workers"] == 2
     assert shown["status"]["status"] == "stopped"
-    assert shown["summary"]["test_accuracy"] == 0.625
+    assert shown["summary"]["validation_accuracy"] == 0.625
     assert [row["step"] for row in shown["metrics"]] == [10, 20]
     assert [stored["path"] for stored in shown["checkpoints"]] == ["checkpoints/step-000000020.pt"]
     assert shown["skipped"] == [{"key": "cat/a.jpg", "reason": "truncated"}]

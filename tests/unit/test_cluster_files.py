@@ -338,6 +338,18 @@ def test_all_machines_do_without_the_head_as_long_as_the_command_does(name: str)
     assert f"RAY_gcs_rpc_server_reconnect_timeout_s={HEAD_AWAY_S}" in (CLUSTER / name).read_text()
 
 
+@pytest.mark.parametrize("name", ["docs/cluster.md", "cluster/anyscale.yaml"])
+def test_nothing_of_raytrain_is_left_out_of_a_packed_checkout(name: str) -> None:
+    from ray._private.thirdparty.pathspec import PathSpec  # no public function says what a package leaves out
+
+    found = re.search(r'excludes"?: (\[.*?\])', (CLUSTER.parent / name).read_text())
+    assert found is not None
+    left_out = PathSpec.from_lines("gitwildmatch", yaml.safe_load(found[1]))
+    package = [str(path.relative_to(CLUSTER.parent)) for path in (CLUSTER.parent / "raytrain").rglob("*.py")]
+    assert left_out.match_file("runs/first/metrics.jsonl")
+    assert [path for path in package if left_out.match_file(path)] == []
+
+
 def pinned() -> dict[str, str]:
     """The version of each package that machines get."""
     lines = (CLUSTER / "requirements.txt").read_text().splitlines()

@@ -79,8 +79,8 @@ def test_the_results_come_from_the_history(storage: str) -> None:
         "images_per_s": 1000.0,
         "skipped": 0,
     }
-    assert (first.test_accuracy, first.test_loss, first.loss) == (0.5, 1.5, None)
-    assert (second.test_accuracy, second.loss, second.skipped) == (None, 2.0, 1)
+    assert (first.validation_accuracy, first.validation_loss, first.loss) == (0.5, 1.5, None)
+    assert (second.validation_accuracy, second.loss, second.skipped) == (None, 2.0, 1)
     assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
 
 

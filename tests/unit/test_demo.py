@@ -33,7 +33,7 @@ RESULT: Any = SimpleNamespace(
     status="finished",
     steps=144,
     seconds=41.0,
-    test_accuracy=0.9912,
+    validation_accuracy=0.9912,
     checkpoint=os.path.abspath("some where/demo-2/checkpoints/step-000000144.pt"),
     run_dir=os.path.abspath("some where/demo-2"),
 )

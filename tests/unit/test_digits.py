@@ -17,7 +17,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def test_every_class_has_the_same_number_of_training_and_test_images(tmp_path: Path) -> None:
-    paths = contents(digits.render_digits(tmp_path, num_images=105, test_fraction=0.2))
+    paths = contents(digits.render_digits(tmp_path, num_images=105, validation_fraction=0.2))
     assert set(paths) == {f"train/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 9)} | {
         f"test/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 3)
     }
@@ -26,7 +26,7 @@ def test_every_class_has_the_same_number_of_training_and_test_images(tmp_path: P
 
 def test_the_pixels_depend_on_the_seed(tmp_path: Path) -> None:
     first, again, other = (
-        contents(digits.render_digits(tmp_path / name, num_images=40, test_fraction=0.25, seed=seed))
+        contents(digits.render_digits(tmp_path / name, num_images=40, validation_fraction=0.25, seed=seed))
         for name, seed in (("first", 3), ("again", 3), ("other", 4))
     )
     assert first == again
@@ -70,5 +70,5 @@ def test_every_font_draws_ten_different_digits(font: str) -> None:
 
 
 def test_too_few_images_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"num_images 30 and test_fraction 0\.1 leave 0 of a class's 3 images"):
+    with pytest.raises(UsageError, match=r"num_images 30 and validation_fraction 0\.1 leave 0 of a class's 3 images"):
         digits.render_digits(tmp_path, num_images=30)

@@ -238,7 +238,7 @@ def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: 
 
 def test_auto_takes_memory_if_the_images_fit_else_the_disk_if_they_are_used_again(url: str, tmp_path: Path) -> None:
     fits = choice(url, memory_bytes=1 << 30, cache_folder=str(tmp_path))
-    assert fits.train and fits.test and fits.disk is None
+    assert fits.train and fits.validation and fits.disk is None
     too_large = choice(url, cache_folder=str(tmp_path))
     assert not too_large.train and too_large.disk is not None and too_large.disk.folder == str(tmp_path)
     assert choice(url, cache_folder=str(tmp_path), epochs=1).disk is None

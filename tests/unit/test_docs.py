@@ -21,6 +21,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "cluster/README.md",
+    ROOT / "raytrain/cli/project_template/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
@@ -38,6 +39,7 @@ def test_every_command_is_documented_and_every_documented_command_is_valid(
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
         (run / "config.json").write_text(RECIPES["cifar10"](name=name, data="s3://BUCKET/cifar10/train").to_json())
+    (tmp_path / "run.yaml").write_text("recipe: cifar10\n")
     commands = [words for page in PAGES for words in documented_commands(page)]
     assert {words[0] for words in commands if not words[0].startswith("-")} == set(COMMANDS)
     commands += [words for page in PAGES for words in mentioned_commands(page)]

@@ -27,7 +27,6 @@ from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.manifest import list_images
 from raytrain.datasets.pack import pack
-from raytrain.datasets.sources import Labelling
 from raytrain.datasets.upload import upload
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
@@ -62,13 +61,13 @@ def opened(data: Path, tmp_path: Path, **options: Any) -> Dataset:
 
 
 def counts(data: Dataset) -> dict[str, tuple[int, int]]:
-    training, test = data.train.class_counts().tolist(), data.test.class_counts().tolist()
+    training, test = data.train.class_counts().tolist(), data.validation.class_counts().tolist()
     return dict(zip(data.train.classes, zip(training, test, strict=True), strict=True))
 
 
 def packed(source: Path | str, folder: Path, **options: Any) -> Counter[str]:
     """How many images of each class are in the shards that are packed."""
-    pack(str(source), str(folder), Console(file=io.StringIO()), **options)
+    pack(str(source), str(folder), console=Console(file=io.StringIO()), **options)
     manifest = build_manifest(open_store(str(folder)))
     return Counter(dict(zip(manifest.classes, manifest.class_counts().tolist(), strict=True)))
 
@@ -103,7 +102,7 @@ def cat_or_dog(number: int) -> str:
     return "dog" if number % 2 else "cat"
 
 
-# Columns that say which images are tested on.
+# Columns that say the split.
 
 
 def part_of(parts: Sequence[str | None]) -> Callable[[int], str | None]:
@@ -126,15 +125,15 @@ def test_rows_of_a_third_part_are_not_used_whatever_the_column_is_called(
 ) -> None:
     labels = write(tmp_path / name, columns_of(label=cat_or_dog, **{column: part_of(parts)}))
     assert counts(opened(images, tmp_path, labels=str(labels))) == {"cat": (10, 3), "dog": (10, 3)}
-    assert f"The column {column!r} of" in caplog.text and "says which images are tested on" in caplog.text
+    assert f"The column {column!r} of" in caplog.text and "says the split into training and" in caplog.text
     assert f"with other splits (4 {(parts[2] or 'none').lower()}) are not used" in caplog.text
 
 
 def test_packing_asks_which_of_three_parts(images: Path, tmp_path: Path) -> None:
     labels = write(tmp_path / "labels.csv", columns_of(label=cat_or_dog, subset=part_of(("train", "test", "extra"))))
     with pytest.raises(UsageError, match=r"has the splits extra, test, train, .* pack each with --split"):
-        packed(images, tmp_path / "packed", labels=Labelling(str(labels)))
-    taken = packed(images, tmp_path / "packed", labels=Labelling(str(labels), split="train"))
+        packed(images, tmp_path / "packed", labels=labels)
+    taken = packed(images, tmp_path / "packed", labels=labels, split="train")
     assert taken == {"cat": 10, "dog": 10}
 
 
@@ -170,7 +169,7 @@ def test_labels_whose_parts_recur_are_told_with_their_separator(
     caplog.clear()
     options: dict[str, Any] = {"label_separator": separator.strip()}
     assert opened(images, tmp_path, labels=str(labels), **options).train.classes == ("bright", "dark", "rose", "tulip")
-    packed(images, tmp_path / "packed", labels=Labelling(str(labels), LabelColumns(separator=separator.strip())))
+    packed(images, tmp_path / "packed", labels=labels, label_separator=separator.strip())
     assert "each is a class of its own" not in caplog.text
 
 
@@ -315,7 +314,7 @@ def test_label_files_below_the_folder_are_not_ignored_in_silence(name: str, tmp_
 
 def test_label_files_of_training_and_test_images_are_to_be_given_one_by_one(tmp_path: Path) -> None:
     folder = site(tmp_path / "a", "train", "val")
-    with pytest.raises(UsageError, match=f"give --data {folder}/train --test-data {folder}/val, or one label file"):
+    with pytest.raises(UsageError, match=f"give --data {folder}/train --validation-data {folder}/val, or one"):
         opened(folder, tmp_path)
     assert counts(opened(folder / "train", tmp_path, test_data=str(folder / "val"))) == {"a": (2, 2), "b": (2, 2)}
 
@@ -372,7 +371,7 @@ def test_a_column_of_parquet_archives_says_what_is_tested_on(third: str, tmp_pat
         pq.write_table(pq.read_table(file).append_column("subset", pa.array(parts).dictionary_encode()), file)
     with pytest.raises(UsageError, match=r"has the splits .*test, train, which would become one data set; pack each"):
         packed(tmp_path / "a", tmp_path / "packed")
-    taken = packed(tmp_path / "a", tmp_path / "packed", labels=Labelling(split="train"))
+    taken = packed(tmp_path / "a", tmp_path / "packed", split="train")
     assert taken == {"cat": 3, "dog": 3 if third == "train" else 2}
 
 

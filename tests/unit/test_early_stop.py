@@ -80,7 +80,7 @@ def test_a_metric_that_evaluations_lack_is_told(
     [
         ({"until": "acc=0.5"}, "--until needs acc, .* accuracy, loss, balanced_accuracy, macro_f1; name one of these"),
         ({"best": "acuracy"}, r"--best needs acuracy \(did you mean accuracy\?\), "),
-        ({"until": "top5=1", "labels": "x.csv", "label_separator": "|"}, "loss, mean_average_precision, macro_f1;"),
+        ({"until": "f1=1", "labels": "x.csv", "label_separator": "|"}, "loss, mean_average_precision, macro_f1;"),
     ],
 )
 def test_a_metric_that_the_built_in_evaluation_lacks_is_refused_before_it_trains(

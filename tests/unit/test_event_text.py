@@ -47,6 +47,10 @@ EXAMPLES = [
         events.TrackerFailed("mlflow", "failed", "run"),
         "tracker mlflow failed; the run goes on without it",
     ),
+    (
+        events.ProvenanceChanged("torch 2.12.0 instead of 2.11.0"),
+        "different from the attempt before: torch 2.12.0 instead of 2.11.0",
+    ),
     (events.Note("careful"), "careful"),
 ]
 
@@ -78,7 +82,7 @@ def test_there_is_an_example_of_each_kind() -> None:
         (StopReason("patience", metric="loss", value=0.5, count=2), "--patience 2: loss is not better than 0.5000"),
         (
             StopReason("early_stopping", metric="accuracy", value=0.1, count=1),
-            "early stopping: test accuracy 0.1000 after 1 epoch, below the better half of the trials",
+            "early stopping: validation accuracy 0.1000 after 1 epoch, worse than the better half of the trials",
         ),
         (StopReason("diverged", "the loss is nan"), "the loss is nan"),
     ],

@@ -26,6 +26,7 @@ from raytrain.recipes import cifar10, custom, digits
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CLASSES, run_store, write_config
 from raytrain.runs.outcome import Progress
+from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.model import build_model
@@ -43,10 +44,11 @@ def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMA
     resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=config.mean or (), std=config.std or ())
     write_config(store, resolved)
     store.put(CLASSES, json.dumps(classes).encode())
-    model = build_model(config.model, len(classes), config.channels, config.seed)
+    size = resolved.full_image_size
+    model = build_model(config.model, len(classes), config.channels, config.seed, size, config.model_options)
     model(torch.randn(16, config.channels, *resolved.full_image_size))
     checkpoints = Checkpoints(store, Identity(config.model, classes, "digest-of-data", 8, 0), keep=1)
-    progress = Progress(step=1, evaluated_step=1, test_accuracy=0.75, test_loss=0.5)
+    progress = Progress(step=1, evaluated_step=1, validation_accuracy=0.75, validation_loss=0.5)
     checkpoints.save({"model": model.state_dict()}, progress)
     checkpoints.close()
 
@@ -212,24 +214,89 @@ def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
         ("timm:resnet10t.c3_in1k", {}),
         ("timm:vit_tiny_patch16_224", {"channels": 3, "image_size": (32, 32)}),
         ("{folder}/my net.py:tiny", {}),
+        ("squeezenet1_1", {"channels": 3, "image_size": (32, 32), "model_option": {"dropout": 0.1}}),
+        ("timm:resnet10t.c3_in1k", {"model_option": {"act_layer": "gelu", "drop_rate": 0.1}}),
+        ("{folder}/my net.py:tiny", {"model_option": {"bias": False}}),
     ],
 )
 def test_the_lines_for_weights_build_the_network_that_they_are_of(
     model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "my net.py").write_text(
-        "from torch import nn\ndef tiny(n_classes, in_chans):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(n_classes + in_chans))\n"
+        "from torch import nn\ndef tiny(n_classes, in_chans, bias=True):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(n_classes + in_chans, bias))\n"
     )
     config = custom(model=model.format(folder=tmp_path), **{"channels": 1, "image_size": (20, 12), **options})
     some = (0.5,) * config.channels
     resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=some, std=some)
-    network = build_model(config.model, 3, config.channels, 0, resolved.full_image_size)
+    network = build_model(config.model, 3, config.channels, 0, resolved.full_image_size, config.model_options)
     names: dict[str, Any] = {"torch": torch}
     exec(network_lines(resolved, network, 3), names)
     names["model"].load_state_dict(network.state_dict())
     images = torch.randn(2, config.channels, *resolved.full_image_size)
     torch.testing.assert_close(names["model"].eval()(images), network.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("timm:resnet10t", {"channels": 1, "image_size": (20, 12), "mean": (0.2,), "std": (0.3,), "resize": "pad"}),
+        ("timm:resnet10t.c3_in1k", {"model_option": {"act_layer": "gelu"}, "resize": "crop", "crop_fraction": 0.9}),
+        ("timm:vit_tiny_patch16_224", {"image_size": (32, 32), "resize": "stretch"}),
+    ],
+)
+def test_timm_loads_the_folder_for_the_hub(model: str, options: dict[str, Any], tmp_path: Path) -> None:
+    colours = {"image_size": (64, 64), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bicubic"}
+    config = custom(model=model, **{**colours, **options})
+    make_run(str(tmp_path), config)
+    made_of = Provenance(first_step=0, started_at="", command="", python="3.12.1", packages={"torch": "2.11.0"})
+    record_provenance(run_store(str(tmp_path), "run"), made_of)
+    result = raytrain.export("run", tmp_path / "hub", format="huggingface", storage=tmp_path)
+    assert result.upload == f"hf upload OWNER/NAME {tmp_path}/hub"
+    assert {file.name for file in (tmp_path / "hub").iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    about = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert about["architecture"] == model.removeprefix("timm:").partition(".")[0]
+    assert (about["num_classes"], about["label_names"]) == (3, list(ANIMALS))
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: timm\npipeline_tag: image-classification") and "accuracy 75.00%" in card
+    assert "| made of | torch 2.11.0, Python 3.12.1 |" in card
+
+    # The logits are those of the run's network, for images that timm's own transform has made.
+    import timm
+
+    network = timm.create_model(f"local-dir:{tmp_path}/hub", pretrained=True).eval()
+    data = timm.data.resolve_model_data_config(network)
+    size = config.full_image_size
+    assert tuple(data["input_size"]) == (config.channels, *size)
+    assert (tuple(data["mean"]), tuple(data["std"])) == (config.mean, config.std)
+    assert data["interpolation"] == (config.interpolation or "bilinear")
+    assert data["crop_mode"] == {"pad": "border", "crop": "center", "stretch": "squash"}[str(config.resize)]
+    assert data["crop_pct"] == (config.crop_fraction or 1.0)
+    images = torch.randn(4, config.channels, *size)
+    expected = raytrain.load("run", storage=tmp_path).network
+    torch.testing.assert_close(network(images), expected(images), rtol=0, atol=0)
+
+    # The lines of the card do the same, and a run can start from the weights.
+    photo = np.random.default_rng(0).integers(0, 256, (90, 70, 3), np.uint8)
+    Image.fromarray(photo).save(tmp_path / "photo.jpg")
+    printed: list[dict[str, float]] = []
+    exec(result.example.replace("photo.jpg", f"{tmp_path}/photo.jpg"), {"print": printed.append})
+    assert list(printed[0]) == list(ANIMALS) and sum(printed[0].values()) == pytest.approx(1)
+    weights = initial_weights(
+        custom(model=model, weights=f"{tmp_path}/hub/model.safetensors", **{**colours, **options}), ANIMALS, 0
+    )
+    assert weights is not None and weights.name_classes
+
+
+def test_a_folder_for_the_hub_is_refused_for_other_networks_and_where_files_are(tmp_path: Path) -> None:
+    make_run(str(tmp_path / "a"), small())
+    with pytest.raises(UsageError, match=r"--format huggingface is for networks of timm, .* --output run\.safetensors"):
+        raytrain.export("run", tmp_path / "hub", format="huggingface", storage=tmp_path / "a")
+    make_run(str(tmp_path / "b"), custom(model="timm:resnet10t", image_size=(20, 12), mean=(0.5,) * 3, std=(0.2,) * 3))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match=r"hub holds files, such as README\.md; name a new folder"):
+        raytrain.export("run", tmp_path / "hub", format="huggingface", storage=tmp_path / "b")
 
 
 _OTHERS = [("onnx", "stretch"), ("onnx", "crop"), ("pt2", "crop"), ("pt2", "pad")]

@@ -1,7 +1,7 @@
 """A step on a GPU, with tensors that are on one in name only: all stay there, and the host waits for none of them.
 
 torch's fake tensors have shapes, types and devices, and no values, so that this needs no GPU. What can't be tried that
-way: the backward, cuDNN's LSTM, and torchvision's transforms, which draw their random numbers on the host.
+way: the backward, cuDNN's LSTM, and transforms of the user's own, which draw their random numbers on the host.
 ``tests/gpu`` tries them on a GPU. docs/architecture.md lists where the host waits in a step, and why.
 """
 
@@ -25,6 +25,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import first_and_full_size
 from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
+from raytrain.training import sample_margins
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors, on_host
 from raytrain.training.mixup import mix_batch
@@ -115,6 +116,9 @@ def batch(size: int = 4) -> Batch:
         {"flip": "alternating", "translate": 2},
         {"random_resized_crop": True, "cache_side": 1.5},
         {"channels_last": True, "flip": "random"},
+        {"auto_augment": "randaugment"},
+        {"auto_augment": "augmix", "rotation": 5},
+        {"color_jitter": 0.3, "blur": 0.5, "random_erasing": 0.5},
     ],
     ids=str,
 )
@@ -145,6 +149,18 @@ def test_the_loss_is_computed_where_the_logits_are(options: dict[str, Any], weig
         targets = torch.zeros(4, 10, device=GPU) if "labels" in options else batch().targets
         loss = Loss(config(**options), 10, weights, GPU)
         assert call(lambda: loss(torch.zeros(4, 10, device=GPU), targets)).device == GPU
+
+
+def test_margins_are_added_up_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_margins, "_is_plain", lambda tensor: True)  # a fake tensor is none
+    with on_a_gpu() as call:
+        margins, step = sample_margins.SampleMargins(10, 10, Worker(0, 1, GPU)), batch()
+
+        def add() -> None:
+            margins.begin(step)
+            margins.add(torch.zeros(4, 10, device=GPU), step.labels)
+
+        call(add)
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"custom", "digits-lstm"}))
@@ -232,6 +248,7 @@ def test_an_evaluation_waits_once_at_its_end(
         monkeypatch.setattr(run, "total", lambda sums: [1.0] * len(sums))
         monkeypatch.setattr(run.steps, "record_evaluation", lambda measured, thresholds: 1)
         monkeypatch.setattr(run.gallery, "write", lambda *place: None)
+        monkeypatch.setattr(run.margins, "lowest", lambda most: ())
         run.evaluate()
         with HostWaits() as waits:
             run.evaluate()

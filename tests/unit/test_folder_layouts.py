@@ -1,4 +1,4 @@
-"""Folders as people have them: right classes, no test image in training, and nothing left out in silence."""
+"""Folders as people have them: right classes, no validation image in training, and nothing left out in silence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened(data: Path, test_data: Path | None = None) -> Dataset:
 
 
 def counts(data: Dataset) -> dict[str, tuple[int, int]]:
-    training, test = data.train.class_counts().tolist(), data.test.class_counts().tolist()
+    training, test = data.train.class_counts().tolist(), data.validation.class_counts().tolist()
     return dict(zip(data.train.classes, zip(training, test, strict=True), strict=True))
 
 
@@ -92,7 +92,7 @@ def test_training_and_test_folders_are_used_as_such(
     tree(tmp_path / "a", f"{train}/cat", f"{train}/dog", f"{test}/cat", count=3)
     data = opened(tmp_path / "a")
     assert counts(data) == {"cat": (3, 3), "dog": (3, 0)}
-    assert "Training on the 6 images in" in caplog.text and "testing on the 3 in" in caplog.text
+    assert "training on 6 in" in caplog.text and "validating on 3 in" in caplog.text
     with pytest.raises(UsageError, match="which would become one data set"):
         build_manifest(open_store(str(tmp_path / "a")))
 
@@ -102,13 +102,25 @@ def test_training_and_test_folders_in_each_class_are_used_as_such(tmp_path: Path
     assert counts(opened(tmp_path / "a")) == {"cat": (3, 3), "dog": (3, 3)}
 
 
-def test_images_are_tested_on_the_test_folder_and_the_validation_folder_is_said_not_to_be_used(
+@pytest.mark.parametrize("layout", ["{part}/{name}", "{name}/{part}"])
+def test_three_folders_are_three_parts(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = [layout.format(part=part, name=name) for part in ("train", "val", "test") for name in ("cat", "dog")]
+    data = opened(tree(tmp_path / "a", *parts, count=2))
+    for images, part in ((data.train, "train"), (data.validation, "val"), (data.test, "test")):
+        assert images is not None and len(images) == 4
+        assert {part} == {part for part in ("train", "val", "test") for key in images.keys.to_pylist() if part in key}
+    assert "training on 4 in train/, validating on 4 in val/, testing at the end on 4 in test/" in caplog.text
+
+
+def test_test_images_without_classes_are_left_out_beside_validation_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tree(tmp_path / "a", *(f"{part}/{name}" for part in ("train", "val", "test") for name in ("cat", "dog")), count=2)
+    fill(tree(tmp_path / "a", "train/cat", "train/dog", "val/cat", "val/dog"), "test/1.png", "test/2.png")
     data = opened(tmp_path / "a")
-    assert {key.split("/")[0] for key in data.test.keys.to_pylist()} == {"test"}  # pyright: ignore
-    assert "The images in val/ of" in caplog.text
+    assert data.test is None and counts(data) == {"cat": (4, 4), "dog": (4, 4)}
+    assert (
+        "The images in test/ of" in caplog.text and "are not used: they are not in the class folders of" in caplog.text
+    )
 
 
 def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:
@@ -131,7 +143,7 @@ def test_training_and_test_images_without_classes_are_no_classes(names: tuple[st
     fill(tmp_path / "a", *(f"{name}/{number}.png" for name in names for number in range(5)))
     with pytest.raises(
         UsageError,
-        match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--test-data .* and the classes with --labels",
+        match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--validation-data .* and the classes with",
     ):
         opened(tmp_path / "a")
 
@@ -144,7 +156,7 @@ def test_an_image_beside_the_classes_makes_no_class_of_the_training_folder(tmp_p
 
 def test_other_folders_beside_training_and_test_folders_are_refused(tmp_path: Path) -> None:
     tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog", "extra/cat")
-    with pytest.raises(UsageError, match=r"other folders, such as extra/.*--data .*/train --test-data .*/test"):
+    with pytest.raises(UsageError, match=r"other folders, such as extra/.*--data .*/train --validation-data .*/test"):
         opened(tmp_path / "a")
 
 
@@ -272,7 +284,7 @@ def test_masks_beside_images_and_classes_that_are_alike_are_told(
 def test_images_in_no_class_folder_are_counted_once(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog"), "train.png")
     data = opened(tmp_path / "a")
-    assert (sum(data.train.left_out.values()), sum(data.test.left_out.values())) == (1, 1)
+    assert (sum(data.train.left_out.values()), sum(data.validation.left_out.values())) == (1, 1)
 
 
 def test_objects_that_stand_for_folders_are_no_files(

@@ -102,7 +102,7 @@ def test_too_many_classes_have_no_matrix_but_worst_images(tmp_path: Path) -> Non
 def _on_each_worker(folder: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shown = gallery(open_store(folder))
-    if rank < 2:  # the third worker has no test images
+    if rank < 2:  # the third worker has no validation images
         shown.add(batch([0, 1], first_sample=2 * rank), torch.tensor([[0.0, 1.0 + rank, 0.0], [0.0, 1.0, 0.0]]))
     shown.write(1, rank, world_size)
     shown.close()

@@ -52,7 +52,7 @@ def test_each_epoch_trains_on_its_size_and_all_evaluations_on_the_full_one(image
 
     def watching(run: Run) -> None:
         def evaluate() -> dict[str, float]:
-            tested.update(tuple(batch.images.shape[2:]) for batch in run.test_batches())
+            tested.update(tuple(batch.images.shape[2:]) for batch in run.evaluation_batches())
             return {"accuracy": 0.5, "loss": 1.0}
 
         model = run.prepare(run.build_model())

@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.data.dataset import open_dataset, write_manifests
+from raytrain.data.dataset import Dataset, open_dataset, write_manifests
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import Manifest
 from raytrain.datasets.pack import pack
-from raytrain.datasets.sources import Labelling
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images
@@ -40,12 +39,16 @@ def write(file: Path, rows: dict[str, Any]) -> Path:
 
 
 def opened(images: Path, labels: Path | str | None, tmp_path: Path, **options: Any) -> tuple[Manifest, Manifest]:
+    data = opened_parts(images, labels, tmp_path, **options)
+    return data.train, data.validation
+
+
+def opened_parts(images: Path, labels: Path | str | None, tmp_path: Path, **options: Any) -> Dataset:
     mean = (0.5, 0.5, 0.5)
     config = TrainConfig(
         data=str(images), labels=labels and str(labels), batch_size=2, learning_rate=1, mean=mean, std=mean, **options
     )
-    data = open_dataset(config, open_store(str(tmp_path / "run")))
-    return data.train, data.test
+    return open_dataset(config, open_store(str(tmp_path / "run")))
 
 
 def by_key(*manifests: Manifest) -> dict[str, str]:
@@ -85,7 +88,7 @@ def test_labels_in_a_bucket_of_images_in_a_bucket(images: Path, tmp_path: Path, 
     open_store(s3_url).put("labels.csv", write(tmp_path / "labels.csv", rows).read_bytes())
     config = TrainConfig(data=f"{s3_url}/images", labels=f"{s3_url}/labels.csv", batch_size=2, learning_rate=1)
     data = open_dataset(config, open_store(str(tmp_path / "run")))
-    assert (len(data.train), len(data.test), data.train.classes) == (81, 9, ("blue", "green", "red"))
+    assert (len(data.train), len(data.validation), data.train.classes) == (81, 9, ("blue", "green", "red"))
 
 
 def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
@@ -100,15 +103,37 @@ def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
         opened(images, labels, tmp_path, key_column="where", label_column=("bread",))
 
 
-def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = rows_of(images, split=lambda number: ("train", "Train", "val", "test")[number % 4])
-    train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+def test_a_column_says_the_three_parts(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = rows_of(images, split=lambda number: ("train", "Train", "val", "test", "extra")[number % 5])
+    data = opened_parts(images, write(tmp_path / "labels.csv", rows), tmp_path)
     split_of = dict(zip(rows["path"], rows["split"], strict=True))
-    assert {split_of[key] for key in by_key(train)} == {"train", "Train"}
-    assert {split_of[key] for key in by_key(test)} == {"test"}
-    assert "Rows of" in caplog.text and "with other splits (22 val) are not used" in caplog.text
+    assert {split_of[key] for key in by_key(data.train)} == {"train", "Train"}
+    assert {split_of[key] for key in by_key(data.validation)} == {"val"}
+    assert data.test is not None and {split_of[key] for key in by_key(data.test)} == {"test"}
+    assert "Rows of" in caplog.text and "with other splits (18 extra) are not used" in caplog.text
     rows["split"] = ["a"] * 90
-    assert "has the values 'a'; it must have train, and test or val" in refused(images, rows, tmp_path)
+    assert "has the values 'a'; it must have train, and validation or test" in refused(images, rows, tmp_path)
+
+
+def test_each_part_may_be_given_in_its_own_way(images: Path, tmp_path: Path) -> None:
+    """Of two parts, the held-out one is for validation; with another one, or a fraction, test images are a test."""
+    rows = rows_of(images, split=lambda number: ("train", "train", "test")[number % 3])
+    labels = write(tmp_path / "labels.csv", rows)
+    two = opened_parts(images, labels, tmp_path)
+    assert (len(two.train), len(two.validation), two.test) == (60, 30, None)
+    three = opened_parts(images, labels, tmp_path, validation_fraction=0.2)
+    assert three.test is not None and (len(three.train), len(three.validation), len(three.test)) == (48, 12, 30)
+    assert by_key(three.test) == by_key(two.validation)
+    place = str(shutil.copytree(images, tmp_path / "other"))
+    given = opened_parts(images, labels, tmp_path, validation_data=place, validation_labels=str(labels))
+    assert given.test is not None and (given.validation.url, len(given.test)) == (place, 30)
+    alone = opened_parts(images, None, tmp_path, test_data=place)
+    assert (alone.validation.url, alone.test) == (place, None)
+    split = opened_parts(images, None, tmp_path, test_data=place, validation_fraction=0.1)
+    assert split.test is not None and (len(split.train), len(split.validation), split.test.url) == (81, 9, place)
+    split.write(open_store(str(tmp_path / "run")))
+    stored = opened_parts(images, None, tmp_path, test_data=place, validation_fraction=0.1)
+    assert stored.test is not None and stored.stored is stored.train and stored.test.digest == split.test.digest
 
 
 @pytest.mark.parametrize(
@@ -146,7 +171,7 @@ def test_those_to_test_on_may_have_a_label_file_of_their_own(
         opened(images, labels, tmp_path, test_labels=str(labels))
     split = write(tmp_path / "split.csv", {**rows, "split": ["train", "test"] * 45})
     for one, other in ((split, tested), (labels, split)):
-        with pytest.raises(UsageError, match=r"split.csv says itself which images are tested on; give it alone"):
+        with pytest.raises(UsageError, match=r"split.csv says itself which images are held out; give it alone"):
             opened(images, one, tmp_path, test_labels=str(other))
     with pytest.raises(UsageError, match=r"nothing which are trained on; give --labels or --test-data"):
         opened(images, None, tmp_path, test_labels=str(tested))
@@ -193,7 +218,7 @@ def test_test_images_are_held_out_whatever_the_column_is_called(
     value_of = dict(zip(rows["path"], rows[name], strict=True))
     assert not {value_of[key] for key in by_key(train)} & {value_of[key] for key in by_key(test)}
     adversarial, _ = opened(images, tmp_path / "labels.csv", tmp_path, label_column=(name,))
-    assert set(by_key(adversarial).values()) == set(values)  # tells training from test images
+    assert set(by_key(adversarial).values()) == set(values)  # tells training from validation images
     rows["fold"] = rows[name]
     rows["set2"] = rows.pop(name)
     assert "columns 'fold', 'set2' of the label file" in refused(images, rows, tmp_path)
@@ -211,12 +236,12 @@ def test_a_column_of_flags_that_would_hold_out_images_is_said_not_to_be_read(
 def test_groups_are_on_one_side_as_a_whole_and_classes_keep_their_shares(images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, patient=lambda number: f"p{number % 30 // 2}")  # each has images of all three classes
     labels = write(tmp_path / "labels.csv", rows)
-    train, test = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2)
+    train, test = opened(images, labels, tmp_path, group_by="patient", validation_fraction=0.2)
     patient_of = dict(zip(rows["path"], rows["patient"], strict=True))
     assert {patient_of[key] for key in by_key(train)}.isdisjoint({patient_of[key] for key in by_key(test)})
     assert Counter(by_key(test).values()) == {"blue": 6, "green": 6, "red": 6}
-    again = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2)[1]
-    other = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2, seed=1)[1]
+    again = opened(images, labels, tmp_path, group_by="patient", validation_fraction=0.2)[1]
+    other = opened(images, labels, tmp_path, group_by="patient", validation_fraction=0.2, seed=1)[1]
     assert again.digest == test.digest != other.digest
 
 
@@ -228,7 +253,7 @@ def test_a_given_split_that_divides_groups_is_told_with_numbers(
 
     rows = rows_of(images, patient=lambda number: f"p{number % 30 // 2}", split=split)
     opened(images, write(tmp_path / "labels.csv", rows), tmp_path, group_by="patient")
-    assert "1 of 15 values of --group-by patient, such as p2, have both training and test images" in caplog.text
+    assert "1 of 15 values of --group-by patient, such as p2, have both training and held-out images" in caplog.text
     caplog.clear()
     parts = [[row == name for row in rows["split"]] for name in ("train", "test")]
     train, test = ({name: list(compress(rows[name], part)) for name in ("path", "label", "patient")} for part in parts)
@@ -245,7 +270,7 @@ def test_a_given_split_that_divides_groups_is_told_with_numbers(
 
 def test_groups_that_cannot_be_held_out_are_refused(images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, patient=lambda number: "ab"[number // 45])
-    assert "None of 2 groups is small enough for --test-fraction 0.1: the smallest has 45 of 90" in refused(
+    assert "None of 2 groups is small enough for --validation-fraction 0.1: the smallest has 45 of 90" in refused(
         images, rows, tmp_path, group_by="patient"
     )
     rows["patient"][3:5] = ["", "nan"]
@@ -518,7 +543,7 @@ def test_the_label_file_beside_the_images_says_the_classes(
     train, test = opened(metadata(images, rows), None, tmp_path)
     assert by_key(train, test) == expected and (len(train), len(test)) == (60, 30)
     assert "The classes are those in" in caplog.text and "metadata.csv" in caplog.text
-    pack(str(images), str(tmp_path / "packed"), labels=Labelling(split="train"))
+    pack(str(images), str(tmp_path / "packed"), split="train")
     assert by_key(build_manifest(open_store(str(tmp_path / "packed")))) == by_key(train)
     (images / "metadata.csv").unlink()
     assert by_key(*opened(images, None, tmp_path, name="other")) != expected
@@ -547,7 +572,7 @@ def test_a_table_of_something_else_beside_the_images_is_said_not_to_be_read(
 
 def test_options_of_a_label_file_are_refused_if_there_is_none(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="are for a label file, and none is beside the images"):
-        pack(str(images), str(tmp_path / "packed"), labels=Labelling(split="train"))
+        pack(str(images), str(tmp_path / "packed"), split="train")
 
 
 @pytest.mark.parametrize("folder", ["", "data/"])
@@ -564,33 +589,30 @@ def test_folders_of_training_and_test_images_hold_out_the_test_images(
     assert "The folders Train, val in" in caplog.text and "do not say" not in caplog.text
     rows["path"] = [Path(key).name for key in rows["path"]]
     opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
-    assert "The folders Train, val below" in caplog.text and "do not say which images are tested on" in caplog.text
+    assert "The folders Train, val below" in caplog.text and "do not say the split" in caplog.text
     caplog.clear()
     other = next((images / folder / "Train").iterdir())
     (images / folder / "more").mkdir()
     other.rename(images / folder / "more" / other.name)
     opened(images, write(tmp_path / "labels.csv", rows_of(images, label=lambda number: "ab"[number % 2])), tmp_path)
-    assert "do not say which images are tested on; a column split in" in caplog.text
+    assert "do not say the split; a column split in" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["folders", "column"])
-def test_a_fraction_of_test_images_that_is_not_used_is_told(
+def test_a_fraction_that_is_not_used_is_told(
     given: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if given == "folders":
         labels = None
-        test = Path(shutil.copytree(images, tmp_path / "test"))
+        for part in ("train", "val"):
+            shutil.copytree(images, tmp_path / "both" / part)
+        images = tmp_path / "both"
     else:
-        labels = write(tmp_path / "a.csv", rows_of(images, split=lambda number: ("train", "test")[number % 3 == 0]))
-        test = None
-    opened(images, labels, tmp_path, test_data=test)
-    assert "--test-fraction" not in caplog.text
-    opened(images, labels, tmp_path, test_data=test, test_fraction=0.3)
-    assert "--test-fraction 0.3 is not used: the test images are given." in caplog.text
-    caplog.clear()
-    write(tmp_path / "b.csv", rows_of(images, label=lambda number: "ab"[number % 2]))
-    opened(images, tmp_path / "b.csv", tmp_path, test_fraction=0.3)
-    assert "--test-fraction" not in caplog.text
+        labels = write(tmp_path / "a.csv", rows_of(images, split=lambda number: ("train", "val")[number % 3 == 0]))
+    opened(images, labels, tmp_path)
+    assert "--validation-fraction" not in caplog.text
+    opened(images, labels, tmp_path, validation_fraction=0.3)
+    assert "--validation-fraction 0.3 is not used: the validation images are given." in caplog.text
 
 
 def test_a_file_where_the_images_should_be_is_refused_as_such(images: Path, tmp_path: Path) -> None:

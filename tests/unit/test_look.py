@@ -43,7 +43,7 @@ sys.exit(code)
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """30 training images, of which a copy is in another class and one is broken; 9 test images, two of them copies."""
+    """30 training images, of which a copy is in another class and one is broken; 9 others, two of them copies."""
     train, test = tmp_path / "train", tmp_path / "test"
     for folder in (train, test):
         folder.mkdir()
@@ -65,7 +65,7 @@ def options(images: Path, **more: Any) -> raytrain.TrainConfig:
 
 def test_classes_files_and_problems_are_told(images: Path) -> None:
     result = look_at(options(images))
-    assert [(each.name, each.training, each.test) for each in result.classes] == [
+    assert [(each.name, each.training, each.validation) for each in result.classes] == [
         ("blue", 10, 3),
         ("green", 10, 3),
         ("red", 12, 3),
@@ -74,7 +74,7 @@ def test_classes_files_and_problems_are_told(images: Path) -> None:
     assert result.sample.width == (12, 12, 40) and result.sample.height == (12, 12, 20)
     assert [image.key for image in result.sample.unreadable] == ["red/000.png"]
     assert result.duplicates.compared == result.duplicates.images == 41
-    assert [(each.key, each.training_key) for each in result.duplicates.test] == [
+    assert [(each.key, each.training_key) for each in result.duplicates.held_out] == [
         ("blue/002.png", "blue/002.png"),
         ("green/002.png", "green/002.png"),
     ]
@@ -91,8 +91,8 @@ def test_a_bucket_is_looked_at_as_a_folder_is(
         put_images(images / name, open_store(f"{s3_url}/{name}"))
     here = look_at(options(images)).summary()
     there = look_at(config(f"{s3_url}/train", images / "runs", test_data=f"{s3_url}/test"))
-    assert {**there.summary(), "data": here["data"], "test_data": here["test_data"]} == here
-    assert (there.data, there.test_data) == (f"{s3_url}/train", f"{s3_url}/test")
+    assert {**there.summary(), "data": here["data"], "validation_data": here["validation_data"]} == here
+    assert (there.data, there.validation_data) == (f"{s3_url}/train", f"{s3_url}/test")
     assert len(there.first_images.labels) == 20 and there.first_images.pixels.std() > 10
     monkeypatch.chdir(images)
     given = f"--data {s3_url}/train --test-data {s3_url}/test --batch-size 8 --learning-rate 1 --image-size 12 12"
@@ -107,7 +107,7 @@ def test_without_time_a_part_is_looked_at_and_that_is_said(tmp_path: Path) -> No
     folder.mkdir()
     make_images(folder, 300)
     result = look_at(config(folder, tmp_path), limit_s=0)
-    assert result.sample.images == 64 + 30  # of 270 training images and of 30 test images
+    assert result.sample.images == 64 + 30  # of 270 training images and of 30 validation images
     assert 64 <= result.duplicates.compared < result.duplicates.images == 300
 
 
@@ -135,14 +135,14 @@ def test_entity_tags_are_believed_if_they_are_the_hashes_of_a_few_files(tmp_path
     make_images(folder, 90)
     (folder / "red" / "copy.png").write_bytes((folder / "blue" / "003.png").read_bytes())
     data = open_dataset(config(folder, tmp_path), run_store(str(tmp_path), "none"))
-    train, test = (hashed(data, manifest, wrong) for manifest in (data.train, data.test))
+    train, test = (hashed(data, manifest, wrong) for manifest in (data.train, data.validation))
     store = Counted(str(folder))
     images = StoredImages(store, train), StoredImages(store, test)
     Counted.num_read = 0
-    found = find_duplicates(*images, time.monotonic() + 60)
+    found = find_duplicates(images, time.monotonic() + 60)
     assert found.compared == found.images == 91
-    assert len(found.test) + len(found.contradicting) == 1
-    assert (Counted.num_read == 16) is (not wrong)  # eight training images, and eight test images
+    assert len(found.held_out) + len(found.contradicting) == 1
+    assert (Counted.num_read == 16) is (not wrong)  # eight training images, and eight validation images
 
 
 @pytest.mark.parametrize("mixing", [{}, {"cutmix": 1.0}])

@@ -60,5 +60,12 @@ def test_piecewise_counts_epochs_from_the_start_of_the_run() -> None:
     assert rates(schedule="piecewise:0.1/3ep", warmup_epochs=1)[30] == pytest.approx(0.08)
 
 
+def test_warm_up_and_schedule_begin_again_after_the_epochs_of_the_head() -> None:
+    found = rates(head_epochs=2, warmup_epochs=0.5, schedule="cosine")
+    warmup = [0.16, 0.32, 0.48, 0.64, 0.8]
+    assert found[:20] == pytest.approx(warmup + [0.8] * 15)
+    assert found[20:] == pytest.approx(rates(num_steps=80, warmup_epochs=0.5, schedule="cosine"))
+
+
 def test_a_run_shorter_than_its_warm_up_only_warms_up() -> None:
     assert rates(num_steps=5, schedule="cosine", warmup_epochs=1) == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.4])

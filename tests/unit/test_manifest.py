@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import UNLABELLED, Manifest, list_images
-from raytrain.data.labels.train_test_split import train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
@@ -191,19 +191,19 @@ def test_test_images_of_unknown_classes_are_refused(store: Store) -> None:
 
 def test_a_split_is_stratified_random_and_repeatable(store: Store) -> None:
     manifest = numbered(store, cat=100, dog=50, elk=7)
-    train, test = train_test_split(manifest, 0.1, seed=3)
+    train, test = hold_out(manifest, 0.1, seed=3)
     assert np.bincount(test.labels).tolist() == [10, 5, 1]
     assert sorted(keys(train) + keys(test)) == keys(manifest)
     assert keys(train) == sorted(keys(train)) and keys(test) == sorted(keys(test))
     assert train.classes == test.classes == manifest.classes
-    again, other = train_test_split(manifest, 0.1, seed=3)[1], train_test_split(manifest, 0.1, seed=4)[1]
+    again, other = hold_out(manifest, 0.1, seed=3)[1], hold_out(manifest, 0.1, seed=4)[1]
     assert again.digest == test.digest != other.digest
     assert keys(test)[:10] != keys(manifest)[:10]
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.999])
 def test_a_split_has_each_class_on_both_sides_if_possible(store: Store, fraction: float) -> None:
-    train, test = train_test_split(numbered(store, cat=2, dog=40, elk=1), fraction, seed=0)
+    train, test = hold_out(numbered(store, cat=2, dog=40, elk=1), fraction, seed=0)
     assert min(np.bincount(train.labels, minlength=3)) >= 1
     assert min(np.bincount(test.labels, minlength=3)[:2]) >= 1 and 2 not in test.labels
 
@@ -213,7 +213,7 @@ def test_a_split_has_each_image_once(labels: list[int], fraction: float, seed: i
     names = pa.array([f"{number:03d}.jpg" for number in range(len(labels))], pa.large_string())
     sizes = np.ones(len(labels), np.int64)
     manifest = Manifest(names, np.array(labels, np.int32), sizes, names, ("a", "b", "c", "d"), "folder")
-    train, test = train_test_split(manifest, fraction, seed)
+    train, test = hold_out(manifest, fraction, seed)
     assert sorted(keys(train) + keys(test)) == keys(manifest)
     for label in set(labels):
         num_images, num_held_out = labels.count(label), int((test.labels == label).sum())

@@ -81,14 +81,16 @@ def by_key(manifest: Manifest) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_both_kinds_of_label_files_say_the_same(images: Path, tmp_path: Path, joined: bool) -> None:
-    data = opened(images, **write_labels(tmp_path / "labels.csv", joined=joined), test_fraction=0.2)
-    assert data.train.classes == data.test.classes == CLASSES
-    found = by_key(data.train) | by_key(data.test)
+    data = opened(images, **write_labels(tmp_path / "labels.csv", joined=joined), validation_fraction=0.2)
+    assert data.train.classes == data.validation.classes == CLASSES
+    found = by_key(data.train) | by_key(data.validation)
     assert found == {f"{number:02d}.png": classes_of(number) for number in range(NUM_IMAGES)}
-    assert len(data.train) + len(data.test) == NUM_IMAGES
-    for held_out, total in zip(data.test.class_counts(), (20, 30, 6), strict=True):
+    assert len(data.train) + len(data.validation) == NUM_IMAGES
+    for held_out, total in zip(data.validation.class_counts(), (20, 30, 6), strict=True):
         assert held_out == pytest.approx(0.2 * total, abs=2)
-    assert "" in {"".join(names) for names in by_key(data.test).values()}  # images without a class are held out, too
+    assert "" in {
+        "".join(names) for names in by_key(data.validation).values()
+    }  # images without a class are held out, too
     again = Manifest.from_parquet(data.train.to_parquet())
     assert again.digest == data.train.digest and by_key(again) == by_key(data.train)
     assert class_weights("balanced", data.train) == pytest.approx(
@@ -101,9 +103,9 @@ def test_groups_are_held_out_as_a_whole(images: Path, tmp_path: Path) -> None:
     table = pyarrow.csv.read_csv(tmp_path / "labels.csv")
     table = table.append_column("patient", pa.array([f"p{number // 3}" for number in range(NUM_IMAGES)]))
     pyarrow.csv.write_csv(table, tmp_path / "labels.csv")
-    data = opened(images, **columns, group_by="patient", test_fraction=0.2)
-    patients = [{int(key[:2]) // 3 for key in by_key(each)} for each in (data.train, data.test)]
-    assert patients[0].isdisjoint(patients[1]) and 6 <= len(data.test) <= 18
+    data = opened(images, **columns, group_by="patient", validation_fraction=0.2)
+    patients = [{int(key[:2]) // 3 for key in by_key(each)} for each in (data.train, data.validation)]
+    assert patients[0].isdisjoint(patients[1]) and 6 <= len(data.validation) <= 18
 
 
 @pytest.mark.parametrize(
@@ -165,14 +167,16 @@ def test_the_loss_is_torchs() -> None:
 @pytest.mark.not_quick
 def test_one_and_three_workers_train_and_measure_the_same(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=False)
-    common = {**columns, "mixup": 0.4, "class_weights": "balanced", "accumulate": 2, "test_fraction": 0.3}
+    common = {**columns, "mixup": 0.4, "class_weights": "balanced", "accumulate": 2, "validation_fraction": 0.3}
+    common |= {"metrics": ("auroc", "calibration_error")}
     one, recorder = train_here(folder_run(images, tmp_path, "one", **common))
     stopped = folder_run(images, tmp_path, "three", **common, stop_after=3)
     train_runs(3, stopped)
     (three,) = train_runs(3, dataclasses.replace(stopped, stop_after=None))
     assert largest_difference(one, three) < 1e-10
     (first, *_, last) = [row for row in recorder.rows if row.kind == "evaluation"]
-    assert set(last.metrics) == {"accuracy", "loss", "mean_average_precision", "macro_f1"}
+    named = {"auroc", "calibration_error"}
+    assert set(last.metrics) == {"accuracy", "loss", "mean_average_precision", "macro_f1", *named}
     assert first.step == 3 and last.step == 6
     stored = [stored_thresholds(run_store(str(tmp_path), name), checkpoint_path(6), 3) for name in ("one", "three")]
     assert stored[0] == pytest.approx(stored[1]) and stored[0] != [0.5] * 3
@@ -236,8 +240,8 @@ def test_an_evaluation_scores_each_class(trained: Path) -> None:
 @pytest.mark.not_quick
 def test_a_look_shows_all_classes_of_an_image(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=True)
-    result = look_at(small_config(images, tmp_path, **columns, test_fraction=0.2))
-    assert [(each.name, each.training + each.test) for each in result.classes] == [
+    result = look_at(small_config(images, tmp_path, **columns, validation_fraction=0.2))
+    assert [(each.name, each.training + each.validation) for each in result.classes] == [
         ("bright", 20),
         ("odd", 30),
         ("rare", 6),

@@ -115,6 +115,7 @@ def test_a_run_that_starts_keeps_the_gpus_that_were_chosen(device: str, found: s
         ({"learning_rate": "x"}, "--learning-rate is 'x'; give a number of at least 0, such as 0.1 or 0.05/worker."),
         ({"learning_rate": "-1/worker"}, "--learning-rate is '-1/worker'; give"),
         ({"schedule": "cosin"}, "--schedule is 'cosin' (did you mean cosine?); give constant, cosine, linear, or"),
+        ({"auto_augment": "randaugmnt"}, "--auto-augment is 'randaugmnt' (did you mean randaugment?); give rand"),
         ({"schedule": "piecewise:0.1/0ep"}, "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10"),
         ({"schedule": "rising:1..1"}, "find-rate takes rising:1e-6..10"),
         ({"checkpoint_every": ("1 ep",)}, "--checkpoint-every is '1 ep'; give epochs, steps or a time, such as 1ep,"),
@@ -214,7 +215,8 @@ def test_each_option_is_in_one_section() -> None:
         (Mark.OWN_CODE, {"loop", "track", "model", "transforms"}),
         (Mark.DECIDED_ANEW, {"workers", "device", "backend", "address", "worker_load", "wait_for_machines_s"}),
         (Mark.SHARED_PLACE, {"data", "test_data", "labels", "test_labels", "storage", "weights"}),
-        (Mark.DESCRIBES_RUN, {"name", "storage", "tag", "note"}),
+        (Mark.DESCRIBES_RUN, {"name", "storage", "tag", "note", "price"}),
+        (Mark.SECRET, {"notify"}),
     ],
 )
 def test_marks_that_decide_what_runs_and_what_is_compared(mark: Mark, names: set[str]) -> None:
@@ -223,4 +225,5 @@ def test_marks_that_decide_what_runs_and_what_is_compared(mark: Mark, names: set
 
 def test_options_that_a_call_takes_are_known_by_the_call() -> None:
     assert options_by_call()["run.build_scheduler"] == ["schedule", "warmup_epochs"]
+    assert options_by_call()["run.train_head_first"] == ["head_epochs"]
     assert options_by_call()["run.build_model"] == ["model", "weights", "freeze"]

@@ -25,7 +25,6 @@ from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.labelled_images import labelled
 from raytrain.data.labels.manifest import list_images
 from raytrain.datasets.pack import PackResult, pack
-from raytrain.datasets.sources import Labelling
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images
@@ -46,7 +45,7 @@ def files_of(images: Path) -> Contents:
 
 
 def packed(source: Path | str, folder: Path | str, **options: Any) -> PackResult:
-    return pack(str(source), str(folder), Console(file=io.StringIO()), **options)
+    return pack(str(source), str(folder), console=Console(file=io.StringIO()), **options)
 
 
 def contents(folder: Path | str) -> Contents:
@@ -99,7 +98,7 @@ def test_parquet_as_hugging_face_writes_it(images: Path, tmp_path: Path) -> None
     assert by_content == {data: label for label, data in found.values()}
     assert min(contents(tmp_path / "packed")) == "train-00000-of-00002/000000000.png"
     pq.write_table(table, folder / "test-00000-of-00001.parquet")
-    with pytest.raises(UsageError, match="has archives of training and of test images; pack each by a pattern"):
+    with pytest.raises(UsageError, match="has archives of training and of held-out images; pack each by a pattern"):
         packed(folder, tmp_path / "both")
     assert packed(f"{folder}/train-*", tmp_path / "again").digest == packed(folder / "train-*", tmp_path / "3").digest
 
@@ -145,7 +144,7 @@ def test_images_with_a_label_file_beside_them(name: str, images: Path, tmp_path:
     found = files_of(images)
     rows = [f"{key},{'ab'[number % 2]}\n" for number, key in enumerate(found)]
     (images / name).write_text("file_name,label\n" + "".join(rows))
-    packed(images, tmp_path / "packed", labels=Labelling(None if name == "metadata.csv" else str(images / name)))
+    packed(images, tmp_path / "packed", labels=None if name == "metadata.csv" else images / name)
     expected = {key: ("ab"[number % 2], data) for number, (key, (_, data)) in enumerate(found.items())}
     assert contents(tmp_path / "packed") == expected
 
@@ -163,10 +162,9 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
         packed(write_tar(tmp_path / "empty.tar", {"a.png": b"x"}), tmp_path / "packed")
     with pytest.raises(UsageError, match=r"No file that ends in .parquet, .tar, .tgz, .tar.gz matches"):
         packed(tmp_path / "none-*", tmp_path / "packed")
-    several = LabelColumns(separator="|"), LabelColumns(label=("a", "b"))
-    for labelling in (Labelling("labels.csv"), *(Labelling(columns=columns) for columns in several)):
+    for labelling in ({"labels": "labels.csv"}, {"label_separator": "|"}, {"label_column": ("a", "b")}):
         with pytest.raises(UsageError, match=r"--labels, .* are for images in folders"):
-            packed(tmp_path / "empty.tar", tmp_path / "packed", labels=labelling)
+            packed(tmp_path / "empty.tar", tmp_path / "packed", **labelling)
 
 
 # Archives in which names repeat, labels are missing, or members are called otherwise.
@@ -346,7 +344,7 @@ def test_splits_in_a_parquet_file_are_packed_one_by_one(images: Path, tmp_path: 
     file = parquet(tmp_path / "a.parquet", [], image=files, label=["a", "b", "a", "b"], Split=parts)
     with pytest.raises(UsageError, match=r"has the splits test, train, .* --split train"):
         packed(file, tmp_path / "packed")
-    packed(file, tmp_path / "packed", labels=Labelling(split="train"))
+    packed(file, tmp_path / "packed", split="train")
     assert labels_by_content(tmp_path / "packed") == {files[0]: "a", files[1]: "b"}
 
 
@@ -365,7 +363,7 @@ def test_a_label_file_beside_its_images_is_no_archive(
     with pytest.raises(UsageError, match=r"labels.parquet has no column of images: .* give a label file with --labels"):
         packed(images, tmp_path / "packed")
     assert "3 that are no archives, such as blue" in caplog.text
-    assert packed(images, tmp_path / "packed", labels=Labelling(str(images / "labels.parquet"))).num_images == 12
+    assert packed(images, tmp_path / "packed", labels=images / "labels.parquet").num_images == 12
 
 
 def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: Path) -> None:
@@ -391,7 +389,7 @@ def test_columns_that_hold_anything_else_are_refused(columns: dict[str, Any], ex
 def test_columns_of_other_names_are_read_by_option(images: Path, tmp_path: Path) -> None:
     files = unique(images, 2)
     file = parquet(tmp_path / "a.parquet", [], img=files, fine_label=["a", "b"], id=["p", "q"])
-    packed(file, tmp_path / "packed", labels=Labelling(columns=LabelColumns(key="id", label=("fine_label",))))
+    packed(file, tmp_path / "packed", key_column="id", label_column="fine_label")
     assert contents(tmp_path / "packed") == {"a/p.png": ("a", files[0]), "a/q.png": ("b", files[1])}
 
 
@@ -401,7 +399,7 @@ def test_archives_of_training_and_test_images_are_refused(names: tuple[str, str]
     for name in names:
         parquet(tmp_path / "in" / name, [], image=unique(images, 2), label=["a", "b"])
     for source in (tmp_path / "in", f"{tmp_path}/in/*.parquet"):
-        with pytest.raises(UsageError, match="has archives of training and of test images"):
+        with pytest.raises(UsageError, match="has archives of training and of held-out images"):
             packed(source, tmp_path / "packed")
 
 
@@ -425,7 +423,7 @@ def test_a_table_with_splits_is_packed_split_by_split(images: Path, tmp_path: Pa
     (images / "metadata.csv").write_text("file_name,label,split\n" + rows)
     with pytest.raises(UsageError, match=r"has the splits test, train, .* --split train"):
         packed(images, tmp_path / "packed")
-    packed(images, tmp_path / "packed", labels=Labelling(split="train"))
+    packed(images, tmp_path / "packed", split="train")
     assert sorted(contents(tmp_path / "packed")) == keys[4:]
 
 
@@ -437,7 +435,7 @@ def test_images_with_several_classes_are_packed_and_trained_on_with_the_same_fil
     rows = [f"{key},{('cat|dog', 'cat', '')[place % 3]}" for place, key in enumerate(keys)]
     file.write_text("\n".join(["path,label", *rows]))
     columns = LabelColumns(separator="|")
-    result = packed(images, tmp_path / "packed", labels=Labelling(str(file), columns))
+    result = packed(images, tmp_path / "packed", labels=file, label_separator="|")
     assert result.num_images == len(keys)
     assert f"such as 'cat|dog'; train on them with --labels {file}" in caplog.text
     shards = open_store(str(tmp_path / "packed"))
@@ -618,7 +616,7 @@ def test_the_photograph_of_a_sample_is_packed_and_not_its_mask(
 ) -> None:
     members = sample(images, *suffixes)
     file = write_tar(tmp_path / "a.tar", members)
-    packed(file, tmp_path / "packed", labels=Labelling(image_suffix=image_suffix))
+    packed(file, tmp_path / "packed", image_suffix=image_suffix)
     expected = {members[f"0.{photograph}"]: "a", members[f"1.{photograph}"]: "b"}
     assert labels_by_content(tmp_path / "packed") == expected
     assert "2 second images of a sample, such as masks" in caplog.text
@@ -629,12 +627,12 @@ def test_images_of_a_sample_that_cannot_be_told_apart_are_asked_for(images: Path
     match = r"a.tar has one label beside 0.png and 0.webp; name the image to take with --image-suffix, such as .* png\."
     for image_suffix in (None, "bmp"):
         with pytest.raises(UsageError, match=match):
-            packed(file, tmp_path / "packed", labels=Labelling(image_suffix=image_suffix))
+            packed(file, tmp_path / "packed", image_suffix=image_suffix)
     write_tar(file, sample(images, "left.jpg", "right.jpg", "cls"))
     with pytest.raises(UsageError, match="if a sample has several images, name the one to take with --image-suffix"):
         packed(file, tmp_path / "packed")
     with pytest.raises(UsageError, match=r"--image-suffix is png, which names .* and .*images is none; leave it out"):
-        packed(images, tmp_path / "packed", labels=Labelling(image_suffix="png"))
+        packed(images, tmp_path / "packed", image_suffix="png")
 
 
 def test_changed_images_of_an_archive_are_packed_again(images: Path, tmp_path: Path) -> None:

@@ -123,12 +123,24 @@ def test_a_run_that_does_not_exist_is_not_resumed(stored: TrainConfig) -> None:
     assert "There is no run 'frist' in ./runs" in refused("train cifar10 --name=frist --resume")
 
 
-def test_without_a_recipe_custom_is_trained_or_the_run_resumed_as_it_was(stored: TrainConfig) -> None:
-    expected = RECIPES["custom"](data="cifar10", image_size=(64, 64), learning_rate=0.5, batch_size=8)
+def test_without_a_recipe_auto_is_trained_or_the_run_resumed_as_it_was(stored: TrainConfig) -> None:
+    expected = RECIPES["auto"](data="cifar10", image_size=(64, 64), learning_rate=0.5, batch_size=8)
     assert parsed("train --data cifar10 --image-size 64 --lr 0.5 --bs=8") == expected
     assert parsed("train --debug --data=cifar10 --image-size 64 --lr 0.5 --bs 8") == expected
     resumed = parsed("train --name first --resume --epochs 4")
     assert (resumed.recipe, resumed.seed, resumed.epochs) == ("cifar10", 7, 4)
+
+
+@pytest.mark.parametrize("words", ["--optimizer sgd", "--optimizer=sgd", "--no-nesterov --bs 8", "--weights none"])
+def test_what_is_typed_is_not_left_to_auto_also_if_it_is_the_default(words: str, stored: TrainConfig) -> None:
+    names = {"--optimizer": "optimizer", "--no-nesterov": "nesterov", "--weights": "weights"}
+    name = names[words.partition(" ")[0].partition("=")[0]]
+    assert name in parsed("train --data x").open_options
+    assert name not in parsed(f"train --data x {words}").open_options
+
+
+def test_a_loop_of_ones_own_gets_the_plain_options(stored: TrainConfig) -> None:
+    assert parsed("train --data x --loop mine.py:train") == RECIPES["custom"](data="x", loop="mine.py:train")
 
 
 def test_a_flag_of_several_values_may_be_repeated(stored: TrainConfig) -> None:
@@ -153,7 +165,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train s3://b/x", "There is no recipe 's3://b/x' (images are given as --data s3://b/x); the recipes are "),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Choose one of digits, digits-lstm, cifar10, "),
-        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
+        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train cifar10 --recipe digits", "There is no option --recipe"),
         ("find-rate cifar10 --rates 1 --resume", "There is no option --resume"),

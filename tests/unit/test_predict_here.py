@@ -28,6 +28,7 @@ from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import list_images
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import RaytrainError, UsageError
+from raytrain.inference.embeddings import NetworkWithEmbeddings
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
@@ -70,6 +71,52 @@ def images(tmp_path: Path) -> Path:
             pixels = random.integers(0, 256, (20, 12), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
     return tmp_path / "images"
+
+
+@pytest.mark.parametrize("views", [(), ("flip", "shift")])
+def test_embeddings_are_what_the_head_gets(
+    trained: Path, images: Path, views: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    (images / "cat" / "words.png").write_bytes(b"this is no image")
+    output = trained / "rows.parquet"
+    given: dict[str, Any] = {"storage": trained, "embeddings": True, "test_views": views}
+    raytrain.predict("first", images, output, **given)
+    table = pq.read_table(output)
+    assert table.column_names == ["key", "label", "score", "embedding", "error"]
+    model = raytrain.load("first", storage=trained)
+    head = [layer for layer in model.network.modules() if isinstance(layer, torch.nn.Linear)][-1]
+    assert table["embedding"].type == pa.list_(pa.float32(), head.in_features)
+
+    # Through the head, they give the scores; an image that cannot be read has none.
+    is_bad = np.array([key == "cat/words.png" for key in table["key"].to_pylist()])
+    assert [embedding is None for embedding in table["embedding"].to_pylist()] == is_bad.tolist()
+    good = table.filter(pa.array(~is_bad))
+    embeddings = np.stack(good["embedding"].to_numpy())
+    assert (embeddings.shape, embeddings.dtype) == ((24, head.in_features), np.float32)
+    scores = head(torch.from_numpy(embeddings)).softmax(dim=1).amax(dim=1)
+    assert scores.tolist() == pytest.approx(good["score"].to_pylist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_classes", "size"), [("squeezenet1_1", 3, 512), ("timm:vit_tiny_patch16_224", 3, 192)]
+)
+def test_embeddings_of_other_heads_have_a_number_for_each_channel(model: str, num_classes: int, size: int) -> None:
+    network = build_model(model, num_classes, 3, 0, (32, 32)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    logits, embeddings = NetworkWithEmbeddings(network, num_classes)(images).split([num_classes, size], dim=1)
+    assert torch.equal(logits, network(images)) and embeddings.shape == (2, size)
+
+
+def test_embeddings_that_cannot_be_written_or_found_are_refused(
+    trained: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=r"--output rows\.csv holds none; write \.parquet"):
+        raytrain.predict("first", images, "rows.csv", storage=trained, embeddings=True)
+    assert main(["predict", "first", "--data", str(images), "--storage", str(trained), "--embeddings"]) == 2
+    assert "give --output, a .parquet file" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="the network has no fully connected layer"):
+        NetworkWithEmbeddings(torch.nn.Flatten(), 3)
 
 
 def test_one_machine_evaluates_and_predicts_without_ray(trained: Path, images: Path) -> None:

@@ -33,7 +33,7 @@ def test_cifar10_fast_has_the_rates_of_its_paper_for_a_mean_loss() -> None:
 def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
     config = digits().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.channels) == (512, 20, (28, 28), 1)
-    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (
+    assert (config.learning_rate, config.momentum, config.schedule, config.validation_fraction) == (
         0.01,
         0.9,
         "constant",
@@ -41,7 +41,7 @@ def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
     )
     config = flowers().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.model) == (512, 100, (100, 100), "resnet50")
-    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (
+    assert (config.learning_rate, config.momentum, config.schedule, config.validation_fraction) == (
         0.01,
         0.9,
         "constant",
@@ -52,7 +52,7 @@ def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
 def test_alexnet_transfer_has_the_options_of_its_document() -> None:
     config = alexnet_transfer().scaled_to(num_workers=8)
     assert (config.model, config.weights, config.head_learning_rate_factor) == ("alexnet", "DEFAULT", 20)
-    assert (config.batch_size, config.learning_rate, config.test_fraction) == (2000, pytest.approx(0.01), 0.1)
+    assert (config.batch_size, config.learning_rate, config.validation_fraction) == (2000, pytest.approx(0.01), 0.1)
     assert config.schedule == "piecewise:0.1/20ep"
 
 

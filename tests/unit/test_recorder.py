@@ -88,7 +88,7 @@ def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -
     recorder = RunRecorder(store, num_steps=100)
     monitor.started(num_workers=2, step=0)
     monitor.request_stop(StopReason("signal", "SIGINT"))
-    progress = Progress(step=50, samples_seen=400, test_accuracy=0.75, test_loss=0.5, evaluated_step=40)
+    progress = Progress(step=50, samples_seen=400, validation_accuracy=0.75, validation_loss=0.5, evaluated_step=40)
     outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
     result = recorder.result(outcome, monitor.snapshot(), num_workers=2)
     monitor.finish(outcome.status, result)
@@ -104,7 +104,12 @@ def test_if_the_workers_report_no_result_it_is_taken_from_the_monitor(store: Sto
     monitor.record(MetricRow(kind="step", step=30, epoch=1, samples_seen=240))
     monitor.record(MetricRow(kind="evaluation", step=30, epoch=1, metrics={"accuracy": 0.5, "loss": 1.5}))
     progress = progress_of(monitor.snapshot(), 0)
-    assert (progress.step, progress.samples_seen, progress.test_accuracy, progress.test_loss) == (30, 240, 0.5, 1.5)
+    assert (progress.step, progress.samples_seen, progress.validation_accuracy, progress.validation_loss) == (
+        30,
+        240,
+        0.5,
+        1.5,
+    )
 
 
 def test_a_run_that_ends_before_it_resumes_has_come_as_far_as_its_checkpoint(store: Store, monitor: RunMonitor) -> None:

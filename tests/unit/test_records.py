@@ -106,7 +106,7 @@ def test_a_run_that_has_ended_needs_no_status_updates(storage: str) -> None:
 
 def test_all_runs_are_listed_newest_first(storage: str) -> None:
     old = make_run(storage, "old", "finished", step=100)
-    write_json(old, SUMMARY, {"test_accuracy": 0.875})
+    write_json(old, SUMMARY, {"validation_accuracy": 0.875})
     fall_silent(old, for_s=1000)
     make_run(storage, "new", step=7)
     killed = run_store(storage, "killed-at-once")
@@ -116,7 +116,7 @@ def test_all_runs_are_listed_newest_first(storage: str) -> None:
     listed = list_runs(storage)
     assert [run.name for run in listed] == ["new", "old", "killed-at-once"]
     assert [run.status.status for run in listed] == ["running", "finished", "interrupted"]
-    assert [run.test_accuracy for run in listed] == [None, 0.875, None]
+    assert [run.validation_accuracy for run in listed] == [None, 0.875, None]
     assert {run.recipe for run in listed} == {"digits"}
 
 

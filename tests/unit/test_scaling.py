@@ -45,7 +45,7 @@ def test_worker_counts_may_be_any_numbers_in_any_order() -> None:
 def test_the_target_is_95_percent_of_the_best_final_accuracy_if_none_is_given() -> None:
     compared = compare({1: history(100, [0.4, 0.8]), 2: history(170, [0.3, 0.6]), 4: history(290, [0.7, 0.72])})
     assert compared.target_accuracy == pytest.approx(0.76)
-    assert [size.test_accuracy for size in compared.sizes] == [0.8, 0.6, 0.72]
+    assert [size.validation_accuracy for size in compared.sizes] == [0.8, 0.6, 0.72]
     assert [size.seconds_to_target for size in compared.sizes] == [pytest.approx(10 + 0.9 * 10), None, None]
     assert compared.time_gain is None
     assert compared.accuracy_spread == pytest.approx(0.2)
@@ -85,7 +85,7 @@ def test_unknown_values_are_none() -> None:
     assert (nothing.sizes, nothing.target_accuracy, nothing.images_per_s_gain) == ((), None, None)
     untested = compare({1: [row for row in history(100, [0.5]) if row.kind == "step"]})
     (size,) = untested.sizes
-    assert (size.images_per_s, size.test_accuracy, size.seconds_to_target, untested.target_accuracy) == (
+    assert (size.images_per_s, size.validation_accuracy, size.seconds_to_target, untested.target_accuracy) == (
         100,
         None,
         None,

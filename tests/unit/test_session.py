@@ -9,20 +9,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raytrain.config import ResolvedConfig
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import CONFIG, SUMMARY, read_json, run_store
+from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import read_status
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 from tests.helpers.small_runs import config
+from tests.helpers.stored_histories import step_row
 
 pytestmark = pytest.mark.not_quick  # images are decoded in a process
 
@@ -34,6 +38,7 @@ class StandIn:
     """A launch without workers: ``train`` does what they would do, at each poll."""
 
     num_workers = 2
+    ends_workers = True
 
     def __init__(self, prepared: PreparedRun, train: Callable[[Coordinator], None]) -> None:
         self.config: ResolvedConfig = prepared.resolve(2, "cpu")
@@ -70,8 +75,9 @@ def session(
     train: Callable[[Coordinator], None],
     signals: StopSignals | None = None,
     loop: Callable[..., None] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[RunSession, StandIn]]:
-    wanted = settle_options(config(images, storage, precision="float32"))
+    wanted = settle_options(config(images, storage, precision="float32", **options))
     with prepare(wanted, TrainRequest(signals=signals or StopSignals(), loop=loop)) as prepared:
         launch = StandIn(prepared, train)
         with RunSession(prepared, launch) as opened:
@@ -124,6 +130,37 @@ def test_a_stop_of_a_run_that_trains_goes_to_its_workers(images: Path, tmp_path:
         signals.request_stop(StopReason("page", "here"))
 
     assert run(images, tmp_path, train, signals).stop_reason == StopReason("page", "here")
+
+
+def test_a_run_that_has_cost_its_limit_stops_and_says_so(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        if coordinator.snapshot().status == "starting":
+            coordinator.started(2, 0)
+        elif coordinator.wait_for_stop_request(0.0) is not None:
+            coordinator.conclude(STOPPED)
+
+    with session(images, tmp_path, train, price=("1000000",), max_cost=0.001) as (opened, _):
+        result = opened.watch()
+    assert result.stop_reason is not None and result.stop_reason.kind == "cost"
+    assert result.dollars is not None and result.dollars >= 0.001
+    status = read_status(run_store(str(tmp_path), "run"))
+    assert (status.status, status.dollars) == ("stopped", result.dollars)
+
+
+def test_the_images_whose_labels_look_wrong_are_written_with_their_pictures(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1), SuspiciousLabel(0, 2, 0.5, 0.1, 2)])
+        coordinator.conclude(DONE)
+
+    with session(images, tmp_path, train) as (opened, launch):
+        opened.watch()
+    store = run_store(str(tmp_path), "run")
+    first, second = read_json(store, SUSPICIOUS_LABELS)["labels"]
+    keys = Manifest.from_parquet(store.get(MANIFEST)).keys.to_pylist()
+    assert (first["key"], first["suggested"], first["margin"]) == (keys[5], "green", -1.5)
+    assert second["image"].startswith("data:image/png;base64,") and second["label"] == keys[0].partition("/")[0]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(), SystemExit(1)])
@@ -217,16 +254,34 @@ def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_sam
     assert caplog.text.count("the trace") == 1
 
 
-def test_a_run_whose_loop_is_a_function_names_no_command_that_would_train_another_one(
-    images: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("steps", "advice"),
+    [
+        (0, "It has made no step, and nothing of it is kept: start it again as before"),
+        (1, "It has no checkpoint yet: start it again with {}"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("loop", "how"),
+    [
+        (print, "raytrain.train, the same loop, name='run' and resume=True"),
+        (None, "raytrain train --name run --storage {}"),
+    ],
+)
+def test_a_run_that_failed_says_how_to_go_on_and_names_no_command_that_would_train_another_loop(
+    images: Path, tmp_path: Path, steps: int, advice: str, loop: Callable[..., None] | None, how: str
 ) -> None:
     def give_up(coordinator: Coordinator) -> None:
         coordinator.checked()
+        coordinator.started(2, 0)
+        for step in range(1, steps + 1):
+            coordinator.record(step_row(step))
         coordinator.give_up(LoopFailed("its loop failed.", restart_may_help=False))
 
-    with session(images, tmp_path, give_up, loop=print) as (opened, _), pytest.raises(TrainingFailed) as raised:
+    with session(images, tmp_path, give_up, loop=loop) as (opened, _), pytest.raises(TrainingFailed) as raised:
         opened.watch()
-    assert str(raised.value).endswith("again with raytrain.train, the same loop, name='run' and resume=True")
+    assert f"its loop failed. {advice.format(how.format(tmp_path))}" in str(raised.value)
+    assert ("resum" in str(raised.value)) == bool(steps)
 
 
 def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:

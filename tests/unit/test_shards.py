@@ -26,8 +26,8 @@ from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader, read_contents
 from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images
-from raytrain.data.labels.train_test_split import train_test_split
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import Partition, WorkerOrder
 from raytrain.datasets.pack import PackResult, pack
@@ -43,7 +43,7 @@ SHAPE = ImageShape(8, 8, 3)
 
 
 def quietly(source: str | Path, destination: str | Path) -> PackResult:
-    return pack(str(source), str(destination), Console(file=io.StringIO()))
+    return pack(str(source), str(destination), console=Console(file=io.StringIO()))
 
 
 @pytest.fixture(autouse=True)
@@ -298,13 +298,13 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
     data.write(run_store)
     (shards / PACKED_INDEX).unlink()  # A resumed run has its own.
     again = open_dataset(config, run_store)
-    for one, other in ((data.train, again.train), (data.test, again.test)):
+    for one, other in ((data.train, again.train), (data.validation, again.validation)):
         assert (
             one.digest == other.digest
             and one.shard_shuffle is not None
             and int(one.shard_shuffle.shard_sizes.sum()) == len(one)
         )
-    assert len(data.train) + len(data.test) == 150
+    assert len(data.train) + len(data.validation) == 150
     assert 0.2 < data.mean[0] < 0.4  # The greys are 0 to 149 of 255.
 
 
@@ -413,7 +413,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
 
 
 def test_packed_test_images_are_read(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
-    train, test = train_test_split(build_manifest(open_store(str(shards))), 0.2, seed=1)
+    train, test = hold_out(build_manifest(open_store(str(shards))), 0.2, seed=1)
     plan = BatchPlan(len(test), 8, 1, 0, shuffle=False, shard_shuffle=test.shard_shuffle)
     by_rank = read_local_batches(image_set(test), plan, 2, 7)
     samples = np.concatenate([local.samples for worker in by_rank for local in worker])

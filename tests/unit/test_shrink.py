@@ -15,7 +15,6 @@ from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.manifest import Shrinking
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_page
@@ -25,7 +24,8 @@ from tests.helpers.photographs import as_jpeg, draw
 
 
 def packed_into(source: Path, destination: Path, *shrinking: int) -> PackResult:
-    return pack(str(source), str(destination), Console(file=io.StringIO()), shrinking=Shrinking(*shrinking))
+    options = dict(zip(("shorter_side", "quality"), shrinking, strict=False))
+    return pack(source, destination, **options, console=Console(file=io.StringIO()))
 
 
 @pytest.fixture

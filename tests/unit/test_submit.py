@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -100,10 +102,24 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
     out, err = capsys.readouterr()
     assert out.startswith("".join(LINES))
     assert json.loads(out.splitlines()[-1])["status"] == "succeeded"
-    assert "Sent 1 file (0.0 MB)" in err and "as job raytrain_1 to http://head:8265. The run is called my-first." in err
+    assert "Sent 1 file (20 bytes)" in err
+    assert "as job raytrain_1 to http://head:8265. The run is called my-first." in err
     assert client.submitted["entrypoint"].startswith("python -m raytrain train cifar10 --data s3://b/train")
     assert client.packed == ["my_loop.py"]
     assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
+
+
+@pytest.mark.not_quick
+def test_a_job_gets_the_file_of_options_and_the_commit_of_its_files(client: Any, tmp_path: Path) -> None:
+    Path("run.yaml").write_text(f"recipe: cifar10\ndata: s3://b/train\nname: first\nstorage: {tmp_path}\n")
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], check=True)
+    assert main(["submit", "--address", "http://head:8265", "--", "train", "--config", "run.yaml"]) == 0
+    assert client.packed == ["run.yaml"]
+    assert client.submitted["entrypoint"] == "python -m raytrain train --config run.yaml"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    sent = json.loads(client.submitted["runtime_env"]["env_vars"]["RAYTRAIN_COMMIT"])
+    assert sent == {"commit": commit, "changed_files": []}
 
 
 def test_a_dry_run_lists_what_would_travel_with_sizes_and_sends_nothing(
@@ -118,7 +134,7 @@ def test_a_dry_run_lists_what_would_travel_with_sizes_and_sends_nothing(
     out = capsys.readouterr().out
     assert "command   python -m raytrain train cifar10 --data s3://b/x" in out
     assert "--loop my_loop.py:loop: found" in out
-    assert "2 files (0.0 MB)" in out and "conf/a.yaml (5 bytes)" in out and "my_loop.py (20 bytes)" in out
+    assert "2 files (25 bytes)" in out and "conf/a.yaml (5 bytes)" in out and "my_loop.py (20 bytes)" in out
     assert "not sent  conf/shadow (a link)" in out and "pypirc" not in out
     assert "cluster   not checked: give --address" in out
     assert not hasattr(client, "submitted")
@@ -325,6 +341,13 @@ def test_a_ray_that_is_too_old_is_said_at_once() -> None:
     wanted = "has Ray 2.40.0, and raytrain needs 2.53 or newer"
     with served({"ray_version": "2.40.0"}) as address, pytest.raises(UsageError, match=wanted):
         JobServer(address)
+
+
+def test_packages_and_connections_of_rays_client_are_not_reported() -> None:
+    with served({"ray_version": ray.__version__}) as address:
+        JobServer(address)
+    for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
+        assert not logging.getLogger(f"ray.{name}").isEnabledFor(logging.INFO), name
 
 
 def test_a_forwarded_port_is_not_reached_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def some_started() -> list[TrialResult]:
         epoch=2,
         num_epochs=3,
         loss=0.75,
-        accuracy=0.5,
+        value=0.5,
         evaluations=((1, 0.5),),
     )
     failed = TrialResult(
@@ -77,8 +77,8 @@ def test_without_a_terminal_each_change_is_one_line() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2
     assert (
-        lines[0]
-        == "rates-00  learning-rate=0.001 optimizer=sgd  running  epoch 2/3  loss 0.750  best test accuracy 0.5000"
+        lines[0] == "rates-00  learning-rate=0.001 optimizer=sgd  running  epoch 2/3  loss 0.750"
+        "  best validation accuracy 0.5000"
     )
     assert lines[1].endswith("(RuntimeError: out of memory)")
 
@@ -89,7 +89,7 @@ def result() -> SweepResult:
             name=f"rates-{number:02d}",
             values={"learning_rate": 10.0**-number, "optimizer": ("sgd", "adamw")[number % 2], "epochs": 3 + number},
             status="finished",
-            accuracy=0.9 - number / 10,
+            value=0.9 - number / 10,
             steps=90,
             seconds=12.0,
             reason=None,
@@ -99,7 +99,7 @@ def result() -> SweepResult:
         for number in range(4)
     ]
     why = "Run 'rates-04' failed: boom. It has no checkpoint yet"
-    failed = replace(done[0], name="rates-04", status="failed", accuracy=None, reason=why, evaluations=())
+    failed = replace(done[0], name="rates-04", status="failed", value=None, reason=why, evaluations=())
     return SweepResult(
         name="rates", status="finished", best="rates-00", trials=(*done, failed), run_dir="", seconds=60.0
     )

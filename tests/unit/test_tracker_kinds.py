@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,8 +22,10 @@ from raytrain.runs.documents import EVALUATION, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
+from raytrain.trackers.mlflow import MLflowTracker
 from raytrain.trackers.prometheus import PrometheusTracker
 from raytrain.trackers.tracker import TrackedRun
+from raytrain.trackers.wandb import WandbTracker
 from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
 from tests.helpers.waiting import wait_for
@@ -59,7 +62,7 @@ def test_tensorboard_reads_a_run_and_its_resume(store: Store) -> None:
     tracked(store, ["tensorboard"], step_rows(1, 6), epochs=30)
     folder = f"{store.url}/tensorboard"
     assert scalars(folder, "train/loss") == [(step, pytest.approx(1 / step)) for step in range(1, 7)]
-    assert scalars(folder, "test/accuracy") == [(4, 0.5)]
+    assert scalars(folder, "validation/accuracy") == [(4, 0.5)]
     tags = EventAccumulator(folder).Reload().SummaryMetadata("_hparams_/session_start_info")
     assert tags.plugin_data.plugin_name == "hparams"
 
@@ -75,8 +78,9 @@ def test_tensorboard_shows_the_images_of_the_last_evaluation(store: Store) -> No
     write_json(store, EVALUATION, evaluation(step=4))
     tracked(store, ["tensorboard"], [*step_rows(1, 4), evaluation_row(4)])
     reader = EventAccumulator(f"{store.url}/tensorboard").Reload()
-    assert sorted(reader.Tags()["images"]) == ["test/confusion_matrix", "test/most_wrong", "train/last_batch"]
-    [shown] = reader.Images("test/most_wrong")
+    pictures = ["train/last_batch", "validation/confusion_matrix", "validation/most_wrong"]
+    assert sorted(reader.Tags()["images"]) == pictures
+    [shown] = reader.Images("validation/most_wrong")
     assert (shown.step, shown.width) == (4, 328)
 
 
@@ -126,7 +130,7 @@ def test_mlflow_has_a_run_and_its_resume(store: Store, mlflow: Any) -> None:
     assert tracked(store, ["mlflow"], step_rows(1, 6), epochs=30, status="failed") == [place]
     history = mlflow.get_metric_history(run_id(place), "train/loss")
     assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]
-    assert mlflow.get_metric_history(run_id(place), "test/accuracy")[0].value == 0.5
+    assert mlflow.get_metric_history(run_id(place), "validation/accuracy")[0].value == 0.5
     resumed = mlflow.get_run(run_id(place))
     assert (resumed.info.status, resumed.data.params["epochs"], resumed.data.tags["epochs"]) == ("FAILED", "20", "30")
 
@@ -165,7 +169,30 @@ def test_mlflow_shows_the_images_of_the_last_evaluation(store: Store, mlflow: An
     assert sorted((name, step[-1]) for name, step in pictures) == [(name, "4") for name in names]
 
 
+def test_a_tag_of_mlflow_stops_a_run_and_not_its_resume(store: Store, mlflow: Any) -> None:
+    tracker = MLflowTracker(TrackedRun("first", store))
+    assert not tracker.stop_requested()
+    mlflow.set_tag(tracker.run_id, "raytrain.stop", "True")
+    assert tracker.stop_requested()
+    resumed = MLflowTracker(TrackedRun("first", store, tracker.run_id))
+    assert resumed.run_id == tracker.run_id and not resumed.stop_requested()
+
+
 # W&B
+
+
+def test_the_stop_button_of_wandb_stops_the_run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    given: list[Any] = []
+    settings = wandb.Settings
+    monkeypatch.setattr(wandb, "Settings", lambda **values: given.append(values) or settings(**values))
+    monkeypatch.setattr(wandb.Settings, "model_fields", settings.model_fields, raising=False)
+    tracker = WandbTracker(TrackedRun("first", store))
+    assert not tracker.stop_requested()
+    given[0]["stop_fn"]()  # as wandb does in a thread of its own
+    assert tracker.stop_requested()
+    tracker.finalize("success")
 
 
 def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +206,7 @@ def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, mo
     (first, history), (second, rest) = map(read_wandb_file, files)
     assert (first["epochs"], second["epochs"]) == (20, 30)
     assert [history[step]["train/loss"] for step in (1, 2, 3, 4)] == [1.0, 0.5, pytest.approx(1 / 3), 0.25]
-    assert history[4]["test/accuracy"] == 0.5
+    assert history[4]["validation/accuracy"] == 0.5
     assert sorted(rest) == [5, 6]
     assert str(rest[6]["train/loss"]).lower() == "nan"
 
@@ -193,8 +220,9 @@ def test_wandb_has_each_image_of_the_last_evaluation_with_its_caption(
     [place] = tracked(store, ["wandb"], [*step_rows(1, 4), evaluation_row(4), *step_rows(5, 6)])
     [file] = Path(place.partition("wandb sync ")[2]).glob("*.wandb")  # wandb remembers the folder of an earlier test
     _, history = read_wandb_file(file)
-    assert history[6]["test/most_wrong.captions"] == ["cat\npredicted dog 90%"] * 2  # W&B has them at its latest step
-    assert (file.parent / "files" / history[6]["test/most_wrong.filenames"][1]).is_file()
+    # W&B has them at its latest step.
+    assert history[6]["validation/most_wrong.captions"] == ["cat\npredicted dog 90%"] * 2
+    assert (file.parent / "files" / history[6]["validation/most_wrong.filenames"][1]).is_file()
 
 
 # Prometheus
@@ -212,13 +240,13 @@ def test_prometheus_scrapes_the_last_row_of_each_run(store: Store, monkeypatch: 
     first, second = (PrometheusTracker(TrackedRun(name, store)) for name in ("first", 'second"\n{}'))
     assert first.place.startswith("http://127.0.0.1:")
     first.log_metrics({"train/loss": 0.5, "learning_rate": 0.1}, 10)
-    first.log_metrics({"train/loss": math.nan, "test/accuracy": 0.75}, 20)
+    first.log_metrics({"train/loss": math.nan, "validation/accuracy": 0.75}, 20)
     second.log_metrics({"train/loss": 2.0}, 5)
     gauges = scraped(first.place)
     assert math.isnan(gauges.pop("raytrain_train_loss")["first"])
     assert gauges == {
         "raytrain_step": {"first": 20},
-        "raytrain_test_accuracy": {"first": 0.75},
+        "raytrain_validation_accuracy": {"first": 0.75},
         "raytrain_learning_rate": {"first": 0.1},
     }
     assert scraped(second.place)["raytrain_train_loss"] == {'second"\n{}': 2.0}

@@ -21,7 +21,7 @@ from raytrain.trackers.tracking import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
-WORST, BATCH, CONFUSIONS = "test/most_wrong", "train/last_batch", "test/confusion_matrix"
+WORST, BATCH, CONFUSIONS = "validation/most_wrong", "train/last_batch", "validation/confusion_matrix"
 
 
 @pytest.fixture

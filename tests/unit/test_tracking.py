@@ -15,6 +15,7 @@ import raytrain
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.runs.documents import METRICS, run_store, write_config
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
 from raytrain.trackers import open_trackers as rooms
@@ -268,3 +269,29 @@ def test_only_a_run_that_is_over_is_sent_later(tmp_path: Path) -> None:
 
 def test_a_tracker_that_needs_much_cpu_gets_its_rows_in_larger_groups() -> None:
     assert [gather_s(cpu_s) for cpu_s in (0.0, 0.01, 0.1, 5.0)] == [2.0, 2.0, 10.0, 30.0]
+
+
+def test_a_stop_that_is_asked_for_in_a_tracker_stops_the_run(store: Store) -> None:
+    class Stopped(Recorder):
+        def stop_requested(self) -> bool:
+            return True
+
+    class Broken(Recorder):
+        def stop_requested(self) -> bool:
+            raise OSError("out of reach")
+
+    asked: list[StopReason] = []
+    has_asked = threading.Event()
+
+    def ask_to_stop(reason: StopReason) -> None:
+        asked.append(reason)
+        has_asked.set()
+
+    broken = Broken()
+    tracking = Tracking(open_trackers([broken, Stopped(), Recorder()]))
+    tracking.begin(options(), store, print, ask_to_stop)
+    tracking.update(snapshot(step_rows(1, 3)))
+    assert has_asked.wait(60)
+    tracking.finish(result(store))
+    assert asked == [StopReason("tracker", "Stopped")]
+    assert (broken.steps, broken.statuses) == ([1, 2, 3], ["success"])

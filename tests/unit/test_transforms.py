@@ -1,11 +1,10 @@
-"""torchvision's transforms on single images: random numbers of each sample's own, the mean colour at the edges."""
+"""Transforms of the user's own, on single images, with random numbers of each sample's own; options come after them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,13 @@ from torch import Tensor
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+import raytrain
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
-from raytrain.training.augment import Augment, build_transforms, transform_each
+from raytrain.training.augment import Augment
 from raytrain.training.random_numbers import held_generators
+from raytrain.training.user_transforms import UserTransforms, own_transforms, transform_each
 
-KINDS: dict[str, dict[str, Any]] = {
-    "randaugment": {"auto_augment": "randaugment"},
-    "trivialaugment": {"auto_augment": "trivialaugment"},
-    "color_jitter": {"color_jitter": 0.4},
-    "rotation": {"rotation": 30},
-    "blur": {"blur": 1.0},
-    "random_erasing": {"random_erasing": 1.0},
-}
 SAMPLES = np.arange(40) * 1_000_003
 
 
@@ -42,62 +35,49 @@ def images(channels: int = 3) -> Tensor:
     return torch.randint(0, 256, (40, channels, 20, 16), dtype=torch.uint8, generator=generator)
 
 
-def transformed(options: dict[str, Any], batch: Tensor, samples: np.ndarray, seed: int = 0, epoch: int = 0) -> Tensor:
-    transforms = build_transforms(config(batch.shape[1], **options))
-    assert transforms is not None
-    return transform_each(transforms, batch, samples, seed, epoch)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_image_is_transformed_in_the_same_way_in_any_batch(kind: str, channels: int) -> None:
-    batch = images(channels)
-    whole = transformed(KINDS[kind], batch, SAMPLES)
-    torch.manual_seed(5)
-    pieces = [transformed(KINDS[kind], batch[rows], SAMPLES[rows]) for rows in np.array_split(np.arange(40), 3)]
-    assert (torch.cat(pieces) == whole).all()
-    assert (whole != batch).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sample_epoch_and_seed_change_the_transform(kind: str) -> None:
-    same = images()[:1].expand(40, -1, -1, -1)
-    first = transformed(KINDS[kind], same, SAMPLES)
-    assert len(first.flatten(1).unique(dim=0)) > 10
-    for seed, epoch in [(1, 0), (0, 1)]:
-        assert (transformed(KINDS[kind], same, SAMPLES, seed, epoch) != first).any()
-
-
 def test_transforms_leave_the_random_numbers_of_the_loop_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    transformed(KINDS["randaugment"], images(), SAMPLES)
+    transform_each(v2.RandomErasing(1.0), images(), SAMPLES, 0, 0)
     assert (torch.rand(4) == expected).all()
 
 
-@pytest.mark.parametrize("kind", ["rotation", "random_erasing"])
-def test_uncovered_pixels_get_the_mean_colour(kind: str) -> None:
-    white = torch.full((40, 3, 20, 16), 255, dtype=torch.uint8)
-    changed = transformed(KINDS[kind], white, SAMPLES)
-    assert changed.min() > 100 and 255 in changed  # black would be 0
-    assert ((changed == 127) | (changed == 128)).any()
+@pytest.mark.parametrize("options", [{"rotation": 30}, {"random_erasing": 1.0}], ids=str)
+def test_uncovered_pixels_get_the_mean_colour(options: dict[str, Any]) -> None:
+    white = torch.full((40, 20, 16, 3), 255, dtype=torch.uint8)
+    pixels = Augment(config(**options)).train(white, SAMPLES, 0)
+    levels = ((pixels * 0.2 + 0.5) * 255).round()
+    assert levels.min() > 100 and 255 in levels  # black would be 0
+    assert (levels == 128).any()
 
 
-def test_no_option_means_no_transforms() -> None:
-    assert build_transforms(config()) is None
+def test_options_change_an_image_as_augmentation_does() -> None:
+    chosen: dict[str, Any] = {"auto_augment": "randaugment", "rotation": 5, "color_jitter": 0.2, "random_erasing": 0.5}
+    pixels = Augment(config(**chosen, blur=0.5, seed=3)).train(images().permute(0, 2, 3, 1), SAMPLES, 2)
+    expected = raytrain.Augmentation(**chosen, blur=0.5, seed=3, fill=128)(images(), SAMPLES, epoch=2)
+    assert torch.equal(((pixels * 0.2 + 0.5) * 255).round().to(torch.uint8), expected)
 
 
-def test_own_transforms_come_first(tmp_path: Path) -> None:
-    chain = build_transforms(config(random_erasing=1.0), lambda: v2.RandomInvert(1.0))
-    assert chain is not None
-    black = transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0)
-    assert set(black.unique().tolist()) == {128, 255}
+def test_own_transforms_come_after_crops_and_the_size_of_the_epoch() -> None:
+    options = config(image_size="8..16", random_resized_crop=True, cache_side=1.5, epochs=4)
+    sources = np.random.default_rng(0).integers(0, 256, (5, 24, 24, 3), np.uint8)
+    sizes: list[tuple[int, ...]] = []
+
+    def own(image: Tensor) -> Tensor:
+        sizes.append(tuple(image.shape))
+        return 255 - image
+
+    ours, plain = UserTransforms(options, own), UserTransforms(options, torch.Tensor.clone)
+    for epoch, side in ((0, 8), (3, 16)):
+        changed = ours(sources, SAMPLES[:5], epoch)
+        assert changed.shape == (5, side, side, 3) and set(sizes) == {(3, side, side)}
+        assert (255 - changed == plain(sources, SAMPLES[:5], epoch)).all()
+        sizes.clear()
 
 
-def test_own_transforms_may_be_a_list(tmp_path: Path) -> None:
-    chain = build_transforms(config(), lambda: [v2.RandomInvert(1.0), lambda image: image // 2])
-    assert chain is not None
+def test_own_transforms_may_be_a_list() -> None:
+    chain = own_transforms(config(), lambda: [v2.RandomInvert(1.0), lambda image: image // 2])
     black = transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0)
     assert set(black.unique().tolist()) == {127}
 
@@ -175,15 +155,14 @@ OWN_GENERATORS = {
 
 @pytest.mark.parametrize("make", OWN_GENERATORS.values(), ids=OWN_GENERATORS)
 def test_generators_that_a_transform_holds_are_seeded_for_each_image(make: Callable[[], Any]) -> None:
-    batch = images().permute(0, 2, 3, 1)
+    batch = images().permute(0, 2, 3, 1).numpy()
     options = config(transforms="mine.py:own")
-    whole = Augment(options, build_transforms(options, make)).train(batch, SAMPLES, 0)
-    again = Augment(options, build_transforms(options, make))
+    whole = UserTransforms(options, make)(batch, SAMPLES, 0)
+    again = UserTransforms(options, make)
     order = np.random.default_rng(1).permutation(40)
-    pieces = [again.train(batch[rows], SAMPLES[rows], 0) for rows in np.array_split(order, 3)]
-    assert torch.equal(torch.cat(pieces), whole[order])
-    assert not torch.equal(again.train(batch, SAMPLES, 1), whole)
-    assert again.notes(torch.device("cpu")) == []
+    pieces = [again(batch[rows], SAMPLES[rows], 0) for rows in np.array_split(order, 3)]
+    assert (np.concatenate(pieces) == whole[order]).all()
+    assert (again(batch, SAMPLES, 1) != whole).any()
 
 
 def test_a_transform_whose_closure_is_not_complete_is_looked_into_as_far_as_possible() -> None:
@@ -203,38 +182,28 @@ def test_two_generators_of_a_transform_give_different_numbers() -> None:
         drawn.append((first.random(), second.random()))
         return image
 
-    Augment(config(), own).train(images().permute(0, 2, 3, 1), SAMPLES, 0)
+    UserTransforms(config(), lambda: own)(images().permute(0, 2, 3, 1).numpy(), SAMPLES, 0)
     assert all(one != other for one, other in drawn)
-
-
-def test_a_generator_that_is_not_found_is_told() -> None:
-    def own(image: Tensor) -> Tensor:
-        return image.roll(int(np.random.default_rng().integers(16)), 2)
-
-    (note,) = Augment(config(transforms="mine.py:own"), own).notes(torch.device("cpu"))
-    assert note.startswith("--transforms mine.py:own makes different images of the same one")
-    assert Augment(config(), own).notes(torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("own", [v2.RandomInvert(1.0), v1.Compose([v2.RandomInvert(1.0)]), lambda image: 255 - image])
 def test_own_transforms_may_be_named_themselves(own: Any) -> None:
-    chain = build_transforms(config(), own)
-    assert chain is not None
+    chain = own_transforms(config(), own)
     assert transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0).min() == 255
 
 
-def test_a_transform_that_fails_is_named_and_not_the_network(tmp_path: Path) -> None:
-    failing = Augment(config(transforms="mine.py:jitter"), v2.Normalize([0.5], [0.5]))
+def test_a_transform_that_fails_is_named_and_not_the_network() -> None:
+    failing = UserTransforms(config(transforms="mine.py:jitter"), v2.Normalize([0.5], [0.5]))
     with pytest.raises(
         UsageError, match=r"--transforms mine.py:jitter cannot be applied to uint8 .*: TypeError: Input"
     ):
-        failing.train(torch.zeros(4, 20, 16, 3, dtype=torch.uint8), SAMPLES[:4], 0)
+        failing(np.zeros((4, 20, 16, 3), np.uint8), SAMPLES[:4], 0)
 
 
 @pytest.mark.parametrize("made", [None, 0.5, [v2.RandomInvert(1.0), "flip"]])
 def test_what_is_no_transform_is_refused(made: Any) -> None:
     with pytest.raises(UsageError, match=r"returns .*, which is no transform; return a function of an image, uint8"):
-        build_transforms(config(), lambda: made)
+        own_transforms(config(), lambda: made)
 
 
 def test_transforms_that_make_anything_but_a_tensor_are_refused() -> None:

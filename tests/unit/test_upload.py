@@ -59,7 +59,7 @@ def test_names_that_a_bucket_cannot_have_are_refused_before_anything_is_sent(fol
 
 
 def test_images_arrive_with_their_classes(s3_url: str, tmp_path: Path) -> None:
-    upload(str(render_digits(tmp_path, num_images=40, test_fraction=0.25)), s3_url, quiet())
+    upload(str(render_digits(tmp_path, num_images=40, validation_fraction=0.25)), s3_url, quiet())
     manifest = build_manifest(open_store(f"{s3_url}/train"))
     assert manifest.classes == tuple("0123456789") and len(manifest) == 30
 

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from raytrain.cli.command import Address, CommandResult, Flag, Storage
 from raytrain.cli.commands.training import sweep, train
-from raytrain.cli.parser import parse
+from raytrain.cli.parser import config_file_of, parse
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, flag
 from raytrain.runs.redact import one_line, printable
@@ -92,13 +92,13 @@ def submit(
     check_command(config, is_sweep=command[0] == "sweep")
     if command[0] == "sweep" and not config.resume:
         _check_trials(config, options)
-    files = job_files(config, include)
+    files = job_files(config, include, config_file_of(command))
     if dry_run:
         return _rehearse(command, config, files, address)
 
     # Ctrl-C while the job is followed asks whether it stops or goes on without this command.
     sent = send(command, config, files, address)
-    about = f"{_size(files)} of {files.folder}" if files.paths else "the command, without files of your own"
+    about = f"{_size(files)} of {files.folder}" if files.paths else "the command (no files of your own)"
     left_out = f", {len(files.left_out)} left out (--dry-run lists them)" if files.left_out else ""
     _note(f"Sent {about}{left_out} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
     status = follow_job(sent, _show, _note, _wants_to_detach)
@@ -160,8 +160,9 @@ def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, addr
 
 
 def _size(files: JobFiles) -> str:
-    num = len(files.paths)
-    return f"{num} file{'' if num == 1 else 's'} ({sum(files.sizes.values()) / 1e6:.1f} MB)"
+    num, num_bytes = len(files.paths), sum(files.sizes.values())
+    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes:,} bytes"
+    return f"{num} file{'' if num == 1 else 's'} ({size})"
 
 
 def _reach(report: dict[str, Any], config: TrainConfig) -> str:

@@ -62,6 +62,9 @@ def pack(
     label_separator: Annotated[
         str | None, arg(help="Separates the classes of an image that may have several, as in cat|dog.")
     ] = None,
+    label_pattern: Annotated[
+        str | None, arg(help="Regular expression whose group label is the class in the name of a file.")
+    ] = None,
     split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
     max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
     image_suffix: Annotated[
@@ -76,16 +79,23 @@ def pack(
 
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
-    from raytrain.data.labels.label_file import LabelColumns
-    from raytrain.data.labels.manifest import Shrinking
     from raytrain.datasets.pack import pack as pack_shards
-    from raytrain.datasets.sources import Labelling
 
-    # How the images are labelled, and whether they are made smaller, are two records that the packing takes.
-    columns = LabelColumns(key=key_column, label=label_column, separator=label_separator)
-    labelling = Labelling(labels, columns, split, max_bad_fraction, image_suffix)
-    shrinking = None if shorter_side is None else Shrinking(shorter_side, quality)
-    return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling, shrinking=shrinking)))
+    result = pack_shards(
+        source,
+        destination,
+        labels=labels,
+        key_column=key_column,
+        label_column=label_column,
+        label_separator=label_separator,
+        label_pattern=label_pattern,
+        split=split,
+        max_bad_fraction=max_bad_fraction,
+        image_suffix=image_suffix,
+        shorter_side=shorter_side,
+        quality=quality,
+    )
+    return CommandResult(None, asdict(result))
 
 
 def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 import raytrain
-from raytrain.cli.command import CommandResult, RunName, Storage, Trust
+from raytrain.cli.command import CommandResult, Flag, RunName, Storage, Trust
 from raytrain.config.evaluation import TestView
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.documents import CONFUSION_PICTURE
@@ -44,7 +44,7 @@ def evaluate(
     run: RunName,
     prediction: PredictionOptions,
     data: Annotated[
-        str | None, arg(help="Labelled images: a folder or a URL; by default the run's own test images.")
+        str | None, arg(help="Labelled images: a folder or a URL; by default the run's own validation images.")
     ] = None,
     labels: Annotated[
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
@@ -55,8 +55,8 @@ def evaluate(
 ) -> CommandResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
 
-    Without --data, they are the run's own test images, given or held out. With it, the result says how many of them
-    the run was trained on.
+    Without --data, they are the run's own validation images, given or held out. With it, the result says how many of
+    them the run was trained on.
 
     Example: raytrain evaluate first
     """
@@ -94,6 +94,9 @@ def predict(
         str | None, arg(help="File to write: .parquet or .csv; by default the rows are printed, at most 20.")
     ] = None,
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
+    embeddings: Annotated[
+        Flag, arg(help="Write what the body of the network gives to its head, too: a list of numbers in .parquet.")
+    ] = False,
 ) -> CommandResult:
     """Classify image files (raytrain predict first photo.jpg), or all images below --data: one row per image.
 
@@ -105,7 +108,9 @@ def predict(
 
     if bool(files) == (data is not None):
         raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, one of both.")
-    result = raytrain.predict(run, data or files, output, top_k=top_k, **vars(prediction))
+    if embeddings and output is None:
+        raise UsageError("--embeddings are hundreds of numbers per image; give --output, a .parquet file.")
+    result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
     if result.errors and result.errors == result.images:
         reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
         raise UsageError(
@@ -151,7 +156,13 @@ def serve(run: RunName, serving: ServingOptions) -> CommandResult:
 
 def export(
     run: RunName,
-    output: Annotated[str, arg(help="File to write: .pt2 (torch.export), .onnx, or weights as .safetensors.")],
+    output: Annotated[
+        str, arg(help="File to write: .pt2 (torch.export), .onnx, or weights as .safetensors; or a new folder.")
+    ],
+    format: Annotated[
+        Literal["huggingface"] | None,
+        arg(help="huggingface: a folder that timm loads and Hugging Face's Hub shows, for networks of timm."),
+    ] = None,
     data: Annotated[str | None, arg(help="Images to check the file on; by default random pixels.")] = None,
     storage: Storage = "./runs",
     trust: Trust = False,
@@ -159,14 +170,14 @@ def export(
     """Write a run's network into one file that works without raytrain, and check the file: a program with its
     preprocessing, or weights with a model card.
 
-    Example: raytrain export first --output first.onnx
+    Example: raytrain export first --output first.onnx, or --output first --format huggingface
     """
     from rich.console import Group
     from rich.text import Text
 
     from raytrain.display.console import key_value_table
 
-    document = raytrain.export(run, output, data=data, storage=storage, trust=trust).summary()
+    document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
     # The lines are copied: a line of code is one line, however narrow the terminal is.
     lines = Text(f"\nWithout raytrain:\n\n{document['example']}", no_wrap=True, overflow="ignore")
     return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)

@@ -21,7 +21,8 @@ from raytrain.runs.outcome import shell_command
 
 RateConfig = Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)]
 TrustResumed = Annotated[
-    Flag, arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run.")
+    Flag,
+    arg(help="With --resume or --config: run a stored --model and --loop even if they are code of whoever wrote them."),
 ]
 Watch = Annotated[Flag, arg(help="Show the run in the browser too; prints the address.")]
 
@@ -94,9 +95,14 @@ def look(
     config: TrainConfig,
     limit_s: Annotated[float, arg(help="Seconds after which no more files are read; it says how many were.")] = 30.0,
     output: Annotated[str | None, arg(help="PNG file; by default NAME-look.png below --storage.")] = None,
+    write_labels: Annotated[
+        str | None, arg(help="With --resume: label file to write, .csv or .parquet, the most suspicious images first.")
+    ] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
     """Show the images as the network would see them, count the classes, find bad images and duplicates. Trains nothing.
+
+    With --resume and the --name of a run, it also shows the training images whose labels look wrong to that run.
 
     Example: raytrain look cifar10 --data s3://bucket/train
     """
@@ -108,7 +114,7 @@ def look(
     picture = output or f"{config.storage.rstrip('/')}/{config.name or config.recipe}-look.png"
     if output is not None:
         check_output(output, (".png",))
-    result = raytrain.look(config, limit_s=limit_s)
+    result = raytrain.look(config, limit_s=limit_s, write_labels=write_labels)
     save_png(look_figure(result), picture)
     return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
 
@@ -147,12 +153,17 @@ def sweep(
         arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2; workers=1,2,4."),
     ] = (),
     trials: Annotated[int | None, arg(help="Trials to draw at random; by default every combination of values.")] = None,
+    folds: Annotated[
+        int | None, arg(help="Cross-validation: train each point on so many folds, in turn; gives mean and deviation.")
+    ] = None,
     early_stopping: Annotated[
         bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
     ] = True,
     target_accuracy: Annotated[
         float | None,
-        arg(help="With --vary workers=1,2,4: compare the time to this test accuracy; by default 95 % of the best."),
+        arg(
+            help="With --vary workers=1,2,4: compare the time to this validation accuracy; by default 95 % of the best."
+        ),
     ] = None,
     png: Annotated[str | None, arg(help="PNG file for the plot; by default sweep.png in the sweep's folder.")] = None,
     trust: TrustResumed = False,
@@ -175,6 +186,7 @@ def sweep(
             config,
             vary=[word for words in vary for word in words],
             trials=trials,
+            folds=folds,
             early_stopping=early_stopping,
             target_accuracy=target_accuracy,
             view=view.update,

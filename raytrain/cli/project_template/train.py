@@ -28,7 +28,8 @@ def main(name: str = "first") -> None:
         warmup_epochs=1,
     )
     with TerminalView() as view:
-        print(raytrain.train(config, view=view.update))
+        result = raytrain.train(config, view=view.update)
+    print(f"{name}: {result.status} after step {result.steps}. README.md says how to use it.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Images by their folders, whose names say the class of each, and which are training and which are test images.
+"""Images by their folders, whose names say the class of each, and which are training and which are validation images.
 
 An image's class is the topmost folder that it is in, as for torchvision and Keras: a class folder may hold other
 folders. Folders that all images share are no classes. Images in ``train/`` and ``test/``, or under names like these,
-are training and test images, whether the classes are below them (``train/cat``) or above them (``cat/train``).
+are training and validation images, whether the classes are below them (``train/cat``) or above them (``cat/train``).
 
 A tree of folders does not say which of these it is, so :func:`read_folders` looks for signs in this order: parts at
 the top, parts below the classes, and then classes at the top. Where two readings are possible, a wrong one would train
@@ -16,15 +16,23 @@ import posixpath
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import TABLES, Listing, first_names, list_files, report_left_out
 from raytrain.data.labels.manifest import Manifest, open_packed, unlabelled
-from raytrain.data.labels.part_names import Part, is_part, is_training, parts_among, test_names
+from raytrain.data.labels.part_names import (
+    HELD_OUT,
+    Part,
+    is_held_out,
+    is_part,
+    is_training,
+    names_of_parts,
+    parts_among,
+)
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
@@ -40,26 +48,28 @@ _MOST_TABLES = 3  # that are opened to see whether they are label files
 _SIGNS = re.compile(r"[\W_]+")
 
 
-def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
-    """Return the images below ``store`` and None, or, if there are folders of both, training and test images.
+def build_manifests(store: Store) -> dict[Part, Manifest]:
+    """Return the images below ``store``: all as training images, or those of each part that has folders of its own.
 
     Raises the same as :func:`build_manifest`.
     """
     packed = open_packed(store)
     if packed is not None:
-        return _relabelled(packed, None), None
+        return {"train": _relabelled(packed, None)}
     files = list_files(store)
     _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
-        return _by_folder(files, folders, None, None), None
+        return {"train": _by_folder(files, folders, None, None)}
     train = _by_folder(files, folders, None, "train")
-    test = _by_folder(files, folders, train.classes, "test")
-    _log.warning(
-        "Training on the %s images in %s/ and testing on the %s in %s/ of %s.",
-        *(f"{len(train):,}", folders.train, f"{len(test):,}", folders.test, store.url),
-    )
-    return train, test
+    found: dict[Part, Manifest] = {"train": train}
+    found |= {part: _by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of}
+    uses: dict[Part, str] = {"train": "training", "validation": "validating", "test": "testing at the end"}
+    if len(found) == 2:
+        uses["test"] = "validating"  # they choose the best checkpoint, and so are no test
+    shown = [f"{uses[part]} on {len(images):,} in {folders.folder_of[part]}/" for part, images in found.items()]
+    _log.warning("The images of %s: %s.", store.url, ", ".join(shown))
+    return found
 
 
 def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: Part | None = None) -> Manifest:
@@ -69,14 +79,15 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
 
     Args:
         store: the folder or S3 prefix to list.
-        classes: the classes that the labels index; by default the folders' names, sorted. For test images, pass those
-            of the training images; the test images may lack some of them.
-        part: which images to take if there are folders of training and of test images; None refuses these.
+        classes: the classes that the labels index; by default the folders' names, sorted. For validation images, pass
+        those
+            of the training images; the validation images may lack some of them.
+        part: which images to take if there are folders of training and of validation images; None refuses these.
 
     Raises:
         StorageError: the store cannot be listed.
         UsageError: there are no images, no class folders, only one class, classes that are not in ``classes``, or both
-            training and test images.
+            training and validation images.
     """
     packed = open_packed(store)
     if packed is not None:
@@ -84,17 +95,17 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
     files = list_files(store)
     _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
-    if folders.parts is not None and part is None:
-        url = store.url.rstrip("/")
+    if folders.parts is None:
+        return _by_folder(files, folders, classes, part)
+    used = folders.part_like(part)
+    if part is None or used is None:
+        url, (first, second, *_) = store.url.rstrip("/"), folders.folder_of.values()
         raise UsageError(
-            f"{url} contains {folders.train}/ and {folders.test}/, which would become one data set; give each by "
-            f"itself, such as {url}/{folders.train}."
+            f"{url} contains {first}/ and {second}/, which would become one data set; give each by itself, such as "
+            f"{url}/{first}."
         )
-    if folders.parts is not None:
-        _log.warning(
-            "Of %s, only the images in %s/ are used.", store.url, folders.train if part == "train" else folders.test
-        )
-    return _by_folder(files, folders, classes, part)
+    _log.warning("Of %s, only the images in %s/ are used.", store.url, folders.folder_of[used])
+    return _by_folder(files, folders, classes, used)
 
 
 def _check_tables_below(files: Listing) -> None:
@@ -122,7 +133,8 @@ def _check_tables_below(files: Listing) -> None:
         if len(classes) > 1:
             parts = parts_among(map(posixpath.dirname, tables))
             options = f"--data {url}/{next(filter(is_training, parts), folder)}"
-            options += f" --test-data {url}/{test_names(parts)[0]}" if parts else ""
+            if held_out := sorted(filter(is_held_out, parts)):
+                options += f" --validation-data {url}/{held_out[-1]}"
             raise UsageError(
                 f"{url}/{path} has labels, such as {min(classes)!r}, and only a label file directly below --data is "
                 f"read; give {options}, or one label file of all images with --labels, or remove it."
@@ -142,9 +154,14 @@ class FolderLabels:
     """The class and the part of each of N images, as their folders say."""
 
     classes: tuple[str, ...]  # (N,), empty if an image is in no class folder
-    parts: tuple[str, ...] | None = None  # (N,), names of folders; None if there are no training and test images
-    train: str = ""  # the folder of the training images
-    test: str = ""  # the folder of the test images; others, such as val/ beside test/, are not used
+    parts: tuple[str, ...] | None = None  # (N,), names of folders; None if no folders are of parts
+    folder_of: Mapping[Part, str] = field(default_factory=dict)  # the folder of each part; others are not used
+
+    def part_like(self, part: Part | None) -> Part | None:
+        """Return ``part`` if it has a folder, or else the other one that is held out; None for training images."""
+        if part is None or part in self.folder_of:
+            return part
+        return next((other for other in HELD_OUT if part != "train" and other in self.folder_of), None)
 
 
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
@@ -213,68 +230,87 @@ def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]
 
 def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str) -> FolderLabels | None:
     """Return labels for train/cat and test/cat; None if there are no folders of both with classes below."""
-    train = next((top for top in sorted(tops) if is_training(top)), None)
-    test = next(iter(test_names(tops)), None)
-    if train is None or test is None:
+    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(tops).items()}
+    train, held_out = folder_of.get("train"), [folder_of[part] for part in HELD_OUT if part in folder_of]
+    if train is None or not held_out:
         return None
     no_parts = sorted(top for top in tops if not is_part(top))
     below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
     below = _below_shared_folders(below)  # train/images/cat
-    in_train, in_test = (
-        {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == part} for part in (train, test)
-    )
+    classes_in = {
+        folder: {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == folder}
+        for folder in (train, *held_out)
+    }
 
     # Classes may be called train and test. Then others are beside them, and most of their images are directly in them.
     num_below = sum(path[:1] == (train,) and len(path) > 1 for path in paths)
-    if no_parts and (not in_train or num_below < sum(path == (train,) for path in paths)):
+    if no_parts and (not classes_in[train] or num_below < sum(path == (train,) for path in paths)):
         return None
 
-    # Both have to hold the same classes, and nothing else may be beside them.
-    url = url.rstrip("/")
-    if not in_train:
+    # All have to hold the same classes, and nothing else may be beside them. Test images without classes, which
+    # competitions give out, are left out if there are validation images.
+    url, last = url.rstrip("/"), held_out[-1]
+    if not classes_in[train]:
         raise UsageError(
-            f"{url} contains {train}/ and {test}/ without class folders; put each class into a folder of its name, "
-            f"or give --data {url}/{train} --test-data {url}/{test} and the classes with --labels."
+            f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
+            f"or give --data {url}/{train} --validation-data {url}/{last} and the classes with --labels."
         )
-    num_tested = sum(path[:1] == (test,) for path in paths)
-    num_direct = sum(path == (test,) for path in paths)
-    if not num_direct and in_train.isdisjoint(in_test) and not all(map(_BESIDE_CLASSES.fullmatch, in_test)):
-        raise UsageError(
-            f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {test}/ with others, "
-            f"{first_names(sorted(in_test))}; call the same classes alike, or give --data {url}/{train}."
-        )
-    if num_direct or in_train.isdisjoint(in_test):
-        raise UsageError(
-            f"{url} contains {train}/ with class folders and {test}/ with {num_direct or num_tested:,} images that are "
-            f"in none; give --data {url}/{train}, of which --test-fraction is held out for testing."
-        )
+    problem_of = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
+    if all(problem_of.values()):
+        raise UsageError(problem_of[last])
+    for part, folder in list(folder_of.items()):
+        if problem_of.get(folder):
+            sentence = "The images in %s/ of %s are not used: they are not in the class folders of %s/."
+            _log.warning(sentence, folder, url, train)
+            del folder_of[part]
     if no_parts:
         raise UsageError(
-            f"{url} contains {train}/ and {test}/, and other folders, such as {no_parts[0]}/, which would become one "
-            f"data set; give --data {url}/{train} --test-data {url}/{test}."
+            f"{url} contains {train}/ and {last}/, and other folders, such as {no_parts[0]}/, which would become one "
+            f"data set; give --data {url}/{train} --validation-data {url}/{last}."
         )
     parts = tuple(path[0] if path else "" for path in paths)
-    return FolderLabels(tuple(path[0] if path else "" for path in below), parts, train, test)
+    return FolderLabels(tuple(path[0] if path else "" for path in below), parts, folder_of)
+
+
+def _problem_of_part(
+    paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
+) -> str | None:
+    """Return why the images of a held-out ``folder`` have none of the training images' classes; None if they have."""
+    num_direct = sum(path == (folder,) for path in paths)
+    in_train, in_folder = classes_in[train], classes_in[folder]
+    if not num_direct and not in_train.isdisjoint(in_folder):
+        return None
+    if not num_direct and not all(map(_BESIDE_CLASSES.fullmatch, in_folder)):
+        return (
+            f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {folder}/ with others, "
+            f"{first_names(sorted(in_folder))}; call the same classes alike, or give --data {url}/{train}."
+        )
+    num_images = num_direct or sum(path[:1] == (folder,) for path in paths)
+    return (
+        f"{url} contains {train}/ with class folders and {folder}/ with {num_images:,} images that are "
+        f"in none; give --data {url}/{train}, of which --validation-fraction is held out."
+    )
 
 
 def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
     """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
     seconds = {path[1] for path in paths if len(path) > 1}
-    trains, test = sorted(filter(is_training, seconds)), next(iter(test_names(seconds)), None)
-    if not trains or test is None:
+    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(seconds).items()}
+    if len(folder_of) < 2 or "train" not in folder_of:
         return None
+    train, *_, last = folder_of.values()
     if no_parts := sorted(second for second in seconds if not is_part(second)):
         sentence = "Images in %s/ and %s/ below the topmost folders of %s are used alike, as there are others in %s/."
-        _log.warning(sentence, trains[0], test, url, no_parts[0])
+        _log.warning(sentence, train, last, url, no_parts[0])
         return None
     if num_direct := sum(len(path) == 1 for path in paths):
         raise UsageError(
-            f"The class folders of {url} contain {trains[0]}/ and {test}/, and {num_direct:,} images beside these; "
+            f"The class folders of {url} contain {train}/ and {last}/, and {num_direct:,} images beside these; "
             "move each image into one of them, or give --labels."
         )
     _check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(path[1] if len(path) > 1 else "" for path in paths)
-    return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, trains[0], test)
+    return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
 
 
 def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
@@ -301,12 +337,12 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
     chosen = np.array(folders.classes, object) != ""
     files.left_out[_STRAY] = [files.images[index].path for index in np.flatnonzero(~chosen)]
     if folders.parts is not None and part is not None:
-        unused = chosen & (np.array(folders.parts, object) != (folders.train if part == "train" else folders.test))
+        unused = chosen & (np.array(folders.parts, object) != folders.folder_of[part])
         unused_parts = {folders.parts[index] for index in np.flatnonzero(unused)} if part == "train" else set[str]()
-        if names := sorted(unused_parts - {folders.test}):
+        if names := sorted(unused_parts - {*folders.folder_of.values()}):
             _log.warning("The images in %s of %s are not used.", "/, ".join(names) + "/", files.url)
         chosen &= ~unused
-    if part != "test":  # once, for both parts are in one listing
+    if part not in HELD_OUT:  # once, for all parts are in one listing
         report_alike(sorted(set(folders.classes)), files.url)
         report_left_out(files, in_class_folders=True)
 

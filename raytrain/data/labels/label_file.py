@@ -15,9 +15,9 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import combinations, compress, islice
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from raytrain.data.labels.folders import BOOLEANS, composed, read_folders, top_f
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import check_folder, first_names
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.labels.part_names import is_part, is_test, is_training, parts_among
+from raytrain.data.labels.part_names import Part, is_held_out, is_part, is_training, parts_among
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.store import Store
@@ -42,12 +42,13 @@ JOINED = "\x1f"  # joins the classes of an image that may have several
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
 """Texts that programs write in place of a missing value."""
 
-MOST_SPLITS = 20  # a column with as many different texts says something else than what is tested on
+MOST_SPLITS = 20  # a column with as many different texts says something else than what is held out
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 
 _log = logging.getLogger("raytrain")
 _NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if they have train and test
 _NUMBER = re.compile(r"-?\d+(\.0)?")
+_ROWS = ("keys", "labels", "groups")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
@@ -68,31 +69,42 @@ class LabelTable:
     url: str
     keys: Texts  # (N,), paths relative to the folder of the images, or below it as a URL
     labels: Texts  # (N,), names of classes; empty if an image has none; several are joined by JOINED
-    splits: Texts  # (N,), in lower case; empty if no column says which images are tested on
+    splits: Texts  # (N,), in lower case; empty if no column says which images are held out
     groups: Texts  # (N,), empty if there are no groups
     classes: tuple[str, ...] | None = None
     """All classes if an image may have several of them, or none; None if it has one, or no label."""
+    images: Manifest | None = None
+    """The images whose names the rows are of, if those were read."""
+    pattern_digest: str | None = None
+    """Stands for the rows if they were found by a pattern."""
 
-    def tested_on(self, other: LabelTable) -> LabelTable:
-        """Return these rows to train on, and the ``other`` ones to test on; UsageError if an image is in both."""
-        for table, is_own_part in ((self, is_training), (other, is_test)):
+    def with_parts(self, others: Mapping[Part, LabelTable]) -> LabelTable:
+        """Return these rows to train on, and those of ``others`` for their parts; UsageError if an image is in two."""
+        tables: dict[Part, LabelTable] = {"train": self, **others}
+        for part, table in tables.items():
+            is_own_part = is_training if part == "train" else is_held_out
             if any(table.splits) and not all(map(is_own_part, table.splits)):
-                raise UsageError(f"{table.url} says itself which images are tested on; give it alone, with --labels.")
-        if len(both := np.intersect1d(self.keys, other.keys)):
-            raise UsageError(
-                f"{self.url} and {other.url} both have {len(both):,} images, such as {both[0]!r}; leave each in one."
-            )
-        keys = np.concatenate([self.keys, other.keys])
-        splits = np.repeat(np.array(["train", "test"], object), [len(self.keys), len(other.keys)])
-        labels, groups = np.concatenate([self.labels, other.labels]), np.concatenate([self.groups, other.groups])
+                raise UsageError(f"{table.url} says itself which images are held out; give it alone, with --labels.")
+        for one, other in combinations(tables.values(), 2):
+            if len(both := np.intersect1d(one.keys, other.keys)):
+                raise UsageError(
+                    f"{one.url} and {other.url} both have {len(both):,} images, such as {both[0]!r}; leave each in one."
+                )
+        rows = [np.concatenate([getattr(table, name) for table in tables.values()]) for name in _ROWS]
+        keys, labels, groups = rows
+        splits = np.repeat(np.array([*tables], object), [len(table.keys) for table in tables.values()])
         order = keys.argsort()
-        classes = None if self.classes is None else tuple(dict.fromkeys((*self.classes, *(other.classes or ()))))
-        url = f"{self.url} and {other.url}"
+        classes = self.classes
+        if classes is not None:
+            classes = tuple(dict.fromkeys(name for table in tables.values() for name in table.classes or ()))
+        url = " and ".join(table.url for table in tables.values())
         return LabelTable(url, keys[order], labels[order], splits[order], groups[order], classes)
 
     @property
     def digest(self) -> str:
         """SHA-256 of all rows, as hexadecimal digits: the same for the same rows in any order and format."""
+        if self.pattern_digest is not None:
+            return self.pattern_digest
         columns = (self.keys, self.labels, self.splits, self.groups)
         return hashlib.sha256("\1".join("\0".join(column) for column in columns).encode()).hexdigest()
 
@@ -207,12 +219,14 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
 
-    # Without a column of splits, folders of training and test images say it, if all keys are in some.
+    # Without a column of splits, folders of parts say it, if all keys are in some.
     if not any(splits):
         tops = top_folders(keys)
         parts = parts_among(tops)
         if parts and {*tops} <= {*parts}:
-            _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
+            _log.warning(
+                "The folders %s in %s say the split into training and held-out images.", first_names(parts), url
+            )
             splits = np.array([top.lower() for top in tops], object)
         else:
             splits = np.full(len(keys), "", object)
@@ -242,7 +256,7 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
 
 
 def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
-    """Return the column that says which images are tested on: split, or one with such texts; None if none does.
+    """Return the column that says which images are held out: split, or one with such texts; None if none does.
 
     Raises UsageError if several do. Columns that look like one and are not read are logged.
     """
@@ -254,7 +268,7 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     named = [name for name, _ in other_columns if name.lower() == "split"]
     saying, doubtful = list(named), list[str]()
     for name, column in () if named else other_columns:
-        # A column says it if it has few different texts, of which some mean training and some test images. As many may
+        # A column says it if it has few different texts, of which some mean training and some other images. As many may
         # mean neither, such as extra or unassigned: rows with these are counted, and not used.
         is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
         distinct = column.cast(pa.string()).unique() if is_text else ()
@@ -268,16 +282,18 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
             doubtful.append(name)
     if len(saying) > 1:
         raise UsageError(
-            f"The columns {', '.join(map(repr, saying))} of the label file {url} all say which images are tested on; "
+            f"The columns {', '.join(map(repr, saying))} of the label file {url} all say the split; "
             "call the right one split."
         )
     if saying and not named:
-        _log.warning("The column %r of %s says which images are tested on.", saying[0], url)
+        _log.warning("The column %r of %s says the split into training and held-out images.", saying[0], url)
     # Without any, whoever has meant a column to say it should know that it is not read.
     for name in () if saying else [name for name, _ in other_columns]:
         if not (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
             continue
-        _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
+        _log.warning(
+            "The column %r of %s is not read; a column split with train, validation and test would be.", name, url
+        )
     return saying[0] if saying else None
 
 

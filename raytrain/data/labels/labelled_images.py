@@ -1,11 +1,11 @@
-"""Training and test images of a run, with the classes that a label file or their folders say."""
+"""Training, validation and test images of a run, with the classes that a label file or their folders say."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from raytrain.config import TrainConfig
 from raytrain.data.labels.folders import build_manifest, build_manifests, check_classes, report_alike, top_folders
+from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
 from raytrain.data.labels.label_file import JOINED, LabelTable, own_label_table
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest, list_images
-from raytrain.data.labels.part_names import Part, is_test, is_training, parts_among, test_names
-from raytrain.data.labels.train_test_split import check_can_split, train_test_split
+from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, parts_among
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
@@ -26,92 +26,124 @@ _NUM_SHOWN = 3
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
-def training_and_test_images(
-    config: TrainConfig, table: LabelTable | None, test_table: LabelTable | None, train_store: Store, test_store: Store
-) -> tuple[Manifest, Manifest]:
-    """Return the images of a run, labelled by ``table``, or else by what lies beside them.
+def labelled_parts(
+    config: TrainConfig, stores: Mapping[Part, Store], tables: Mapping[Part, LabelTable]
+) -> dict[Part, Manifest]:
+    """Return the training images, the validation images and, if there are three parts, the test images.
 
-    With ``test_table``, this one labels those that are tested on, which are in a folder of their own. Otherwise the
-    table's column ``split`` decides which images are held out; without one, ``--test-fraction`` of them are, in whole
-    groups if ``--group-by`` is given. With ``--test-data``, all of those are test images, unless there are splits.
+    ``stores`` are those that the options name, ``tables`` their label files. What is below ``--data`` may say all parts
+    by its folders or by a column of its label file. A part with a store of its own, and a label file of its own or none
+    at all, is labelled by itself. If no part is held out, ``--validation-fraction`` of the training images is, in whole
+    groups if ``--group-by`` is given; so it is if only test images are given, and the option is.
     """
-    # Training and test images that are labelled apart from each other.
-    if test_table is not None or (table is None and config.test_data):
-        train = images_of_part(train_store, table, "train", config.max_bad_fraction)
-        test = images_of_part(test_store, test_table, "test", config.max_bad_fraction, train.classes)
-        _report_given_split(config, (table, train), (test_table, test))
-        return train, test
-
-    # Without a label file in the options, one beside the images says the classes, or else the folders do.
+    # The images that one label file labels, or those of the folders below --data.
+    table = tables.get("train")
+    apart: list[Part] = [part for part in HELD_OUT if part in stores and (table is None or part in tables)]
     is_own_table = table is None
     if table is None:
-        table = own_label_table(train_store)
-    if table is None:
-        train, test = build_manifests(train_store)
-        if test is not None:
-            _report_given_split(config)
-            return train, test
-        check_can_split(train, config.test_fraction)
-        return train_test_split(train, config.test_fraction, config.seed)
-
-    # One label file for all images.
-    training, tested = _split_names(table)
-    train_images = list_images(train_store)
-    test_images = list_images(test_store) if config.test_data else train_images
-    listed = (train_images, test_images) if config.test_data else (train_images,)
-    check_keys(table, listed, config.max_bad_fraction)
-    train = labelled(train_images, table, training)
-    if config.test_data or tested:
-        test = labelled(test_images, table, tested, train.classes)
-        _report_given_split(config, (table, train), (table, test))
+        table = own_label_table(stores["train"])
+    if table is None and apart:
+        found: dict[Part, Manifest] = {"train": build_manifest(stores["train"], None, "train")}
+    elif table is None:
+        found = build_manifests(stores["train"])
     else:
-        groups = table.groups[table.rows_of(train)] if config.group_by else None
-        if groups is None and table.classes is None:
-            check_can_split(train, config.test_fraction)
-        train, test = train_test_split(train, config.test_fraction, config.seed, groups)
-    if is_own_table:  # which a run that resumes does not read again, so that it cannot compare the digest
-        return replace(train, labels_digest=""), replace(test, labels_digest="")
-    return train, test
+        together: dict[Part, Store] = {part: store for part, store in stores.items() if part not in apart}
+        found = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
+        if is_own_table:  # which a run that resumes does not read again, so that it cannot compare the digest
+            found = {part: replace(images, labels_digest="") for part, images in found.items()}
+
+    # The parts with labels of their own.
+    for part in apart:
+        own_table = tables.get(part)
+        found[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, found["train"].classes)
+
+    # Images that choose a checkpoint are no test of it: of two parts, the second is for validation.
+    fraction = config.validation_fraction
+    if config.fold is not None and "validation" in found:
+        raise UsageError(
+            "--validation-fold divides the training images, and validation images are given; move these to the "
+            "training images, or omit it."
+        )
+    if "validation" in found or ("test" in found and fraction is None and config.fold is None):
+        if fraction is not None:
+            _log.warning("--validation-fraction %g is not used: the validation images are given.", fraction)
+        if "validation" not in found:
+            found["validation"] = found.pop("test")
+        if config.group_by:
+            _report_divided_groups(config.group_by, [(tables.get(part, table), found[part]) for part in found])
+    else:
+        fraction = HELD_OUT_FRACTION if fraction is None else fraction
+        groups = table.groups[table.rows_of(found["train"])] if table is not None and config.group_by else None
+        if config.fold is not None:
+            found["train"], found["validation"] = hold_out_fold(found["train"], config.fold, config.seed, groups)
+        else:
+            if groups is None and (table is None or table.classes is None):
+                check_can_split(found["train"], fraction)
+            found["train"], found["validation"] = hold_out(found["train"], fraction, config.seed, groups)
+    return {part: found[part] for part in PARTS if part in found}
 
 
-def _report_given_split(config: TrainConfig, *parts: tuple[LabelTable | None, Manifest]) -> None:
-    """Log what the options ask of a split that was given: another fraction of test images, and undivided groups."""
-    if config.test_fraction != type(config).test_fraction:
-        _log.warning("--test-fraction %g is not used: the test images are given.", config.test_fraction)
-    if config.group_by:
-        train, test = (set(table.groups[table.rows_of(images)]) for table, images in parts if table is not None)
-        if shared := sorted(train & test):
-            _log.warning(
-                "%s of %s values of --group-by %s, such as %s, have both training and test images: the split was given "
-                "with the images, so that --group-by does not change it.",
-                *(f"{len(shared):,}", f"{len(train | test):,}", config.group_by, first_names(shared)),
-            )
+def _parts_of_table(
+    table: LabelTable, stores: Mapping[Part, Store], max_bad_fraction: float, *, has_others: bool
+) -> dict[Part, Manifest]:
+    """Return the images that one label file labels: all of each store, or those of the splits that it names.
+
+    ``has_others``: other images are held out, so that a split into training images alone is whole.
+    """
+    listed = {part: table.images or list_images(store) for part, store in stores.items()}
+    check_keys(table, tuple(listed.values()), max_bad_fraction)
+    splits = _split_names(table, has_others=has_others)
+    # A folder of test images, and rows whose split is val: they are the same ones.
+    held_out = splits.keys() & {*HELD_OUT}
+    if len(held_out) == 1 and not held_out & listed.keys() and len(listed) > 1:
+        splits["test" if "test" in listed else "validation"] = splits.pop(held_out.pop())
+
+    found: dict[Part, Manifest] = {}
+    for part in PARTS:
+        if part in listed or part in splits:
+            classes = found["train"].classes if found else None
+            found[part] = labelled(listed.get(part, listed["train"]), table, splits.get(part, ()), classes)
+    return found
 
 
-def _split_names(table: LabelTable) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the values of the column ``split`` for training images, and for those to test on; none without one."""
+def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | None, Manifest]]) -> None:
+    """Log how many groups a split that was given divides over its parts."""
+    groups = [set(table.groups[table.rows_of(images)]) for table, images in parts if table is not None]
+    counts = Counter(group for names in groups for group in names)
+    if shared := sorted(group for group, count in counts.items() if count > 1):
+        _log.warning(
+            "%s of %s values of --group-by %s, such as %s, have both training and held-out images: the split was given "
+            "with the images, so that --group-by does not change it.",
+            *(f"{len(shared):,}", f"{len(counts):,}", group_by, first_names(shared)),
+        )
+
+
+def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, tuple[str, ...]]:
+    """Return the values of the column ``split`` for each part; none without one. Rows with others are not used."""
     present = sorted(set(table.splits))
     if not any(present):
-        return (), ()
-    training, tested = tuple(filter(is_training, present)), test_names(present)
-    if not training or not tested:
+        return {}
+    found = names_of_parts(present)
+    if "train" not in found or (len(found) == 1 and not has_others):
         shown = ", ".join(map(repr, present[:5]))
         raise UsageError(
-            f"The column 'split' of {table.url} has the values {shown}; it must have train, and test or val."
+            f"The column 'split' of {table.url} has the values {shown}; it must have train, and validation or test."
         )
-    if unused := Counter(split or "none" for split in table.splits if split not in (*training, *tested)):
+    used = {name for names in found.values() for name in names}
+    if unused := Counter(split or "none" for split in table.splits if split not in used):
         texts = ", ".join(f"{count:,} {split}" for split, count in unused.items())
         _log.warning("Rows of %s with other splits (%s) are not used.", table.url, texts)
-    return training, tested
+    return found
 
 
 def images_of_part(
     store: Store, table: LabelTable | None, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
 ) -> Manifest:
-    """Return the images below ``store`` that the label file labels; those of its training or test split if it has any.
+    """Return the images below ``store`` that the label file labels; those of the part's split if it has any.
 
     Without one, it is the label file beside the images, or else their folders are the labels. ``classes`` are those
-    that the labels index: for test images, those of the training images.
+    that the labels index: for held-out images, those of the training images. Where images of this part are not named,
+    those of the other held-out part are taken.
     """
     if table is None:
         own_table = own_label_table(store)
@@ -119,11 +151,13 @@ def images_of_part(
             return build_manifest(store, classes, part)
         images = images_of_part(store, own_table, part, max_bad_fraction, classes)
         return replace(images, labels_digest="")  # the table is not read again
-    images = list_images(store)
+    images = table.images or list_images(store)
     check_keys(table, (images,), max_bad_fraction)
-    is_wanted = is_training if part == "train" else is_test
-    is_apart = all(map(is_wanted, set(table.splits)))  # the file is of these images alone
-    return labelled(images, table, () if is_apart else _split_names(table)[part == "test"], classes)
+    if all(map(is_held_out, set(table.splits))):  # the file is of these images alone
+        return labelled(images, table, (), classes)
+    splits = _split_names(table)
+    others = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
+    return labelled(images, table, splits.get(part, others), classes)
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
@@ -131,7 +165,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
     has_image = np.zeros(len(table.keys), bool)
     for images in listed:
         if not any(table.splits) and (parts := parts_among(top_folders(images.keys.to_pylist()))):
-            sentence = "The folders %s below %s do not say which images are tested on; a column split in %s would."
+            sentence = "The folders %s below %s do not say the split; a column split in %s would."
             _log.warning(sentence, first_names(parts), images.url, table.url)
         rows = table.rows_of(images)
 

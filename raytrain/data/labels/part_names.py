@@ -1,7 +1,6 @@
 """Names of training, validation and test images, as folders, files and values of a column have them.
 
-A name is of a part if one of its words is, as in seg_train, Training Set or public-test. Validation images are tested
-on, unless there are test images.
+A name is of a part if one of its words is, as in seg_train, Training Set or public-test.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-Part = Literal["train", "test"]
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+HELD_OUT: tuple[Part, ...] = PARTS[1:]
 
 _OF_IMAGES = r"(set|data|images|imgs)?s?\d*[ab]?"  # trainA and trainB are of two kinds of images, as for CycleGAN
 _TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
@@ -24,29 +25,35 @@ def is_training(name: str) -> bool:
     return _has_word(_TRAIN, name)
 
 
-def is_test(name: str) -> bool:
-    """Return whether a folder, a file or a value of this name is of test or validation images: ``Val Set`` is."""
-    return _has_word(_TEST, name) or _has_word(_VALIDATION, name)
+def is_held_out(name: str) -> bool:
+    """Return whether a folder, a file or a value of this name is of validation or test images: ``Val Set`` is."""
+    return _has_word(_VALIDATION, name) or _has_word(_TEST, name)
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder, a file or a value of this name is of training, test or validation images."""
-    return is_training(name) or is_test(name)
+    """Return whether a folder, a file or a value of this name is of training, validation or test images."""
+    return is_training(name) or is_held_out(name)
 
 
-def test_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names to test on, sorted: those of test images, or else those of validation images.
+def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
+    """Return the names of each part, sorted; a part without any is not in it.
 
-    >>> test_names(["train", "val", "test"])
-    ('test',)
+    >>> names_of_parts(["train", "val", "extra"])
+    {'train': ('train',), 'validation': ('val',)}
     """
     ordered = sorted(set(names))
-    by_kind = (tuple(name for name in ordered if _has_word(kind, name)) for kind in (_TEST, _VALIDATION))
-    return next(filter(None, by_kind), ())
+    kinds: dict[Part, re.Pattern[str]] = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST}
+    found: dict[Part, tuple[str, ...]] = {}
+    for part, kind in kinds.items():
+        if names_of_part := tuple(name for name in ordered if _has_word(kind, name)):
+            found[part] = names_of_part
+    return found
 
 
 def parts_among(names: Iterable[str]) -> list[str]:
-    """Return the names of training and test images, sorted; none unless there are some of each."""
+    """Return the names of training, validation and test images, sorted; none unless some are of training images, and
+    some are not.
+    """
     parts = sorted(filter(is_part, set(names)))
     return parts if {True, False} == set(map(is_training, parts)) else []
 

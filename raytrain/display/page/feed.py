@@ -37,7 +37,7 @@ _NUM_MACHINES = 64  # most workers whose machines are shown
 _MAX_ENCODED = 8  # most messages that are kept for viewers who have read equally far
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
 _NOT_AS_IT_IS = {
-    *("rows", "first_row", "attempt", "events"),  # apart from the state
+    *("rows", "first_row", "attempt", "events", "suspicious"),  # apart from the state
     *("result", "latest", "evaluation", "stop_request", "machines"),  # in another form
 }
 """Fields of a snapshot that the state of a run does not simply repeat."""

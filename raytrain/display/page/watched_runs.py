@@ -19,10 +19,21 @@ from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
-from raytrain.runs.documents import EVALUATION, TEST_MANIFEST, ignore, plain, read_config, read_json, run_store
+from raytrain.runs.documents import (
+    EVALUATION,
+    SUMMARY,
+    SUSPICIOUS_LABELS,
+    VALIDATION_MANIFEST,
+    ignore,
+    plain,
+    read_config,
+    read_json,
+    run_store,
+)
 from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import StopReason, stop_reason_of
+from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options
 from raytrain.runs.status import read_status
 
@@ -49,7 +60,7 @@ class WatchedRuns:
         self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # what a run that starts waits for
-        self._keys: dict[str, Any] = {}  # of the test images of each run
+        self._keys: dict[str, Any] = {}  # of the validation images of each run
         self.on_change: Callable[[], object] = lambda: None
         """Called, in any thread, whenever there is something new."""
 
@@ -82,30 +93,36 @@ class WatchedRuns:
         Of a run that looks for a learning rate, it is the one that its losses suggest. What cannot be read is left out.
         """
         store = run_store(self.storage, name)
-        config, suggestion, unused, heartbeat_at = None, None, (), ""
+        config, suggestion, unused, made_of, heartbeat_at = None, None, (), "", ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
             unused = read_unused_options(store)
+            made_of = next((made.summary() for made in reversed(read_provenance(store))), "")
             status = read_status(store)
             heartbeat_at = status.heartbeat_at
             if config.is_range_test and not status.active:
-                rate, reason = stored_suggestion(read_metrics(store))
+                rate, reason = stored_suggestion(read_metrics(store), stop_reason_of(read_json(store, SUMMARY)))
                 suggestion = {"rate": rate, "reason": reason}
 
-        # An evaluation knows test images by their numbers. Their keys are read once for each run.
+        # An evaluation knows validation images by their numbers. Their keys are read once for each run.
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
             if name not in self._keys:
                 with suppress(FileNotFoundError):
-                    self._keys[name] = Manifest.from_parquet(store.get(TEST_MANIFEST)).keys
+                    self._keys[name] = Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
             with suppress(KeyError, IndexError, TypeError, ValueError):
                 for example in evaluation["worst"]:
                     example["key"] = self._keys[name][example["sample"]].as_py()
+        suspicious: dict[str, Any] = {}
+        with suppress(StorageError):
+            suspicious = read_json(store, SUSPICIOUS_LABELS)
         return plain(
             {
+                "suspicious": suspicious,
                 "config": config,
                 "unused_options": unused,
+                "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
                 "suggestion": suggestion,
                 "evaluation": evaluation,

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -33,10 +34,12 @@ from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.local.local_launch import CallAddress, Caller, WorkerInputs
 from raytrain.loader.machine import cores
 from raytrain.loader.machine_batches import MachineBatches
-from raytrain.monitor.events import Event
+from raytrain.loader.transform_processes import transformed
+from raytrain.monitor.events import Event, Note
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.run_spec import RunSpec
@@ -70,6 +73,8 @@ class _Agent(LocalElasticAgent):
     """Start the workers of a run, and start them again if one fails, up to ``--max-failures`` times."""
 
     def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
+        # torch has files for what workers raise, and leaves that of one that outlives its driver.
+        tempfile.tempdir = inputs.folder
         # The workers meet in a file: a TCPStore would listen on all interfaces of this machine.
         store = f"{inputs.folder}/agent"
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
@@ -125,6 +130,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     An error of the user's ends the run. After any other error, the agent starts all workers again.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
+    tempfile.tempdir = None  # what a loop keeps for itself goes where the user wants it
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
     open_at_breakpoints(inputs.terminal, reporter.debugger)
@@ -171,7 +177,9 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
         if rank == 0:
             reporter.watch_for_stop()
             reporter.checked()
-        return train_run(spec, make_run(spec, source, reporter, device, weights))
+        note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+        with transformed(source, config, spec.transforms, note) as images:
+            return train_run(spec, make_run(spec, images, reporter, device, weights))
 
 
 class SocketReporter:
@@ -203,6 +211,9 @@ class SocketReporter:
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
         self._call("waits", rank, num_workers, place)
+
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+        self._call("suspicious", labels)
 
     def flush(self) -> None:
         self._call_slowly("flush")

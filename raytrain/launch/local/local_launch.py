@@ -44,6 +44,8 @@ class LocalLaunch:
     Raises UsageError if the machine has too little for the run.
     """
 
+    ends_workers = True
+
     def __init__(self, prepared: PreparedRun, agent: AgentProcess) -> None:
         placement = place(prepared.config, machine_hardware(prepared.config.gpus))
         self.num_workers = placement.num_workers

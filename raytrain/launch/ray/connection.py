@@ -23,7 +23,7 @@ from typing import TypeVar
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
 from raytrain.launch.ray.fork_client import keep_server, py_executable
-from raytrain.launch.ray.head_queries import head_answers
+from raytrain.launch.ray.head_queries import head_answers, raylet_answers
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import (
     ANSWER_AT_ONCE,
@@ -172,9 +172,9 @@ class Connection(AbstractContextManager["Connection"]):
         running = None
         if is_undecided:
             running = ray_start_address({0, os.getuid()}) if self._address == "auto" else ray_start_address()
-        if running is not None:
-            self._address = running
+        if running is not None and self._address != "auto":  # nobody has named it
             _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
+        self._address = running or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
         if gpus and not starts_here:
             raise UsageError(
@@ -215,6 +215,7 @@ class Connection(AbstractContextManager["Connection"]):
             return
         if is_connected():
             check_version()
+            raylet_answers()  # where it is, is found while it lives
             return
         STARTUP.info("joining the Ray cluster …")
         assert self._address is not None
@@ -290,13 +291,15 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=runtime_environment)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise version_error(address, str(error)) or _no_cluster(address, str(error)) from None
+    raylet_answers()  # where it is, is found while it lives
 
 
 def _leave() -> None:
     import ray
 
     with suppress(Exception):
-        ray.shutdown()
+        if raylet_answers():  # it would end this process
+            ray.shutdown()
 
 
 def check_answers(address: str) -> None:

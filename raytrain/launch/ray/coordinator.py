@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,8 +28,9 @@ from ray.actor import ActorProxy
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
-from raytrain.errors import CoordinatorLost, RaytrainError, UsageError
+from raytrain.errors import CoordinatorLost, RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator, Ending
+from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
 from raytrain.monitor.events import Event
@@ -50,7 +51,7 @@ WAIT, KEYS = "wait", "keys"
 """Concurrency groups: calls that wait, and those for credentials."""
 WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
 _NAMESPACE = "raytrain"
-_WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
+_WAITS_PER_WORKER = 2  # for training images, and meanwhile for validation images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
 _KEYS_AT_A_TIME = 8
 _TRAINS_WITHIN_S = 15.0
@@ -209,7 +210,7 @@ def open_coordinator(
     data, store = prepared.data, prepared.store
     coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
     opened.callback(stop_coordinator, coordinator)
-    stores = store, data.train_store, data.test_store
+    stores = store, *(part_store for part_store, _, _ in data.parts.values())
     return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
 
 
@@ -270,12 +271,29 @@ class RayMonitor:
         self._ask(self._coordinator.finish, status, result)
 
     def _ask(self, method: Any, *arguments: object) -> Any:
-        try:
+        with needs_coordinator(self._prepared, self._coordinated, self._command):
             return ray.get(method.remote(*arguments))
-        except RayActorError:
-            prepared, reason = self._prepared, f"the process that coordinates {self._coordinated} has died"
-            sentence = failure_sentence(prepared.config, reason, prepared.loop, command=self._command)
-            raise CoordinatorLost(sentence, prepared.name, prepared.store.url) from None
+
+
+@contextmanager
+def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: str = "train") -> Generator[None]:
+    """Raise :class:`CoordinatorLost` if the coordinator of a run dies before the ``with`` block has its answers.
+
+    Every call whose answer the driver waits for is in one: the coordinator may die as soon as it begins. If it has died
+    with the whole node, nothing can be started there again: then a TrainingFailed is raised.
+    """
+    try:
+        yield
+    except RayActorError:
+        config, name, url = prepared.config, prepared.name, prepared.store.url
+        if not raylet_answers():
+            again = "" if config.address in (None, "local") else "; start Ray again with `ray start`"
+            reason = f"Ray's process on this machine, the raylet, has died, as if for lack of memory{again}"
+            sentence = failure_sentence(config, reason, prepared.loop, command=command)
+            raise TrainingFailed(sentence, {"name": name, "status": "failed", "run_dir": url}) from None
+        reason = f"the process that coordinates {coordinated} has died"
+        sentence = failure_sentence(config, reason, prepared.loop, command=command)
+        raise CoordinatorLost(sentence, name, url) from None
 
 
 def request_stop_in_cluster(name: str, storage: str, address: str, request: StopReason) -> None:
@@ -288,7 +306,13 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
             f"No run called {name!r} is training in the cluster at {address} with --storage {storage}; give the "
             "--storage that it was started with, whose runs `raytrain runs` lists."
         ) from None
-    ray.get(coordinator.request_stop.remote(request))
+    try:
+        ray.get(coordinator.request_stop.remote(request))
+    except RayActorError:
+        raise UsageError(
+            f"The process that coordinates run {name!r} has just died, so that the request did not reach the run; "
+            "leave --address out, and the request waits in the run's storage."
+        ) from None
 
 
 def _actor_name(run: str, url: str) -> str:
@@ -349,7 +373,10 @@ def lend_credentials(
 def serving_credentials(
     stores: Iterable[Store], scope: Scope | None = None
 ) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
-    """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block."""
+    """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block.
+
+    Raises RaytrainError if this actor dies, or another one of which the block waits for an answer.
+    """
     server: Any = (
         ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
         .options(num_cpus=0, max_concurrency=_SERVED_AT_A_TIME, label_selector=on_this_node())
@@ -357,5 +384,10 @@ def serving_credentials(
     )
     try:
         yield lend_credentials(server, stores, scope)
+    except RayActorError:
+        raise RaytrainError(
+            "A process that works for this command in the cluster has died: it crashed, or something killed it, such "
+            "as the system for lack of memory; start the command again."
+        ) from None
     finally:
         ray.kill(server)

@@ -1,4 +1,4 @@
-"""What the head of a cluster knows and is asked for: whether it answers, how full object stores are, what waits.
+"""What Ray is asked for: whether head and raylet answer, how full object stores are, what waits.
 
 Ray documents none of it, so an answer may be missing: each function says what it returns then.
 """
@@ -6,7 +6,9 @@ Ray documents none of it, so an answer may be missing: each function says what i
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import socket
+from contextlib import closing, suppress
+from functools import cache
 from typing import Any
 
 from raytrain.launch.ray.private_api import AUTOSCALER_STATUS, WORKER
@@ -14,6 +16,7 @@ from raytrain.launch.ray.private_api import AUTOSCALER_STATUS, WORKER
 _OBJECT_STORE = "object_store_memory"
 _AUTOSCALER_STATUS = b"__autoscaling_status"
 _CPU_STEP = 1e-4  # Ray rounds what is finer
+_RAYLET_ANSWERS_WITHIN_S = 5.0
 
 
 def head_answers(timeout_s: float) -> bool:
@@ -28,6 +31,39 @@ def head_answers(timeout_s: float) -> bool:
     except RayError:
         return False
     return True
+
+
+def raylet_answers() -> bool:
+    """Return whether the raylet, Ray's process on each node, lives on this one; True if it is not known where it is.
+
+    Asked without Ray, of which many calls end this process without a word if it is dead. The first call asks the head
+    where it is, and has to come while it lives.
+    """
+    import ray
+
+    path = _raylet_socket(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else None
+    if not path:
+        return True
+    with closing(socket.socket(socket.AF_UNIX)) as client:
+        client.settimeout(_RAYLET_ANSWERS_WITHIN_S)
+        try:
+            client.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
+            return False
+        except OSError:  # a busy one has a queue that is full, and this process may have no descriptor left
+            return True
+    return True
+
+
+@cache
+def _raylet_socket(node_id: str) -> str | None:
+    import ray
+    from ray.exceptions import RayError
+
+    records: Any = []
+    with suppress(RayError):  # the head does not answer
+        records = ray.nodes()
+    return next((record.get("RayletSocketName") for record in records if record["NodeID"] == node_id), None)
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:

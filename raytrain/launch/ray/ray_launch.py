@@ -16,8 +16,9 @@ from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch, ReadersCheck
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.coordinator import RayMonitor, open_coordinator
+from raytrain.launch.ray.coordinator import RayMonitor, needs_coordinator, open_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, RaySharedImages
+from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import RayWorkerInputs, pickle_functions, work
@@ -32,6 +33,8 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # what a loop prints
 
 class RayLaunch:
     """A :class:`Launch` on the ``cluster``. Raises UsageError if that has too little, or if the weights do not fit."""
+
+    ends_workers = True
 
     def __init__(self, prepared: PreparedRun, cluster: Connection) -> None:
         # Where the workers go, which decides what was left open in the options.
@@ -64,9 +67,12 @@ class RayLaunch:
         self._is_finished = False
 
     def start(self) -> Coordinator:
-        """Start the coordinator, the workers and the reading of the data."""
+        """Start the coordinator, the workers and the reading of the data.
+
+        Raises :class:`CoordinatorLost` if the coordinator has died.
+        """
         prepared, plan = self._prepared, self._spec.plan
-        with ExitStack() as opened:
+        with needs_coordinator(prepared), ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement)
             coordinator, credentials, self._lender = open_coordinator(
                 prepared,
@@ -101,6 +107,7 @@ class RayLaunch:
                 coordinator,
                 self._placement,
                 str(folder),
+                name=prepared.name,
                 max_failures=self.config.max_failures,
                 one_node=self._one_node,
             )
@@ -125,7 +132,8 @@ class RayLaunch:
             self._readers.check(snapshot.step)
         is_starting, is_stopping = snapshot.status == "starting", snapshot.stop_request is not None
         self._capacity.check(is_starting=is_starting, is_stopping=is_stopping)
-        self._lender.lend_if_due()
+        with needs_coordinator(self._prepared):
+            self._lender.lend_if_due()
         self._head.poll()
         self._trainer.remember_reserved()
 
@@ -144,9 +152,10 @@ class RayLaunch:
             self._monitor.skip(self._shared.skipped_images())
 
     def close(self, *, finished: bool) -> None:
-        """Leave nothing of the run in the cluster."""
+        """Leave nothing of the run in the cluster; without a raylet, nothing is left on this machine."""
         self._is_finished = finished
-        self._opened.close()
+        if raylet_answers():
+            self._opened.close()
 
     def _end_trainer(self) -> None:
         """See that nothing of the run uses the cluster; this process's own ends if workers still train there."""

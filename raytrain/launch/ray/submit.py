@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.network import timm_name
 from raytrain.config.user_code import check_module
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, flag
+from raytrain.launch.gather_provenance import COMMIT_VARIABLE, GitStatus, own_code_files
 from raytrain.launch.job_files import JobFiles, check_places, own_functions
 from raytrain.launch.prepare import check_named
 from raytrain.launch.ray.connection import with_token
@@ -31,12 +33,14 @@ from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
-from raytrain.training.evaluation_metrics import built_in_metrics
+from raytrain.training.evaluation_metrics import measured_metrics
 from raytrain.training.loop_mistakes import check_named_function
 from raytrain.training.model_names import check_model_name
 
 DETACHED = "DETACHED"
 _POLL_EVERY_S = 0.5
+_TALKATIVE = ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging")
+"""Loggers of Ray that report each package and each connection of its client."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
     """
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
+    if config.notify is not None and not config.notify.startswith("$"):
+        raise UsageError(
+            "--notify would stand in the command line of the job, which others can read; set a variable on the "
+            "machines of the cluster, and give --notify '$NAME' with its name."
+        )
     check_named(config)
     check_places(config)
     if config.loop is not None and ":" not in config.loop:
@@ -70,7 +79,7 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
     if config.loop is not None or is_sweep:
         return
     config.check_learning_rate()
-    config.check_metrics(built_in_metrics(config))
+    config.check_metrics(measured_metrics(config, runs_here=False))
     if timm_name(config.model) is None:
         check_model_name(config.model)
 
@@ -83,7 +92,8 @@ def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: 
     server = JobServer(job_server_url(address))
     name = config.name or new_name(config.recipe)
     named = words if config.name else [*words, "--name", name]
-    return Submission(server, server.submit(named, files, name), name, config.storage)
+    commit = GitStatus(list(own_code_files(config))).to_variable()
+    return Submission(server, server.submit(named, files, name, commit), name, config.storage)
 
 
 def entrypoint(words: Sequence[str]) -> str:
@@ -181,8 +191,11 @@ class JobServer:
                     "install a newer one there, such as that of cluster/requirements.txt."
                 )
 
-    def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
-        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; return the job's ID."""
+    def submit(self, words: Sequence[str], files: JobFiles, name: str, commit: str | None = None) -> str:
+        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; return the job's ID.
+
+        ``commit`` is what :meth:`GitStatus.to_variable` says of the folder that the files are in.
+        """
         job = f"raytrain_{uuid.uuid4().hex[:12]}"
         with TemporaryFolder() as folder:
             files.copy_to(folder / "files")
@@ -190,7 +203,10 @@ class JobServer:
             environment = {
                 "working_dir": str(folder / "files"),
                 "py_modules": [str(Path(raytrain.__file__).parent)],
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+                "env_vars": {
+                    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+                    **({COMMIT_VARIABLE: commit} if commit else {}),
+                },
             }
 
             # A head's job server listens before the rest of the head, and answers status 500 until then.
@@ -236,6 +252,8 @@ def job_client(address: str) -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    for name in _TALKATIVE:
+        logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # after the import, which sets it
     host = urlsplit(address).hostname or ""
     if is_loopback(address):  # such as a forwarded port; Ray's client takes HTTP_PROXY
         others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import os
 import re
@@ -93,7 +92,7 @@ class TrainerThread:
     """Runs ``work`` on every worker of ``placement`` from now on, and again if it fails, up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
-    own notes in ``folder``.
+    own notes in ``folder``, and calls the run ``name`` in its metrics and in what Ray's dashboard lists.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class TrainerThread:
         placement: Placement,
         folder: str,
         *,
+        name: str,
         max_failures: int,
         one_node: bool,
     ) -> None:
@@ -126,13 +126,15 @@ class TrainerThread:
                 **resizing,
             ),
             run_config=RunConfig(
+                name=name,
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=max_failures),
                 callbacks=[_FailureReporter(coordinator)],
             ),
         )
         # The thread alone holds the trainer, and with it the run's images in the object store.
-        threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer").start()
+        self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer")
+        self._thread.start()
 
     def remember_reserved(self) -> None:
         """Ask the coordinator what the newest attempt has reserved. To be called now and then: it may die."""
@@ -156,7 +158,7 @@ class TrainerThread:
                 remove_placement_group(self._reserved)
             with suppress(RayError):  # the head does not answer
                 _remove_placement_groups(self._reserved_prefix)
-        concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
+        self._thread.join(_ENDS_WITHIN_S)
 
     def _fit(self, trainer: TorchTrainer) -> None:
         try:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,18 +30,23 @@ from ray.util import get_current_placement_group
 import raytrain
 from raytrain.config.user_code import pickle_own_code, sending, trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
 from raytrain.launch.debugger import open_at_breakpoints
+from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
 from raytrain.launch.ray.feed.ingest import ImageSet
 from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
-from raytrain.monitor.events import Event, NodeLeaving
+from raytrain.launch.ray.train_reports import RayReports, meets_in_ray, report_to_ray
+from raytrain.loader.transform_processes import transformed
+from raytrain.monitor.events import Event, NodeLeaving, Note
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
 
@@ -95,7 +100,7 @@ def _users_file(module: ModuleType) -> Path | None:
 class RayWorkerInputs:
     """Where the workers of a run get its images, and where they report. Holds no secret."""
 
-    images: Mapping[str, ImageSet]  # train and test
+    images: Mapping[str, ImageSet]  # of each part
     orders: Mapping[str, CacheOrder]  # in which they are kept; those without one are streamed
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
     functions: bytes  # the pickled loop and transforms of the spec, which may need modules of module_path
@@ -131,8 +136,14 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
 
     try:
-        with ProcessLog(spec.store, rank):
-            outcome = train_run(spec, make_run(spec, source, reporter, device, weights))
+        note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+        with ProcessLog(spec.store, rank), transformed(source, config, spec.transforms, note) as batches:
+            run = make_run(spec, batches, reporter, device, weights)
+            report = report_to_ray()
+            if report is not None and (spec.loop is None or not meets_in_ray(spec.loop)):
+                messages = GroupMessages(f"reports-{source.attempt}") if world_size > 1 else None
+                reporter.reports = RayReports(report, run.worker, messages)
+            outcome = train_run(spec, run)
     except RaytrainError as error:
         if ray.get(inputs.coordinator.give_up.remote(error, trace_of(error))):
             return  # the driver ends the run; an exception would have Ray Train start other workers
@@ -153,13 +164,12 @@ class RayBatches:
             number = [ray.get(inputs.coordinator.begin_attempt.remote(get_current_placement_group()))]
         if dist.is_initialized():
             dist.broadcast_object_list(number, src=0)
-        self._attempt: int = number[0]
+        self.attempt: int = number[0]
 
         self._inputs = inputs
         self._num_streams: Counter[str] = Counter()
         self._partitions = {
-            "train": Partition(spec.plan, rank, loads),
-            "test": Partition(spec.test_plan, rank, loads),
+            part: Partition(plan, rank, loads) for part, plan in {"train": spec.plan, **spec.held_out_plans}.items()
         }
         self._caches = {
             dataset: CachedBlocks(
@@ -172,14 +182,14 @@ class RayBatches:
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return self._batches("train", first_step)
 
-    def test(self) -> Iterator[LocalBatch]:
-        return self._batches("test", 0)
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        return self._batches(part, 0)
 
     def _batches(self, dataset: str, first_step: int) -> Iterator[LocalBatch]:
         partition = self._partitions[dataset]
         if dataset in self._caches:
             return batches_from_cache(partition, self._caches[dataset], first_step)
-        stream = Stream(self._attempt, self._num_streams[dataset], dataset, first_step, len(partition.loads))
+        stream = Stream(self.attempt, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
         blocks = stream_blocks(self._inputs.feeders, stream, self._inputs.images[dataset], partition)
         return batches_from_stream(partition, blocks, first_step)
@@ -195,6 +205,8 @@ class RayReporter:
         self._coordinator = coordinator
         self._stop_requested = threading.Event()
         self._preemption: Any = None  # the last one that was reported
+        self.reports: RayReports | None = None
+        """What passes on rows to Ray Train, too."""
         if watch:
             threading.Thread(target=self._wait_for_stop_request, daemon=True, name="stop-watch").start()
 
@@ -203,6 +215,8 @@ class RayReporter:
 
     def record(self, row: MetricRow) -> None:
         self._coordinator.record.remote(row)
+        if self.reports is not None:
+            self.reports.add(row)
 
     def measured(self, use: MachineUse) -> None:
         self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
@@ -212,6 +226,9 @@ class RayReporter:
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
         self._coordinator.waits.remote(rank, num_workers, place)
+
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+        self._coordinator.suspicious.remote(labels)
 
     def flush(self) -> None:
         # The flush itself runs beside the other calls, so it must not begin before the rows have arrived.

@@ -1,15 +1,15 @@
 // One chart: some lines, bands and points over the steps or the time, with zoom, hover values and a logarithmic scale.
 
 import { align } from "./curves.js";
-import { el, fill, formatDuration, formatNumber } from "./format.js";
+import { el, fill, formatDuration, formatNumber, formatRate } from "./format.js";
 
 /* global uPlot */
 
 const MAX_VALUES = 8; // as many as there are colours
 const FEW_POINTS = 60; // each of which is marked
 const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat(); // there is no half of a step
-const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : formatNumber(value)) };
-const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatNumber(x)}` };
+const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : value < 1e-3 ? value.toExponential(0) : formatRate(value)) };
+const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatRate(x)}` };
 
 export class Chart {
   /**
@@ -102,6 +102,7 @@ export class Chart {
     };
     const axis = { stroke: color("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: color("--grid"), width: 1 } };
     const series = [{}], bands = [];
+    const share = this.axis === "rate" && this.format === formatNumber ? 0.75 : 0.97; // a loss over rising rates diverges in the end
     this.places = [];
     for (const one of this.series) {
       const stroke = color(one.color);
@@ -124,8 +125,8 @@ export class Chart {
       series,
       bands,
       legend: { show: false },
-      padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, this.axis === "rate" ? 0.75 : 0.97)) } },
+      padding: [8, this.axis === "time" ? 32 : 18, 0, 0], // room for half of the last label
+      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 64, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },

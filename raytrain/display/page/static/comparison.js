@@ -8,7 +8,7 @@ import { ParallelCoordinates } from "./parallel_coordinates.js";
 const NUM_COLORS = 8;
 const CURVES = [
   { title: "Training loss", kind: "step", name: "loss" },
-  { title: "Test accuracy", kind: "evaluation", name: "accuracy", format: formatPercent },
+  { title: "Validation accuracy", kind: "evaluation", name: "accuracy", format: formatPercent },
 ];
 const NOT_COMPARED = new Set(["name", "storage", "resume", "address", "track", "tag", "note"]); // where a run is, not what it does
 
@@ -110,7 +110,7 @@ function used(config, unused) {
   return config && Object.fromEntries(Object.entries(config).filter(([name]) => !unused.includes(name)));
 }
 
-/** The best accuracy on the test images. */
+/** The best accuracy on the validation images. */
 function best(view) {
   const { mean = [], high = mean } = view.curves.evaluation.get("accuracy") ?? {};
   const known = high.filter((value) => value != null);

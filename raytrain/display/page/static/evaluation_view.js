@@ -10,11 +10,27 @@ const IMAGE = /^data:image\/png;base64,[A-Za-z0-9+/=]+$/;
 export function evaluationView(document) {
   const classes = Array.isArray(document?.classes) ? document.classes : [];
   const sections = [
-    gallery("Most wrong", "The test images with the largest loss", document?.worst, classes),
+    gallery("Most wrong", "The validation images with the largest loss", document?.worst, classes),
     gallery("Last batch", "Training images as the network sees them, and what it says", document?.batch, classes),
     confusions(document?.confusion, classes),
   ].filter(Boolean);
   return sections.length ? el("div", {}, el("h2", {}, `Evaluation after step ${formatNumber(document.step)}`), el("div", { class: "panels" }, ...sections)) : null;
+}
+
+/** The elements of a `suspicious-labels.json`, null if it holds nothing to show. Anybody may have written it. */
+export function suspiciousView(document) {
+  const labels = Array.isArray(document?.labels) ? document.labels : [];
+  const figures = labels.filter((one) => IMAGE.test(one?.image)).map(({ key, label, suggested, margin, loss, draws, image }) => {
+    const means = `${key}: margin ${formatNumber(margin)}, loss ${formatNumber(loss)}, means of ${formatNumber(draws)} draws`;
+    return el(
+      "figure",
+      { class: margin < 0 ? "wrong" : "right", title: means },
+      el("img", { src: image, alt: `${label}, or ${suggested}?` }),
+      el("figcaption", {}, el("b", {}, label), el("div", { class: "said" }, el("span", {}, `or ${suggested}?`))),
+    );
+  });
+  const about = "The training images with the lowest margin of their label over all epochs; `raytrain look` lists more, and writes a label file to correct";
+  return figures.length ? el("div", {}, el("h2", {}, "Labels that may be wrong"), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures)) : null;
 }
 
 function gallery(title, about, examples, classes) {
@@ -27,7 +43,7 @@ function gallery(title, about, examples, classes) {
       "figure",
       { class: right ? "right" : "wrong", title: key ?? "" },
       el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said} ${sure}` }),
-      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("div", { class: "said" }, el("span", {}, said), el("i", {}, sure))),
+      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("div", { class: "said" }, el("span", {}, said), el("i", {}, sure && `(${sure})`))),
     );
   });
   return el("section", {}, el("h3", {}, title), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures));
@@ -40,7 +56,7 @@ function confusions(given, classes) {
   for (const [label, , count] of cells) totals[label] += count;
   const wrong = cells.filter(([label, prediction]) => label !== prediction).slice(0, NUM_CONFUSIONS);
   const list = el("ol", { class: "confusions" }, ...wrong.map(([label, prediction, count]) =>
-    el("li", {}, el("b", {}, classes[label]), " taken for ", el("b", {}, classes[prediction]), ` ${formatNumber(count)} × (${formatPercent(count / totals[label])})`)));
+    el("li", {}, el("b", {}, classes[label]), " taken for ", el("b", {}, classes[prediction]), `: ${formatNumber(count)} × (${formatPercent(count / totals[label])})`)));
   const matrix = classes.length <= MAX_TABLE_CLASSES ? table(cells, classes, totals) : picture(cells, classes, totals);
   return el("section", { class: "confusion" }, el("h3", {}, "Confusion matrix"), el("p", { class: "about" }, "Rows are the labels, columns the predictions"), matrix, wrong.length ? list : null);
 }

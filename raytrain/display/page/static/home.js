@@ -149,7 +149,7 @@ export class Home {
 
 /** The best accuracy of a run, -1 if none is known. */
 function score(run) {
-  return Math.max(-1, run.test_accuracy ?? -1, ...run.accuracies.map((value) => value ?? -1));
+  return Math.max(-1, run.validation_accuracy ?? -1, ...run.accuracies.map((value) => value ?? -1));
 }
 
 function searchable({ name, recipe, model, status, tags, note, optimizer }) {

@@ -2,12 +2,12 @@
 
 import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
-import { evaluationView } from "./evaluation_view.js";
+import { evaluationView, suspiciousView } from "./evaluation_view.js";
 import { el, fill, formatClock, formatDate, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
 import { MachineCurves, machineTable } from "./machines.js";
 import { StopPanel } from "./stop_panel.js";
 
-const COLORS = { train: "--train", test: "--test" };
+const COLORS = { train: "--train", validation: "--validation" };
 const KNOWN = {
   loss: { title: "Loss" },
   accuracy: { title: "Accuracy", format: formatPercent },
@@ -17,9 +17,11 @@ const KNOWN = {
   balanced_accuracy: { title: "Balanced accuracy", format: formatPercent },
   macro_f1: { title: "Macro F1", format: formatPercent },
   mean_average_precision: { title: "Mean average precision", format: formatPercent },
+  auroc: { title: "AUROC" },
 };
 const AXES = { step: "over steps", time: "over time", rate: "over the learning rate" };
 const FIRST = ["loss", "accuracy"];
+const PICTURES_MS = 5_000; // until those of an evaluation are written
 const READ_MACHINES_MS = 10_000; // as often as they are written
 const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
 
@@ -115,7 +117,9 @@ export class RunView {
     const workers = state.num_workers === 1 ? "1 worker" : `${state.num_workers} workers`;
     const skipped = state.num_skipped ? `${formatNumber(state.num_skipped)} images skipped` : null;
     const retried = state.num_retries ? `${formatNumber(state.num_retries)} requests retried` : null;
-    fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, skipped, retried, state.problem].filter(Boolean).join(" · "));
+    const dollars = state.dollars == null ? null : `$${state.dollars.toFixed(state.dollars < 1 ? 4 : 2)}`;
+    const energy = state.gpu_kwh == null ? null : `${state.gpu_kwh.toFixed(2)} kWh`;
+    fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, dollars, energy, skipped, retried, state.problem].filter(Boolean).join(" · "));
     this.bar.value = state.status === "finished" ? 1 : state.step / state.num_steps;
     const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
     const waiting = state.status === "starting" ? "waiting for the workers … · " : "";
@@ -142,7 +146,7 @@ export class RunView {
   showTiles() {
     const { latest, evaluation } = this.state;
     const tiles = [
-      ["Test accuracy", formatPercent(evaluation?.accuracy)],
+      ["Validation accuracy", formatPercent(evaluation?.accuracy)],
       ["Test loss", formatNumber(evaluation?.loss)],
       ["Training loss", formatNumber(latest?.loss)],
       ["Learning rate", formatNumber(latest?.learning_rate)],
@@ -150,7 +154,7 @@ export class RunView {
       ["Waiting for data", formatPercent(latest?.data_wait_fraction)],
     ];
     if (this.rateRises) {
-      tiles.splice(0, 2); // nothing is tested
+      tiles.splice(0, 2); // nothing is measured
       tiles.unshift(["Suggested rate", this.suggestion ? formatRate(this.suggestion.rate) : "…"]);
     }
     fill(this.tiles, ...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
@@ -184,7 +188,7 @@ export class RunView {
   series(name) {
     const { step, evaluation } = this.zoomed ?? this.curves;
     if (name === "learning_rate" && this.axis === "rate") return []; // over itself
-    const series = [], train = step.get(name), test = evaluation.get(name);
+    const series = [], train = step.get(name), validation = evaluation.get(name);
     const smoothed = !name.endsWith("learning_rate");
     if (train?.mean.some((value) => value != null)) {
       const x = step.x(this.axis), averaged = smoothed && this.strength > 0;
@@ -192,13 +196,13 @@ export class RunView {
       series.push({ label: "train", x, y: train.mean, color: COLORS.train, ...band, ...(averaged ? { quiet: true, alpha: 0.3, width: 1 } : {}) });
       if (averaged) series.push({ label: "train", x, y: smooth(step.step, train.mean, this.strength), color: COLORS.train });
     }
-    if (test?.mean.some((value) => value != null)) {
-      series.push({ label: "test", x: evaluation.x(this.axis), y: test.mean, color: COLORS.test, points: true });
+    if (validation?.mean.some((value) => value != null)) {
+      series.push({ label: "validation", x: evaluation.x(this.axis), y: validation.mean, color: COLORS.validation, points: true });
     }
     if (name === "loss" && this.axis === "rate" && this.suggestion?.rate) {
-      series.push({ label: `suggested ${formatRate(this.suggestion.rate)}`, x: [this.suggestion.rate], y: [lossAt(step, this.suggestion.rate, this.strength)], color: COLORS.test, points: true });
+      series.push({ label: `suggested ${formatRate(this.suggestion.rate)}`, x: [this.suggestion.rate], y: [lossAt(step, this.suggestion.rate, this.strength)], color: COLORS.validation, points: true });
     }
-    if (!FIRST.includes(name) && !test) for (const one of series) one.label = "";
+    if (!FIRST.includes(name) && !validation) for (const one of series) one.label = "";
     return series;
   }
 
@@ -231,12 +235,21 @@ export class RunView {
     const documents = await this.api.documents?.(this.name).catch(() => null);
     if (!documents) return;
     this.suggestion = documents.suggestion;
-    fill(this.evaluation, evaluationView(documents.evaluation));
+    fill(this.evaluation, evaluationView(documents.evaluation), suspiciousView(documents.suspicious));
+    this.readAgain(documents.suspicious?.step);
     if (documents.config) this.showConfig(documents.config);
     this.showOptions(documents);
     this.showBanner();
     this.showTiles();
     this.draw();
+  }
+
+  /** Read the documents once more if the images with suspicious labels, `after` a step, are not those of the last evaluation yet. */
+  readAgain(after) {
+    const { over, evaluation } = this.state ?? {};
+    if (over || after === undefined || after >= evaluation?.step || this.rereads === evaluation?.step) return;
+    this.rereads = evaluation?.step;
+    setTimeout(() => this.readDocuments(), PICTURES_MS);
   }
 
   /** Read the use of the machines now and then, while somebody looks, and once more when the run is over. */
@@ -252,10 +265,10 @@ export class RunView {
   }
 
   /** What tells most runs apart, above everything else. */
-  showOptions({ config, heartbeat_at }) {
+  showOptions({ config, made_of, heartbeat_at }) {
     const { tag = [], note, model, epochs, batch_size, learning_rate, optimizer, schedule } = config ?? {};
     const rate = typeof learning_rate === "number" && !this.rateRises ? formatRate(learning_rate) : null;
-    const options = [["Model", formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Last active", formatDate(heartbeat_at)]];
+    const options = [["Model", formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Made of", made_of], ["Last active", formatDate(heartbeat_at)]];
     const known = options.filter(([, value]) => value != null && value !== "");
     this.options.hidden = !config;
     fill(this.options, ...known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, formatOption(value)))));

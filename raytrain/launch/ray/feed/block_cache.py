@@ -74,10 +74,8 @@ class CacheFiller:
             self._started.wait()
             for dataset, order in self._orders.items():
                 turns = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
-                blocks = blocks_by_tasks(self._images[dataset], [order], turns, self._cpus.num_tasks, self._cpus.task)
-                for _, ref in blocks:
-                    if self._closed:
-                        return
+                images, cpus = self._images[dataset], self._cpus
+                for _, ref in blocks_by_tasks(images, [order], turns, cpus.num_tasks, cpus.task, lambda: self._closed):
                     self._add(dataset, ref)
         except Exception as error:
             if not self._closed:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import ray
+from ray.exceptions import RayActorError
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
@@ -14,10 +16,11 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, open_coordinator
+from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, needs_coordinator, open_coordinator
 from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import Stream, start_feeders, stop_feeders
+from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.loader.image_cache import choose_cache, keeps_shared
 from raytrain.monitor.snapshot import START, Snapshot
@@ -30,7 +33,7 @@ _CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core
 
 
 class DataFeed:
-    """Training and test images on their way to the workers.
+    """Images of all parts on their way to the workers.
 
     It goes through these states, each with the call that leads to it: decided (what is cached), :meth:`connect` (the
     feeders run), :meth:`start` (images are read), :meth:`fill_cache` (tasks may use the workers' share of the cores,
@@ -40,8 +43,8 @@ class DataFeed:
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
         data = data.read_by(config)
         cache = choose_cache(config, data, first_step, object_store_bytes)
-        kept = ("train", cache.train), ("test", cache.test)
-        self.orders: dict[str, CacheOrder] = {dataset: order for dataset, order in kept if order is not None}
+        kept = {part: cache.order(part) for part in data.parts}
+        self.orders: dict[str, CacheOrder] = {part: order for part, order in kept.items() if order is not None}
         """The order in which each cached data set is kept; the others are streamed."""
         self._config = config
         self._data = data.kept_on(cache.disk)
@@ -62,10 +65,7 @@ class DataFeed:
 
         data = self._data
         self._coordinator = coordinator
-        self.images = {
-            "train": image_set(data.train_store, data.train, data.train_format),
-            "test": image_set(data.test_store, data.test, data.test_format),
-        }
+        self.images = {part: image_set(*about) for part, about in data.parts.items()}
         # Feeders start at once, beside the workers: they take as many seconds.
         self._placement = placement
         self._cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
@@ -108,7 +108,8 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
         if keeps_shared(config, data, object_store_bytes):
             in_memory = dataclasses.replace(config, cache="memory")
             self.feed = DataFeed(in_memory, data, 0, object_store_bytes)
-        with ExitStack() as opened:
+        self._needs_coordinator = partial(needs_coordinator, prepared, coordinated="its trials", command="sweep")
+        with self._needs_coordinator(), ExitStack() as opened:
             self.coordinator, credentials, self._lender = open_coordinator(
                 prepared, opened, num_steps=num_steps, steps_per_epoch=num_steps, num_workers=placement.num_workers
             )
@@ -121,7 +122,8 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
             self._opened = opened.pop_all()
 
     def __exit__(self, *exception: object) -> None:
-        self._opened.close()
+        if raylet_answers():
+            self._opened.close()
 
     def poll(self) -> tuple[Snapshot, str | None]:
         """Return how many images cannot be used, with a request to stop all runs; and why they have to end, if so.
@@ -130,13 +132,17 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
         :class:`CoordinatorLost` if the coordinator has died.
         """
         snapshot, ending = self._monitor.snapshot(START), self._monitor.ending()
-        self._lender.lend_if_due()
+        with self._needs_coordinator():
+            self._lender.lend_if_due()
         return snapshot, ending.failure
 
     def skipped_images(self) -> list[SkippedImage]:
-        """Return the images that no run can use."""
-        return ray.get(self.coordinator.skipped_images.remote())
+        """Return the images that no run can use; [] if the coordinator has died, of which :meth:`poll` tells."""
+        try:
+            return ray.get(self.coordinator.skipped_images.remote())
+        except RayActorError:
+            return []
 
     def finish(self, status: EndStatus) -> None:
         """End the list of skipped images: it is in storage when this returns."""
-        ray.get(self.coordinator.finish.remote(status, None))
+        self._monitor.finish(status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,28 +59,49 @@ class DataCpus:
         return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
 
 
+_POLL_S = 0.5
+
+
 def blocks_by_tasks(
-    images: ImageSet, orders: Sequence[BlockOrder], turns: Iterable[BlockRef], at_a_time: int, task_cpus: float
+    images: ImageSet,
+    orders: Sequence[BlockOrder],
+    turns: Iterable[BlockRef],
+    at_a_time: int,
+    task_cpus: float,
+    is_closed: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Have the blocks of ``turns`` read by plain tasks; yield them as they are read, in turn.
 
     Yields the index of the block's order in ``orders``, and a reference of the block. The first block comes sooner than
     from Ray Data, but nothing limits how much is read and not yet used. ``at_a_time`` tasks of ``task_cpus`` each run
-    at a time. The blocks lie on all nodes; a lost one is read again.
+    at a time. The blocks lie on all nodes; a lost one is read again. Ends half a second after ``is_closed`` at the
+    latest: a process that leaves Ray while one of its threads waits there dies of a segmentation fault.
     """
+
+    def without_one(refs: list[Any]) -> list[Any]:
+        """Wait until one of these is read, and return the others."""
+        ready: list[Any] = []
+        while not (ready or is_closed()):
+            ready, refs = ray.wait(refs, num_returns=1, timeout=_POLL_S, fetch_local=False)
+        return refs
+
     read = ray.remote(read_block).options(num_cpus=task_cpus, max_retries=-1, scheduling_strategy="SPREAD")
     waiting: deque[tuple[int, Any]] = deque()  # asked for, and not yielded yet
     running: list[Any] = []
     for order, number in turns:
         if len(running) >= at_a_time:  # more of them would wait for CPUs that starting workers need
-            _, running = ray.wait(running, num_returns=1, fetch_local=False)
+            running = without_one(running)
+        if is_closed():
+            return
         waiting.append((order, read.remote(images, orders[order], number)))
         running.append(waiting[-1][1])
         # Blocks are yielded in turn, so one that is read early waits for those before it.
         while waiting[0][1] not in running:
             yield waiting.popleft()
     for order, ref in waiting:
-        ray.wait([ref], fetch_local=False)
+        without_one([ref])
+        if is_closed():
+            return
         yield order, ref
 
 

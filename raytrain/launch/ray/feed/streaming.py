@@ -50,7 +50,9 @@ _POLL_S = 10.0
 _CLOSE_S = 10.0
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that wait for a worker
 _WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 27 blocks/s, a third of what Ray Data starts on a core
-_TAKES_PER_WORKER = 2  # of training images, and meanwhile of test images; an attempt that has ended may have as many
+_TAKES_PER_WORKER = (
+    2  # of training images, and meanwhile of validation images; an attempt that has ended may have as many
+)
 _ENDED = "another worker group reads the data now"
 
 

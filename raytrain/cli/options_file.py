@@ -1,0 +1,221 @@
+"""Options of a run in a file that ``--config`` names: YAML or JSON, or the ``config.json`` of a run.
+
+A file has options by their names, with ``-`` or ``_`` between the words, and perhaps a recipe, which it starts from::
+
+    recipe: cifar10
+    data: s3://bucket/train
+    learning-rate: 1e-2
+    image_size: [128, 128]
+
+Each value is checked where it is read, so that an error names the file and the line. What options allow together is
+checked later, for flags of the command line may still replace some of them.
+
+YAML is read as its version 1.2 has it: only true and false are truth values, and 1e-2 is a number. PyYAML resolves
+plain words as version 1.1 does, so it only splits the file into nodes here, and this module reads the words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from raytrain.cli.parse_errors import NONE
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with, similar_options
+from raytrain.config.values import check_limit, hints_of, matches, read_value
+from raytrain.errors import UsageError, did_you_mean
+from raytrain.recipes import RECIPES
+from raytrain.runs.documents import warn_once
+from raytrain.runs.redact import is_secret_name
+from raytrain.storage.open import read_input
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_BYTES = 1_000_000
+_MAX_DIGITS = 20  # of a number: Python reads no text of thousands
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_INTEGER = re.compile(r"[-+]?\d+")
+_FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class OptionsFile:
+    """The options in a file, as plain values.
+
+    Attributes:
+        place: the path or URL of the file.
+        recipe: the recipe that it starts from, if it says so.
+        values: its options by the names of their fields; no recipe.
+        is_foreign: somebody else may have written it: it is in a bucket, or the ``config.json`` of a run.
+    """
+
+    place: str
+    recipe: str | None
+    values: Mapping[str, Any]
+    is_foreign: bool
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An option as a file has it; ``where`` is the file and, in YAML, the line. ``words`` is the value as text."""
+
+    where: str
+    name: str
+    value: Any
+    words: Any
+
+
+def read_options_file(place: str) -> OptionsFile:
+    """Read the options in a file, or in an object of a bucket.
+
+    Of a run's ``config.json``, in which everything is decided, only what the run computes is taken: not its name and
+    place, what describes it, where else its metrics went, and its machines, which are decided anew.
+
+    Raises StorageError if it cannot be read. Raises UsageError, with the line or the key, if it is no such file, if it
+    has an option that does not exist or that is there twice, or a value that an option cannot have.
+
+    Example: ``read_options_file("run.yaml").values["epochs"]``
+    """
+    if not place.lower().endswith(_SUFFIXES):
+        raise UsageError(f"--config is {place}; give a file of options whose name ends in {', '.join(_SUFFIXES)}.")
+    content = read_input(place)
+    if len(content) > _MAX_BYTES:
+        raise UsageError(f"--config {place} has {len(content):,} bytes; options take a few hundred.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {place} is no text in UTF-8; save it as such.") from None
+    entries = list(_json_entries(place, text) if place.lower().endswith(".json") else _yaml_entries(place, text))
+
+    # What is written for every run alone, such as its resolved device, is no choice of whoever uses the file.
+    decided = {field.name for field in dataclasses.fields(ResolvedConfig) if field.default is dataclasses.MISSING}
+    is_of_run = decided <= {entry.name for entry in entries}
+    if is_of_run:
+        marks = (Mark.DESCRIBES_RUN, Mark.OF_COMMAND, Mark.DECIDED_ANEW)
+        left_out = {name for mark in marks for name in options_with(mark)}
+        entries = [entry for entry in entries if entry.name not in left_out]
+        # Another version of raytrain may have written it.
+        if unknown := [entry.name for entry in entries if entry.name not in hints_of(TrainConfig)]:
+            warn_once(f"{place} has options that this version of raytrain does not know and ignores: {unknown}")
+            entries = [entry for entry in entries if entry.name not in unknown]
+
+    read: dict[str, _Entry] = {}
+    values: dict[str, Any] = {}
+    for entry in entries:
+        name = entry.name.replace("-", "_")
+        if name in read:
+            raise UsageError(f"{entry.where}: {entry.name} is given already ({read[name].where}); remove one of them.")
+        read[name] = entry
+        values[name] = _value_of(entry, name)
+    return OptionsFile(place, values.pop("recipe", None), values, is_foreign=is_of_run or "://" in place)
+
+
+def _value_of(entry: _Entry, name: str) -> Any:
+    """Return the value of an option as a plain one; raise UsageError if there is no such option, or value of it."""
+    hint = hints_of(TrainConfig).get(name)
+    if hint is None and is_secret_name(name):
+        raise UsageError(
+            f"{entry.where}: {entry.name} looks like a secret, and is no option; keys belong into the environment or a "
+            "profile of the cloud, never into a file of options."
+        )
+    if hint is None or (name in options_with(Mark.SUBCOMMAND) and name != "recipe"):
+        raise UsageError(
+            f"{entry.where}: there is no option {entry.name}{similar_options(name)}; `raytrain train custom "
+            "--help-all` lists all."
+        )
+    if name == "recipe" and str(entry.value) not in RECIPES:
+        similar = did_you_mean(str(entry.value), RECIPES)
+        raise UsageError(
+            f"{entry.where}: there is no recipe {entry.value!r}{similar}; the recipes are {', '.join(RECIPES)}."
+        )
+
+    # As on the command line: none is None where an option may be that, and 128 is text where it must be text.
+    def fits(value: Any) -> bool:
+        with suppress(UsageError):
+            read_value(name, value, hint)
+            return True
+        return False
+
+    value = None if str(entry.value).lower() == NONE and matches(None, hint) else entry.value
+    try:
+        value = read_value(name, entry.words if not fits(value) and fits(entry.words) else value, hint)
+        check_limit(TrainConfig, name, value)
+    except UsageError as error:
+        raise UsageError(f"{entry.where}: {error}") from None
+    return value
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The names and values of a JSON object, in which a name may be there twice."""
+
+
+def _json_entries(place: str, text: str) -> Iterator[_Entry]:
+    """Yield the options of a JSON object."""
+    try:
+        pairs = cast("list[tuple[str, Any]]", json.loads(text, object_pairs_hook=_Pairs))
+    except RecursionError:
+        raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{place}, line {error.lineno}: this is no JSON ({error.msg}); correct it.") from None
+    except ValueError:
+        raise UsageError(f"--config {place} has a number of thousands of digits; correct it.") from None
+    if not isinstance(pairs, _Pairs):
+        raise UsageError(f'--config {place} is no JSON object; give options by their names, as in {{"epochs": 10}}.')
+    for name, value in pairs:
+        plain = dict(value) if isinstance(value, _Pairs) else value
+        yield _Entry(place, name, plain, None if type(value) is bool else str(value))
+
+
+def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
+    """Yield the options of a YAML mapping, with their lines."""
+    import yaml  # deferred: few commands read options from a file
+
+    try:
+        root = cast(Any, yaml.compose(text, Loader=yaml.BaseLoader))
+    except RecursionError:
+        raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unknown characters"
+        where = f"{place}, line {mark.line + 1}" if mark else place
+        raise UsageError(
+            f"{where}: this is no YAML ({problem}); write an option in each line, as in epochs: 10."
+        ) from None
+    if root is None:
+        return
+    if root.id != "mapping":
+        raise UsageError(f"--config {place} has no names of options; write one in each line, as in epochs: 10.")
+    for key, node in root.value:
+        where = f"{place}, line {key.start_mark.line + 1}"
+        if key.id != "scalar":
+            raise UsageError(f"{where}: this is no name of an option; write one, as in epochs: 10.")
+        yield _Entry(where, key.value, _node_value(where, node), _node_words(node))
+
+
+def _node_value(where: str, node: Any) -> Any:
+    """Return a node of YAML as a plain value: a number, a text and so on, or several of them."""
+    if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
+        return [_node_value(where, item) for item in node.value]
+    if node.id == "mapping" and all(part.id == "scalar" for pair in node.value for part in pair):
+        return {key.value: _node_value(where, value) for key, value in node.value}
+    if node.id != "scalar":
+        raise UsageError(f"{where}: the value is nested; options are not divided into sections here.")
+    if node.style is not None:  # in quotes
+        return node.value
+    word = node.value
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    if _INTEGER.fullmatch(word) and len(word) <= _MAX_DIGITS:
+        return int(word)
+    return float(word) if _FLOAT.fullmatch(word) else word
+
+
+def _node_words(node: Any) -> Any:
+    """Return a node of YAML with each value as the text that the file has; None if it is no text or list."""
+    if node.id == "sequence":
+        return [_node_words(item) for item in node.value]
+    return node.value if node.id == "scalar" else None

@@ -1,0 +1,138 @@
+"""Hold images out for validation, at random some of each class, or whole groups."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.labels.listing import first_names
+from raytrain.data.labels.manifest import Manifest
+from raytrain.errors import UsageError
+
+HELD_OUT_FRACTION = 0.1
+"""Fraction of each class that is held out for validation if neither images nor --validation-fraction are given."""
+
+
+def hold_out(
+    manifest: Manifest, fraction: float, seed: int, groups: npt.NDArray[np.object_] | None = None
+) -> tuple[Manifest, Manifest]:
+    """Hold out about ``fraction`` of each class at random; the same seed and images give the same split.
+
+    Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
+    With ``groups``, the name of each image's group (N,), every group is on one side as a whole, and a class may lack
+    validation images. So it is if an image may have several classes. Returns the training and the validation images,
+    each in the manifest's order: ``train, validation = hold_out(images, 0.2, seed=0)``.
+
+    Raises UsageError if no group can be held out.
+    """
+    if manifest.label_sets is not None and groups is None:
+        groups = np.arange(len(manifest)).astype(object)  # each image is a group of its own
+    if groups is not None:
+        held_out = _held_out_groups(manifest, groups, fraction, seed)
+    else:
+        # Each class has random numbers of its own, so that further classes leave its split as it is.
+        held_out = np.zeros(len(manifest), bool)
+        for label in range(len(manifest.classes)):
+            members = np.flatnonzero(manifest.labels == label)
+            num_held_out = min(max(1, round(len(members) * fraction)), len(members) - 1)
+            shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
+            held_out[shuffled[:num_held_out]] = True
+    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
+
+
+def hold_out_fold(
+    manifest: Manifest, fold: tuple[int, int], seed: int, groups: npt.NDArray[np.object_] | None = None
+) -> tuple[Manifest, Manifest]:
+    """Hold out fold k of n for a cross-validation: each image is in one of the n folds, which have equal shares.
+
+    The share of each class is the same in all folds, up to one image. With ``groups``, (N,), every group is in one fold
+    as a whole. Returns the training and the held-out images: ``hold_out_fold(images, (2, 5), seed=0)``.
+
+    Raises UsageError if there are fewer images of a class, or fewer groups, than folds.
+    """
+    number, num_folds = fold
+    if manifest.label_sets is not None and groups is None:
+        groups = np.arange(len(manifest)).astype(object)  # each image is a group of its own
+    fold_of = np.zeros(len(manifest), np.int64)
+    if groups is not None:
+        fold_of = _folds_of_groups(manifest, groups, num_folds, seed)
+    else:
+        counts = manifest.class_counts()
+        if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < num_folds]:
+            raise UsageError(
+                f"{first_names(few)} in {manifest.url} has fewer images than there are folds ({num_folds}); take fewer "
+                "folds, or remove the class."
+            )
+        for label in range(len(manifest.classes)):
+            members = np.flatnonzero(manifest.labels == label)
+            shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
+            fold_of[shuffled] = (np.arange(len(members)) + label) % num_folds  # the folds get equal numbers of all
+    held_out = fold_of == number - 1
+    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
+
+
+def _folds_of_groups(
+    manifest: Manifest, groups: npt.NDArray[np.object_], num_folds: int, seed: int
+) -> npt.NDArray[np.int64]:
+    """Return the fold of each image, (N,): each group, the largest first, goes where the classes lack most of it."""
+    names, group = np.unique(groups.astype(str), return_inverse=True)
+    if len(names) < num_folds:
+        raise UsageError(f"There are {len(names):,} groups, fewer than folds ({num_folds}); take fewer folds.")
+    shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)
+    shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
+    fold_of_group, filled = np.zeros(len(names), np.int64), np.zeros((num_folds, shares.shape[1]))
+    for index in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
+        # The sum of squares over all folds grows least where the group's classes are rarest so far.
+        growth = ((filled + shares[index]) ** 2 - filled**2).sum(axis=1)
+        fold_of_group[index] = growth.argmin()
+        filled[growth.argmin()] += shares[index]
+    return fold_of_group[group]
+
+
+def _held_out_groups(
+    manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int
+) -> npt.NDArray[np.bool_]:
+    """Hold out each group, the largest first, that brings the held-out share of the classes closer to ``fraction``."""
+    names, group = np.unique(groups.astype(str), return_inverse=True)
+    sizes = np.bincount(group)
+
+    shares = _shares_of_groups(manifest, group, len(names))
+
+    # Large groups come first: the small ones after them can make up for what is lacking.
+    shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
+    chosen, distance = np.zeros(len(names), bool), np.full(shares.shape[1], -fraction)
+    for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
+        if ((distance + shares[number]) ** 2).sum() < (distance**2).sum():
+            chosen[number] = True
+            distance += shares[number]
+    if not chosen.any():
+        raise UsageError(
+            f"None of {len(names):,} groups is small enough for --validation-fraction {fraction}: the smallest has "
+            f"{int(sizes.min()):,} of {len(manifest):,} images; raise it, or set --validation-data."
+        )
+    return chosen[group]
+
+
+def _shares_of_groups(manifest: Manifest, group: npt.NDArray[np.integer], num_groups: int) -> npt.NDArray[np.float64]:
+    """Return the share of each class that each group has, (G, C); a column more, of all, if images have several."""
+    if manifest.label_sets is None:
+        counts = np.zeros((num_groups, len(manifest.classes)))
+        np.add.at(counts, (group, manifest.labels), 1)
+    else:
+        counts = np.zeros((num_groups, len(manifest.classes) + 1))
+        members = np.pad(manifest.label_sets, ((0, 0), (0, 1)), constant_values=True)
+        np.add.at(counts, group, members[manifest.labels])
+    return counts / counts.sum(axis=0).clip(min=1)
+
+
+def check_can_split(manifest: Manifest, fraction: float) -> None:
+    """Raise UsageError if a class has only one image, so that none of it can be held out."""
+    if few := [name for name, count in zip(manifest.classes, manifest.class_counts(), strict=True) if count < 2]:
+        needed = math.ceil(1 / fraction)
+        raise UsageError(
+            f"{first_names(few)} in {manifest.url} {'have' if len(few) > 1 else 'has'} only one image, so that none "
+            f"can be held out for validation; add images ({needed} per class make --validation-fraction {fraction} "
+            "exact), remove the class, or set --validation-data."
+        )

@@ -1,0 +1,79 @@
+"""Labels in the names of files, such as cat_17.jpg, which ``--label-pattern`` finds: a regular expression.
+
+Its group ``label`` is the class of an image, or its first group if none is called so. Other named groups are what
+columns of a label file would be: ``split``, and the one that --group-by names. The pattern is searched in the name of
+the file or, if it has a slash, in the whole path below the folder of the images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from raytrain.config.data import check_label_pattern
+from raytrain.data.labels.label_file import LabelColumns, LabelTable, label_table
+from raytrain.data.labels.manifest import list_images
+from raytrain.errors import UsageError
+from raytrain.storage.store import Store
+
+LABEL = "label"
+
+_log = logging.getLogger("raytrain")
+_KEY = "key"
+_NUM_SHOWN = 3
+
+
+def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_fraction: float) -> LabelTable:
+    """Return the labels that ``pattern`` finds in the names of the images below ``store``.
+
+    Raises UsageError if more than ``max_bad_fraction`` of the names do not match; the others are counted and not used.
+
+    Example: ``table_by_pattern(store, r"(?P<label>.+)_\\d+\\.jpg", LabelColumns(), 0.01).labels``
+    """
+    images = list_images(store)
+    keys: list[str] = images.keys.to_pylist()
+    expression = check_label_pattern(pattern)
+    matches = [expression.search(key if "/" in pattern else key.rpartition("/")[2]) for key in keys]
+
+    # A pattern that misses many files is a wrong one.
+    missed = [key for key, match in zip(keys, matches, strict=True) if match is None]
+    if missed:
+        problem = (
+            f"{len(missed):,} of {len(keys):,} images below {store.url} do not match --label-pattern {pattern}: "
+            f"{', '.join(map(repr, missed[:_NUM_SHOWN]))}{', …' if len(missed) > _NUM_SHOWN else ''}"
+        )
+        if len(missed) > max_bad_fraction * len(keys):
+            where = "the path" if "/" in pattern else "the name of the file, or in its path if it has a slash"
+            raise UsageError(
+                f"{problem}; it is searched in {where}. Correct it, or allow more with --max-bad-fraction."
+            )
+        _log.warning("%s; they are not used.", problem)
+
+    # The same as a label file with a column for each group.
+    chosen = [index for index, match in enumerate(matches) if match is not None]
+    found = [match for match in matches if match is not None]
+    names = [name for name in expression.groupindex if name not in (_KEY, LABEL)]
+    label = LABEL if LABEL in expression.groupindex else 1
+    table = pa.table(
+        {
+            _KEY: [keys[index] for index in chosen],
+            LABEL: [match[label] or "" for match in found],
+            **{name: [match[name] or "" for match in found] for name in names},
+        }
+    )
+    columns = LabelColumns(_KEY, (LABEL,), columns.group, columns.separator)
+    left_out = {**images.left_out, "images that do not match --label-pattern": len(missed)}
+    return replace(
+        label_table(table, f"--label-pattern {pattern}", columns, []),
+        images=replace(images.select(np.array(chosen, np.int64)), left_out=left_out),
+        pattern_digest=digest_of_pattern(pattern),
+    )
+
+
+def digest_of_pattern(pattern: str) -> str:
+    """Return what stands for the labels that a pattern finds, so that a resume need not list the images to know it."""
+    return hashlib.sha256(f"--label-pattern {pattern}".encode()).hexdigest()

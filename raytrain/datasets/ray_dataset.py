@@ -1,0 +1,136 @@
+"""Labelled images in the rows of a ``ray.data.Dataset``, one more form of what `raytrain pack` reads."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, as_text, find_column
+from raytrain.datasets.archives import IMAGE_COLUMNS, Archive, ArchivedImage, ArchivedImages, with_suffix
+from raytrain.errors import UsageError
+
+RAY_DATASET = "ray.data.Dataset"
+_ROWS_AT_A_TIME = 64
+_NUM_THREADS = 4
+_Columns = Mapping[str, npt.NDArray[Any]]
+
+
+class Rows(Protocol):
+    """What is used of a ``ray.data.Dataset``, which may be given without an import of Ray here."""
+
+    def iter_batches(self, *, batch_size: int, batch_format: str) -> Iterable[Any]: ...
+
+
+def is_ray_dataset(source: object) -> TypeGuard[Rows]:
+    """Return whether ``source`` is a data set of Ray's, or an iterator over one."""
+    is_of_ray = any(base.__module__.startswith("ray.data") for base in type(source).__mro__)
+    return is_of_ray and callable(getattr(source, "iter_batches", None))
+
+
+class RayDatasetRows(Archive):
+    """Rows of a ``ray.data.Dataset`` that are being read: an image of each, as a file's bytes or as pixels.
+
+    Ray gives rows in any order. So an image without a key column is called by its content and its label, and the same
+    rows become the same shards again.
+
+    Example: ``images = RayDatasetRows(RAY_DATASET).read(ray.data.read_parquet("s3://photos/rows"))``
+    """
+
+    def _images(self, source: Any) -> ArchivedImages:
+        """Yield the images of the rows of ``source``, pixels as PNG files, which lose nothing."""
+        num_of_name: dict[str, int] = {}
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack") as pool:
+            for batch in self._batches(source):
+                image, label, key, split = self._columns_of(batch)
+                contents = [self._content(image, value) for value in batch[image]]
+                files = pool.map(_as_file, contents)
+                labels = self._texts(batch, label)
+                splits = [""] * len(labels) if split is None else self._texts(batch, split)
+                keys = None if key is None else self._texts(batch, key)
+                for row, (file, text, part) in enumerate(zip(files, labels, splits, strict=True)):
+                    if not file:
+                        self.left_out["rows without the bytes of an image"] += 1
+                        continue
+                    if keys is not None and keys[row]:
+                        name = keys[row]
+                    else:
+                        # Rows that are there twice are two images, as they are in any other order.
+                        name = hashlib.sha256(file + b"\0" + text.encode()).hexdigest()[:32]
+                        num_of_name[name] = num_of_name.get(name, 0) + 1
+                        name += f"-{num_of_name[name]}" if num_of_name[name] > 1 else ""
+                    yield ArchivedImage(with_suffix(name, file), file, text, part.lower())
+
+    def _batches(self, source: Rows) -> Iterator[_Columns]:
+        """Yield the rows, a few at a time, as NumPy columns. Raises UsageError for what Ray raises."""
+        try:
+            yield from source.iter_batches(batch_size=_ROWS_AT_A_TIME, batch_format="numpy")
+        except Exception as error:
+            from raytrain.launch.ray.trainer import root_cause  # the data set has imported Ray
+
+            raise UsageError(f"The rows of the {self.name} cannot be read ({root_cause(error)}).") from error
+
+    def _columns_of(self, batch: _Columns) -> tuple[str, str, str | None, str | None]:
+        """Return the names of the columns of images and labels, and, if there are any, of keys and splits."""
+        names = list(batch)
+        image = self._column(names, IMAGE_COLUMNS, None, "images", "rename the right one to image")
+        label_name = next(iter(self.columns.label), None)
+        label = self._column(names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
+        if self.columns.key is not None:
+            key = self._column(names, (), self.columns.key, "keys", "name it with --key-column")
+        else:
+            key = find_column([name for name in names if name != image], None, KEY_COLUMNS)
+        return image, label, key, find_column(names, None, ("split",))
+
+    def _content(self, column: str, value: Any) -> bytes | npt.NDArray[np.uint8]:
+        """Return the file, or the pixels, in a row; no bytes if it has none. Raises UsageError for anything else."""
+        if isinstance(value, dict):
+            value = value.get("bytes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # as Hugging Face has them
+        is_missing = value is None or (isinstance(value, (float, np.floating)) and math.isnan(value))
+        if is_missing or isinstance(value, bytes):
+            return b"" if is_missing else value
+        if isinstance(value, np.ndarray):
+            if value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
+                return value.squeeze(axis=2) if value.shape[2:] == (1,) else value
+            found = f"an array of {value.dtype} and the shape {value.shape}"
+        else:
+            found = f"a {type(value).__name__}"
+        raise UsageError(
+            f"The column {column!r} of the {self.name} holds {found}, and the bytes of image files, or uint8 arrays "
+            "(height, width, channels) of 1, 3 or 4 channels and values from 0 to 255 are expected; convert it with "
+            "map_batches."
+        )
+
+    def _texts(self, batch: _Columns, column: str) -> list[str]:
+        """Return the values of a ``column`` as texts, empty where there is none. Raises UsageError for lists."""
+        values: Any = batch[column]
+        try:
+            if values.ndim != 1:
+                raise pa.ArrowInvalid(f"arrays of the shape {values.shape[1:]}")
+            array = pa.array(values, from_pandas=True)
+            if pa.types.is_nested(array.type):
+                raise pa.ArrowInvalid(f"values of type {array.type}")
+            return [text or "" for text in as_text(array).to_pylist()]
+        except (pa.ArrowException, TypeError, UnicodeError) as error:
+            raise UsageError(
+                f"The column {column!r} of the {self.name} holds what are not all strings or all integers "
+                f"({str(error).partition(chr(10))[0]:.100}); one class per image is expected."
+            ) from None
+
+
+def _as_file(content: bytes | npt.NDArray[np.uint8]) -> bytes:
+    """Return an image file: ``content`` itself, or a PNG of its pixels."""
+    if isinstance(content, bytes):
+        return content
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.fromarray(content).save(written, "PNG")
+    return written.getvalue()

@@ -1,0 +1,99 @@
+"""Exports a network of timm as a folder that timm loads, as repositories of Hugging Face's Hub have it.
+
+The folder has ``config.json``, which timm's own function writes, ``model.safetensors`` and the card, ``README.md``.
+timm builds the network from the architecture and its arguments, and treats images as ``pretrained_cfg`` says. It has
+names of its own for what raytrain's options are called: ``crop_mode`` is --resize, and ``crop_pct`` --crop-fraction.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from torch import nn
+
+from raytrain.config import ResolvedConfig
+from raytrain.config.network import timm_name
+from raytrain.errors import UsageError
+from raytrain.inference.classifier import Classifier
+from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
+from raytrain.training.model import timm_arguments
+from raytrain.training.weights_source import to_safetensors
+
+CARD, CONFIG, WEIGHTS = "README.md", "config.json", "model.safetensors"
+
+_CROP_MODES = {"stretch": "squash", "crop": "center", "pad": "border"}  # of timm, for --resize
+_LINES = """\
+import timm
+import torch
+from PIL import Image
+
+# Or "hf-hub:OWNER/NAME", once it is there.
+model = timm.create_model({name!r}, pretrained=True).eval()
+data = timm.data.resolve_model_data_config(model)
+image = Image.open("photo.jpg").convert("{mode}")
+with torch.no_grad():
+    logits = model(timm.data.create_transform(**data)(image)[None])
+scores = logits[0].{activation}
+print(dict(zip(model.pretrained_cfg["label_names"], scores.tolist())))"""
+
+
+def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
+    """Return the store of a new folder for the network of ``run``.
+
+    Raises UsageError if that is no network of timm, or if there are files in the folder.
+    """
+    if timm_name(config.model) is None or is_own_network:
+        network = "built by its loop" if is_own_network else f"--model {config.model}"
+        raise UsageError(
+            f"--format huggingface is for networks of timm, and that of run {run!r} is {network}; train --model "
+            f"timm:NAME, or export its weights with a card, --output {run}.safetensors."
+        )
+    store = open_store(output)
+    if (there := next(iter(store.list()), None)) is not None:
+        raise UsageError(f"--output {output} holds files, such as {there.path}; name a new folder.")
+    return store
+
+
+def write_network(folder: Path, config: ResolvedConfig, classifier: Classifier) -> nn.Module:
+    """Write the network and its configuration into ``folder``, and return the network as timm loads it from there."""
+    import timm
+    from timm.models import save_for_hf
+
+    network, cropping = classifier.network, classifier.cropping
+    about = {
+        "input_size": [config.channels, *config.full_image_size],
+        "mean": list(config.mean),
+        "std": list(config.std),
+        "interpolation": cropping.interpolation,
+        "crop_mode": _CROP_MODES[cropping.resize],
+        "crop_pct": cropping.crop_fraction if cropping.resize == "crop" else 1.0,
+    }
+    save_for_hf(
+        network,
+        str(folder),
+        model_config={"pretrained_cfg": about, "label_names": list(classifier.classes)},
+        model_args=timm_arguments(config, network),
+        safe_serialization=True,
+    )
+    # With the names of the classes in the file, too, so that `raytrain train --weights` knows them.
+    (folder / WEIGHTS).write_bytes(to_safetensors(network.state_dict(), classifier.classes))
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except AssertionError as error:  # of timms that know no such place
+        raise UsageError(f"timm {timm.__version__} loads no folder ({error}); install a newer one.") from None
+
+
+def lines_with_timm(output: str, classifier: Classifier) -> str:
+    """Return lines of Python that classify ``photo.jpg`` with timm, without raytrain."""
+    return _LINES.format(
+        name=f"local-dir:{output}",
+        mode="L" if classifier.shape.channels == 1 else "RGB",
+        activation="softmax(dim=0)" if classifier.thresholds is None else "sigmoid()",
+    )
+
+
+def upload_command(output: str) -> str | None:
+    """Return the command of the Hub that uploads a folder; None for a bucket, which has to be copied first."""
+    return None if "://" in output else shlex.join(["hf", "upload", "OWNER/NAME", output])

@@ -1,0 +1,495 @@
+"""`raytrain.attach`: a run in processes that somebody else has started, such as Ray Train, `torchrun` or a notebook.
+
+The processes of the default group of `torch.distributed` are the run's workers; without a group, this one is. What
+:func:`raytrain.train` does in a driver, process 0 does in a thread beside its loop::
+
+    process 0    the loop    AttachedCoordinator <-- RunSession, in a thread: documents, trackers, views, a stop
+    process 1    the loop    MessageReporter --> through the group's store, twice a second
+    ...
+
+1. Process 0 names the run, lists its images, makes it its own, and sends the rest what is in :class:`WorkerInputs`.
+2. Each process puts its part of the run together, as a worker of any backend does, and gives it to the block.
+3. When the block is left, all finish the run together. If a process leaves it by an error, it says so to process 0,
+   which marks the run as failed while its own loop may still wait for that process.
+
+Nobody starts a process again here. That is up to the launcher, and ``resume=True`` goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from types import CellType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.marks import Mark
+from raytrain.config.options import options_with
+from raytrain.config.user_code import describe, trace_of
+from raytrain.data.dataset import Dataset
+from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
+from raytrain.launch.coordinator import Coordinator
+from raytrain.launch.group_messages import GroupMessages
+from raytrain.launch.prepare import PreparedRun, TrainRequest, check_named, check_named_code, prepare, settle_options
+from raytrain.launch.session import RunSession
+from raytrain.loader.process_group import ProcessGroup
+from raytrain.loader.process_images import ProcessImages, machine_cache
+from raytrain.loader.transform_processes import transformed
+from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
+from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.logs import ProcessLog
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.outcome import Outcome, StopReason, TrainResult
+from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.storage.store import Store
+from raytrain.trackers.open_trackers import Trackers, open_trackers
+from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
+from raytrain.training.run import Run
+from raytrain.training.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from raytrain.launch.ray.train_reports import RayReports, Report
+
+
+def attach(
+    config: TrainConfig, *, view: View | None = None, trackers: Trackers = ()
+) -> AbstractContextManager[Run, bool | None]:
+    """Return a context in which this process is a worker of a run, without starting anything.
+
+    Call it on every process of a group of ``torch.distributed``: in a ``train_loop_per_worker`` of Ray Train, or under
+    ``torchrun`` after ``init_process_group()``. Without a group, as in a notebook or a trial of Ray Tune, the run has
+    one worker. The run has the same loop, history, checkpoints, page and stop as one of :func:`raytrain.train`, and
+    with ``resume=True`` it goes on with any number of workers, in the middle of an epoch, too.
+
+    A stop raises nothing: the epochs end. When the block is left, the run is finished, and ``run.result`` is its
+    :class:`TrainResult` on every worker. An error in the block fails the run, which keeps its checkpoints, and is
+    raised as it is. In Ray Train and Ray Tune, what each evaluation measures also goes to ``ray.train.report`` or
+    ``ray.tune.report``, and at the end the last checkpoint, unless the block's own code reports.
+
+    Args:
+        config: the options. Those about processes are the launcher's: workers, device numbers, max_failures, …
+        view: called about twice a second with the run's :class:`Snapshot`, in a thread of process 0.
+        trackers: where else to send metrics, as for :func:`raytrain.train`.
+
+    Raises:
+        UsageError, StorageError: a setting or an input is wrong, on all workers; nothing was written.
+        TrainingFailed: the run has failed without an error of its loop, such as by a loss that is not finite.
+
+    Example:
+        >>> with raytrain.attach(TrainConfig(data="photos", batch_size=32, epochs=5)) as run:
+        ...     model = run.prepare(torchvision.models.resnet18(num_classes=run.num_classes))
+        ...     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
+        ...     for epoch in run.epochs():
+        ...         for images, labels in epoch:
+        ...             loss = cross_entropy(model(images), labels)
+        ...             optimizer.zero_grad()
+        ...             loss.backward()
+        ...             optimizer.step()
+        ...             run.log(loss=loss)
+    """
+    request = TrainRequest(loop=_code_of(sys._getframe(1)), view=view, command="attach")  # pyright: ignore[reportPrivateUsage]
+    return _attached(config, request, trackers)
+
+
+def _code_of(frame: FrameType) -> Callable[[Run], None]:
+    """Return the code around a block of :func:`attach` as a function, which is read as a loop is, and never called."""
+    closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
+    return cast(Any, FunctionType(frame.f_code, frame.f_globals, closure=closure))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInputs:
+    """What process 0 sends the others of a run; ``key`` is that of their messages."""
+
+    config: ResolvedConfig
+    data: Dataset
+    store: Store
+    first_step: int
+    key: str
+
+
+@contextmanager
+def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) -> Iterator[Run]:
+    """Be a worker of the run in this context; see :func:`attach`."""
+    # The same options, which can be obeyed here, in as many processes as the launcher has started.
+    group = ProcessGroup()
+    rank, world_size = group.rank_and_size()
+    if world_size > 1 and not group.can_talk:
+        raise UsageError(
+            f"This is one of {world_size} processes, and would train alone: call "
+            "torch.distributed.init_process_group() first, and raytrain.attach after it."
+        )
+    report = _report_to_ray()
+    in_ray = report is not None
+    group.everywhere(lambda: _check_options(config, in_ray=in_ray))
+    group.check_equal("other options for raytrain.attach", config.to_json())
+    device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
+    if config.threads_per_worker is not None:
+        torch.set_num_threads(config.threads_per_worker)
+
+    with ExitStack() as opened:
+        signals = opened.enter_context(request.signals)
+        inputs, launch = _prepare_on_first(config, request, trackers, group, device, opened)
+        messages = GroupMessages(inputs.key) if world_size > 1 else None
+        if launch is not None:
+            launch.start_session(messages)
+        reporter = launch.coordinator if launch is not None else MessageReporter(messages, rank, signals)
+
+        # The block is the run's loop. What leaves it by an error is written down, and raised as it was.
+        failure: BaseException | None = None
+        outcome = run = reports = None
+        try:
+            spec, run = _make_run(inputs, request, group, device, reporter, opened)
+            if report is not None:
+                reports = _start_reports(report, run, spec, messages, signals)
+            if launch is not None and reports is not None:
+                launch.coordinator.on_row = reports.add
+            with training(spec, run):
+                with errors_of_loop(spec, run):
+                    yield run
+                outcome = run.finish()
+        except BaseException as error:
+            failure = error
+            if reports is not None:
+                reports.abort()
+            reporter.fail(error)
+            if launch is not None:
+                launch.wait_for_session()
+        if failure is not None:
+            raise (failure.__cause__ if isinstance(failure, LoopFailed) else None) or failure
+
+        # All workers have finished. Worker 0 writes that down, and all learn how the run has ended.
+        assert run is not None and outcome is not None
+        ended = outcome
+        run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(ended))
+        if reports is not None:
+            checkpoint = None
+            if rank == 0 and ended.checkpoint is not None:
+                with suppress(StorageError):
+                    checkpoint = inputs.store.get(ended.checkpoint)
+            reports.finish({"status": run.result.status, "run_dir": run.result.run_dir}, checkpoint)
+
+
+def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
+    """Raise UsageError for options that no attached run can start with. Reads nothing from storage.
+
+    ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
+    """
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
+    refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
+    if refused:
+        value = getattr(config, refused[0])
+        raise UsageError(
+            f"{refused[0]} is {value!r}, which raytrain.attach cannot obey: it trains with the code of its block, in "
+            "the processes that your launcher has started, and starts none; omit it, or call raytrain.train."
+        )
+    if in_ray and "://" not in config.storage and not os.path.isabs(os.path.expanduser(config.storage)):
+        raise UsageError(
+            f"storage is {config.storage!r}, and Ray has given this process a folder of its own ({os.getcwd()}), where "
+            "nobody would find the run: give an absolute path or a URL."
+        )
+    check_named(config)
+    check_named_code(config)
+
+
+def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
+    """Return the device of this process: its GPU if it has one, unless the options say ``cpu``.
+
+    Ray Train has chosen one. torchrun only gives each process of a machine a number, which is that of its GPU here.
+    """
+    if config.device_type == "cpu" or (config.device_type == "auto" and not torch.cuda.is_available()):
+        if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
+            raise UsageError(
+                f"device is {config.device!r}, and the process group has the backend nccl, which works on GPUs only: "
+                "call init_process_group() without a backend, or choose another device."
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(f"device is {config.device!r}, and this process has no GPU; omit it, or give it one.")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if not in_ray and torch.cuda.current_device() == 0 and number < torch.cuda.device_count():
+        torch.cuda.set_device(number)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _prepare_on_first(
+    config: TrainConfig,
+    request: TrainRequest,
+    trackers: Trackers,
+    group: ProcessGroup,
+    device: torch.device,
+    opened: ExitStack,
+) -> tuple[WorkerInputs, AttachedLaunch | None]:
+    """Have process 0 name the run, list its images and own it; return what all get of it, and on process 0 the launch.
+
+    Raises UsageError or StorageError on all processes.
+    """
+    launch: AttachedLaunch | None = None
+
+    def prepare_run() -> WorkerInputs:
+        nonlocal launch
+        tracked = replace(request, trackers=open_trackers(config.track, trackers))
+        prepared = opened.enter_context(prepare(settle_options(config), tracked))
+        _, world_size = group.rank_and_size()
+        resolved = prepared.resolve(world_size, device.type)
+        launch = AttachedLaunch(prepared, resolved, world_size)
+        return WorkerInputs(
+            config=resolved,
+            data=prepared.data.read_by(resolved),
+            store=prepared.store,
+            first_step=prepared.first_step,
+            key=secrets.token_hex(8),
+        )
+
+    return group.from_first(prepare_run), launch
+
+
+def _make_run(
+    inputs: WorkerInputs,
+    request: TrainRequest,
+    group: ProcessGroup,
+    device: torch.device,
+    reporter: AttachedCoordinator | MessageReporter,
+    opened: ExitStack,
+) -> tuple[RunSpec, Run]:
+    """Return this process's part of the run, as a worker of any backend puts it together, and its spec."""
+    rank, world_size = group.rank_and_size()
+    config, data, first_step = inputs.config, inputs.data, inputs.first_step
+    if rank > 0:
+        log = ProcessLog(inputs.store, rank)
+        log.__enter__()
+        opened.callback(log.__exit__, None, None)  # whoever has started the process prints its error
+
+    # First what may not fit together: until all processes have found that it does, nothing is written down.
+    spec = RunSpec.of(config, data, inputs.store, request.loop, world_size)
+    spec = group.everywhere(spec.with_functions)
+    weights = group.everywhere(lambda: load_initial_weights(spec, first_step))
+
+    # Then the images. One of them may have ended an attempt before: a run that resumes decodes in isolation.
+    cache = machine_cache(config, data, first_step, group, opened)
+    loads = config.worker_load or (1.0,) * world_size
+    source = ProcessImages(config, data, rank, loads, cache, reporter, isolated=config.resume)
+    opened.enter_context(source)
+    note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+    images = opened.enter_context(transformed(source, config, spec.transforms, note))
+    if isinstance(reporter, AttachedCoordinator):
+        reporter.checked()
+    return spec, make_run(spec, images, reporter, device, weights)
+
+
+def _report_to_ray() -> Report | None:
+    """Return what reports to Ray if this process is a worker of Ray Train or a trial of Tune; None elsewhere."""
+    if "ray.train" not in sys.modules:
+        return None
+    from raytrain.launch.ray.train_reports import report_to_ray
+
+    return report_to_ray()
+
+
+def _start_reports(
+    report: Report, run: Run, spec: RunSpec, messages: GroupMessages | None, signals: StopSignals
+) -> RayReports | None:
+    """Pass on the run's metrics to Ray from now on, unless the code of the block reports by itself."""
+    from raytrain.launch.ray.train_reports import RayReports, meets_in_ray
+
+    if meets_in_ray(spec.loop):
+        return None
+    stopped = StopReason("caller", "Ray Tune has ended the trial")
+    return RayReports(report, run.worker, messages, run.plan.num_steps, lambda: signals.request_stop(stopped))
+
+
+class AttachedCoordinator(Coordinator):
+    """The coordinator of a run whose worker 0 is a thread of the same process, and that worker's reporter."""
+
+    def __init__(self, name: str, store: Store, signals: StopSignals, **known: Any) -> None:
+        super().__init__(name, store, **known)
+        self._signals = signals
+        self.on_row: Callable[[MetricRow], None] | None = None
+        """Called with each row of the history."""
+        self.left_by: BaseException | None = None
+        """What the loop of this process was left by, if that is no error of a loop's: such as a second Ctrl-C."""
+
+    def record(self, row: MetricRow) -> None:
+        super().record(row)
+        if self.on_row is not None:
+            self.on_row(row)
+
+    def stop_requested(self) -> bool:
+        """Return whether somebody asked the run to stop: in storage, on its page, or this process by a signal."""
+        return self.stop_request is not None or self._signals.stop_request is not None
+
+    def checkpoint_requested(self) -> bool:
+        """Return False: there are only the checkpoints that the options ask for."""
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """Note the error by which worker 0 leaves its loop. The run ends, as nobody starts its workers again."""
+        if isinstance(error, RaytrainError):
+            sentence = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
+            self.give_up(sentence, trace_of(error))
+        elif isinstance(error, Exception):
+            self.worker_failed(0, describe(error), trace_of(error))
+            self.workers_lost({})
+        self.left_by = error
+        self._end_has_come.set()
+
+
+class MessageReporter:
+    """The reporter of another worker than worker 0: it sends what happens to the process that has the coordinator."""
+
+    def __init__(self, messages: GroupMessages | None, rank: int, signals: StopSignals) -> None:
+        assert messages is not None  # there are several workers
+        self._messages, self._topic, self._signals = messages, f"worker {rank}", signals
+        self._stop_is_sent = False
+
+    # What all workers report.
+
+    def measured(self, use: MachineUse) -> None:
+        self._messages.send(self._topic, ["measured", asdict(use)])
+
+    def event(self, event: Event) -> None:
+        self._messages.send(self._topic, ["event", TimedEvent(0, 0.0, event.redacted()).to_json()])
+
+    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._messages.send(self._topic, ["waits", rank, num_workers, place])
+
+    def skip(self, images: Sequence[SkippedImage]) -> None:
+        self._messages.send(self._topic, ["skip", [asdict(image) for image in images]])
+
+    def retried(self, num_requests: int) -> None:
+        self._messages.send(self._topic, ["retried", num_requests])
+
+    def stop_requested(self) -> bool:
+        """Return whether this process has got a signal. The worker asks for others' requests only worker 0."""
+        request = self._signals.stop_request
+        if request is not None and not self._stop_is_sent:
+            self._messages.send(self._topic, ["stop", request.to_json()])
+            self._stop_is_sent = True
+        return request is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Report the error by which this worker leaves its loop."""
+        is_sentence = isinstance(error, RaytrainError)
+        self._messages.send(self._topic, ["fail", str(error) if is_sentence else describe(error), is_sentence])
+
+    # What worker 0 reports, for all of them.
+
+    def started(self, num_workers: int, step: int) -> None: ...
+
+    def record(self, row: MetricRow) -> None: ...
+
+    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def checkpoint_requested(self) -> bool:
+        return False
+
+
+class AttachedLaunch:
+    """A :class:`raytrain.launch.session.Launch` whose workers are there already, in process 0 of them."""
+
+    ends_workers = False
+
+    def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_workers: int) -> None:
+        self.config, self.num_workers = config, num_workers
+        self._prepared = prepared
+        self._messages: GroupMessages | None = None
+        self._result: Future[TrainResult] = Future()
+        plan = prepared.data.plan(config)
+        self.coordinator = AttachedCoordinator(
+            prepared.name,
+            prepared.store,
+            prepared.signals,
+            num_steps=plan.num_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            skip_limit=prepared.skip_limit(),
+            started_at=prepared.started_at,
+        )
+
+    def start_session(self, messages: GroupMessages | None) -> None:
+        """See the run to its end in a thread from now on. ``messages`` bring what other workers report."""
+        self._messages = messages
+        threading.Thread(target=self._watch, daemon=True, name="run-session").start()
+
+    def _watch(self) -> None:
+        try:
+            with RunSession(self._prepared, self) as session:
+                self._result.set_result(session.watch())
+        except BaseException as error:
+            self._result.set_exception(error)
+
+    def conclude(self, outcome: Outcome) -> TrainResult:
+        """Note how the run has ended for its workers, and wait until that is written down; raise what that raises."""
+        self.coordinator.conclude(outcome)
+        return self._result.result()
+
+    def wait_for_session(self) -> None:
+        """Wait until a failure is written down, whatever the session says of it: the error itself is raised."""
+        self._result.exception()
+
+    # What the session asks for.
+
+    def start(self) -> Coordinator:
+        return self.coordinator
+
+    def poll(self, snapshot: Snapshot) -> None:
+        self._take_messages()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether worker 0 has left it."""
+        self.coordinator.wait_for_end(timeout_s)
+        left_by = self.coordinator.left_by
+        if left_by is not None and not isinstance(left_by, Exception):
+            raise left_by
+        return left_by is not None
+
+    def failure(self) -> str | None:
+        return None
+
+    def end_workers(self) -> None:
+        """Take what the other workers have said until now. Nobody here can end them, but the launcher."""
+        self._take_messages()
+
+    def close(self, *, finished: bool) -> None: ...
+
+    def _take_messages(self) -> None:
+        """Pass on to the coordinator what other workers have reported since the last time."""
+        for rank in range(1, self.num_workers):
+            while self._messages is not None and (message := self._messages.take(f"worker {rank}")) is not None:
+                with suppress(KeyError, TypeError, ValueError):  # a stranger's
+                    self._deliver(rank, message)
+
+    def _deliver(self, rank: int, message: Any) -> None:
+        coordinator = self.coordinator
+        match message:
+            case ["measured", use]:
+                coordinator.measured(MachineUse(**use))
+            case ["event", event]:
+                coordinator.event(parse_event(event)[1])
+            case ["waits", int(waiting), int(num_workers), place]:
+                coordinator.waits(waiting, num_workers, place)
+            case ["skip", images]:
+                coordinator.skip([SkippedImage.from_json(image) for image in images])
+            case ["retried", int(num_requests)]:
+                coordinator.retried(num_requests)
+            case ["stop", request]:
+                coordinator.request_stop(StopReason.from_json(request))
+            case ["fail", str(reason), True]:
+                coordinator.give_up(LoopFailed(reason, False))
+            case ["fail", str(reason), _]:
+                coordinator.give_up(LoopFailed(f"worker {rank} failed: {reason}", False))
+            case _:
+                raise ValueError(f"{message!r:.80} is no message of a worker")

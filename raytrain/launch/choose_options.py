@@ -1,0 +1,360 @@
+"""Choose the options that nobody has given, from the images: what somebody with experience would begin with.
+
+The recipe ``auto`` leaves options open (``open_options``), and :func:`choose_options` decides on them when the images
+are listed. There are three cases:
+
+- **Photographs**, and weights of ImageNet for the network. The head learns alone in the first epoch, on features that
+  are good already; then all layers learn, at a rate that is too low to forget much. Batch norm keeps the statistics of
+  the weights: those of a few hundred small batches are noise, and some networks, such as timm's ``tf_…``, take
+  thousands of steps to learn new ones. So a few epochs do, and the shorter they are, the fewer images there are.
+- **Small images**, below 64 pixels: ImageNet's features are of larger things. The recipe cifar10-fast, from scratch.
+- **A network without weights**, such as one of the user's own: SGD with a cosine, and many more epochs.
+
+All are for accuracy in the time that people wait for a first model: minutes on a few cores, or on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from raytrain.config import TrainConfig
+from raytrain.config.network import Size, first_and_full_size, timm_name
+from raytrain.config.user_code import names_own_function
+from raytrain.data.dataset import Dataset, random_order
+from raytrain.data.images.decode import read_header
+from raytrain.data.images.image_format import BadImage
+from raytrain.data.images.image_reader import read_contents, require_bytes
+from raytrain.errors import StorageError, flag
+from raytrain.launch.placement import gpus
+from raytrain.recipes import auto, cifar10_fast
+from raytrain.training.weights_source import DEFAULT, check_downloads
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_log = logging.getLogger("raytrain")
+
+PHOTOGRAPH_SIDE = 64
+"""Pixels of the shorter side from which on images count as photographs, and features of ImageNet help."""
+_PRETRAINED = "efficientnet_b0"  # torchvision's: among those of its accuracy, one of the fastest on a CPU
+_LARGEST_SIDE = 224  # pixels; that of the weights
+_NUM_MEASURED = 32  # images
+_RARE = 5.0  # times as many images as the smallest class has, from which on classes are drawn equally often
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, with which torchvision's weights were trained
+CHOICES = {
+    "network": ("model", "weights", "image_size", "batch_norm", "channels_last", "precision"),
+    "rates": (
+        *("optimizer", "learning_rate", "head_learning_rate_factor", "head_epochs", "schedule", "warmup_epochs"),
+        *("momentum", "nesterov", "weight_decay", "decay_norms_and_biases", "ema_decay"),
+    ),
+    "length": ("epochs", "batch_size", "evaluate_every"),
+    "images": ("flip", "translate", "label_smoothing", "sampling", "test_views"),
+}
+"""The options with ``Mark.CHOSEN_BY_AUTO``, by the lines that say what was chosen."""
+
+
+class Images(NamedTuple):
+    """What the images are like, as far as it decides on options."""
+
+    number: int  # of training images
+    classes: int
+    side: int  # median of the shorter sides, pixels
+    is_grey: bool
+    imbalance: float  # images of the largest class for each of the smallest
+    multi_label: bool
+
+
+class Network(NamedTuple):
+    """What the network is like, as far as it decides on options."""
+
+    batch_norm: bool
+    grouped: bool  # it has convolutions of groups, such as depthwise ones
+    head: bool  # a layer gives one number per class
+
+
+def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
+    """Return the options with those decided that are open, and say in at most five lines what was chosen and why.
+
+    Raises StorageError if weights are needed that cannot be downloaded, and UsageError if there is no such network.
+    """
+    on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ  # whose devices nobody has asked for yet
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not on_cluster and not gpus())
+    images = measure_images(config, data)
+    network_options = choose_network(config, images)
+    config = with_chosen(config, network_options)
+    chosen_weights = "weights" in network_options and "weights" in config.open_options
+    if chosen_weights and config.weights is not None:
+        _check_weights(config)
+    network = look_at_network(config, images)
+    others = choose_training(config, images, network, on_cpu=on_cpu)
+    for line in lines_of_choice(config, images, {**network_options, **others}):
+        _log.warning("%s", line)
+    config = dataclasses.replace(with_chosen(config, others), open_options=())
+    return config if config.weights is None else _normalised_as_weights(config)
+
+
+def measure_images(config: TrainConfig, data: Dataset) -> Images:
+    """Return what the training images are like, by the headers and pixels of a few random ones."""
+    counts = data.train.class_counts()
+    chosen = data.train.select(np.sort(random_order(data.train, config.seed)[:_NUM_MEASURED]))
+    sides: list[int] = []
+    for content in read_contents(data.train_store, chosen):
+        try:
+            header = read_header(require_bytes(content))
+        except BadImage:
+            continue  # the run says which images are bad
+        sides.append(min(header.width, header.height))
+    means = np.array(data.mean)
+    return Images(
+        number=len(data.train),
+        classes=len(data.train.classes),
+        side=int(np.median(sides)) if sides else _LARGEST_SIDE,
+        is_grey=config.channels == 1 or float(np.ptp(means)) < 1e-4,  # equal channels have equal means
+        imbalance=float(counts.max() / max(1, counts.min())),
+        multi_label=config.multi_label,
+    )
+
+
+def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
+    """Return the network, its initial weights and the size of the images, where these options are open."""
+    open_options = set(config.open_options)
+    model_is_open, weights_are_open = "model" in open_options, "weights" in open_options
+    # Weights that somebody gives are of a network that they know: without its name, it is what it always was.
+    if model_is_open and not weights_are_open:
+        return {"image_size": config.image_size or _size_for(images)}
+    if model_is_open and _is_small(config, images):
+        recipe = cifar10_fast()
+        return {"model": recipe.model, "weights": None, "image_size": recipe.image_size}
+    chosen: dict[str, Any] = {"image_size": config.image_size or _size_for(images)}
+    if model_is_open:
+        chosen["model"] = _PRETRAINED
+    # torchvision's networks for grey images have a first layer of their own, which its weights do not fit.
+    model = chosen.get("model", config.model)
+    of_library = not names_own_function(model) and (config.channels == 3 or timm_name(model) is not None)
+    chosen["weights"] = DEFAULT if of_library and not _is_small(config, images) and _has_weights(model) else None
+    return chosen
+
+
+def choose_training(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
+    """Return how the network of ``config`` is trained: all other options that may be open, by name."""
+    chosen: dict[str, Any] = {"channels_last": True}
+    # Depthwise convolutions in bfloat16 took 2.4 times as long as in float32, where dense ones took half the time.
+    if on_cpu and network.grouped:
+        chosen["precision"] = "float32"
+    if config.model == cifar10_fast().model and config.weights is None:
+        chosen |= _small_images(config, images, on_cpu=on_cpu)
+    elif config.weights is not None:
+        chosen |= _fine_tuning(config, images, network, on_cpu=on_cpu)
+    else:
+        chosen |= _from_scratch(config, images, network, on_cpu=on_cpu)
+
+    # Mirrored digits are no digits; photographs are grey only if somebody made them so.
+    first, _ = first_and_full_size(config.image_size or _size_for(images))
+    chosen["flip"] = "none" if images.is_grey else chosen.get("flip", "random")
+    chosen["translate"] = min(first) // 16
+    if chosen["flip"] != "none":
+        chosen["test_views"] = ("flip",)
+    if images.multi_label:
+        chosen["label_smoothing"] = 0.0
+    elif images.imbalance >= _RARE:
+        chosen["sampling"] = "balanced"
+    return chosen
+
+
+def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the options of a network with weights: the head first, then all layers at a low rate."""
+    batch_size = _given(config, "batch_size", 32)
+    epochs = _given(config, "epochs", 1 + _epochs(images, 20_000 if on_cpu else 100_000, 5, 20))
+    rate = (5e-4 if network.batch_norm else 1e-4) * math.sqrt(batch_size / 32)
+    return {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "optimizer": "adamw",
+        "learning_rate": float(f"{rate:.2g}"),
+        "weight_decay": 0.05,
+        "decay_norms_and_biases": False,
+        "schedule": "cosine",
+        "warmup_epochs": 0.5,
+        "label_smoothing": 0.1,
+        **({"head_epochs": 1 if epochs > 1 else 0, "head_learning_rate_factor": 5.0} if network.head else {}),
+        **({"batch_norm": "frozen"} if network.batch_norm else {}),
+    }
+
+
+def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the options of cifar10-fast; with fewer images, smaller batches and more epochs."""
+    recipe = cifar10_fast()
+    # Some 50 steps in an epoch, as the recipe has; rates are proportional to the batch.
+    batch_size = _given(config, "batch_size", min(1024, max(64, 2 ** round(math.log2(max(images.number, 1) / 50)))))
+    names = ("optimizer", "weight_decay", "momentum", "nesterov", "schedule", "label_smoothing", "ema_decay", "flip")
+    epochs = _given(config, "epochs", _epochs(images, 200_000 if on_cpu else 800_000, 16, 40))
+    return {
+        **{name: getattr(recipe, name) for name in names},
+        "batch_size": batch_size,
+        "learning_rate": float(f"{cast(float, recipe.learning_rate) * batch_size / 1024:.2g}"),
+        "epochs": epochs,
+        "warmup_epochs": float(f"{0.23 * epochs:.2g}"),
+        "evaluate_every": max(1, epochs // 10),
+    }
+
+
+def _from_scratch(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the options of a network that knows nothing yet."""
+    batch_size = _given(config, "batch_size", 64)
+    epochs = _given(config, "epochs", _epochs(images, 100_000 if on_cpu else 1_000_000, 10, 100))
+    rate = 0.05 * batch_size / 64 if network.batch_norm else 5e-4 * math.sqrt(batch_size / 64)
+    return {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "optimizer": "sgd" if network.batch_norm else "adamw",
+        "nesterov": network.batch_norm,
+        "learning_rate": float(f"{rate:.2g}"),
+        "weight_decay": 5e-4 if network.batch_norm else 0.05,
+        "decay_norms_and_biases": False,
+        "schedule": "cosine",
+        "warmup_epochs": min(2.0, epochs / 5),
+        "label_smoothing": 0.1,
+    }
+
+
+def look_at_network(config: TrainConfig, images: Images) -> Network:
+    """Return what the network of ``config`` is like. Raises UsageError if there is no such network."""
+    import torch
+
+    from raytrain.training.model import build_model
+    from raytrain.training.transfer import find_heads
+
+    size = first_and_full_size(config.image_size or _size_for(images))[1]
+    model: nn.Module = build_model(
+        config.model, images.classes, config.channels, config.seed, size, config.model_options
+    )
+    layers = list(model.modules())
+    return Network(
+        batch_norm=any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in layers),  # pyright: ignore
+        grouped=any(isinstance(layer, torch.nn.Conv2d) and layer.groups > 1 for layer in layers),
+        head=bool(find_heads(model, images.classes)),
+    )
+
+
+def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, Any]) -> list[str]:
+    """Return at most five lines that say which of the open options were ``chosen``, as flags, and why."""
+    plain = auto()
+    if config.weights is not None:
+        of_network = "they are photographs, and the weights know ImageNet's"
+        if "weights" not in config.open_options:
+            of_network = "what fits them and the given weights"
+        of_rates = "the weights know much and change little; a new head learns first and faster"
+    else:
+        of_network = "no library has weights for this network"
+        if _is_small(config, images):
+            of_network = "they are small, and ImageNet's photographs show larger things"
+        elif "weights" not in config.open_options:
+            of_network = "what fits them"
+        of_rates = "all is to be learned: a high rate that falls to 0"
+    of_changes = "a class looks the same after these changes"
+    if "sampling" in chosen:
+        of_changes += f", and the largest class has {images.imbalance:.0f} times the images of the smallest"
+    reasons = {
+        "network": of_network,
+        "rates": of_rates,
+        "length": f"so many steps suffice for {images.number:,} images",
+        "images": of_changes,
+    }
+    sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
+    lines = [f"Chosen for {sizes}; any flag that you give stays:"]
+    for subject, names in CHOICES.items():
+        shown = [
+            flag_with_value(name, chosen[name])
+            for name in names
+            if name in chosen and name in config.open_options and chosen[name] != getattr(plain, name)
+        ]
+        if shown:
+            lines.append(f"  {' '.join(shown)}: {reasons[subject]}")
+    return lines if len(lines) > 1 else []
+
+
+def flag_with_value(name: str, value: object) -> str:
+    """Return an option as it is typed.
+
+    Example: ``flag_with_value("image_size", (128, 128)) == "--image-size 128 128"``
+    """
+    if isinstance(value, bool):
+        return flag(name) if value else flag(name).replace("--", "--no-", 1)
+    words = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else value,)
+    return f"{flag(name)} {' '.join(map(str, cast('tuple[Any, ...]', words)))}"
+
+
+def with_chosen(config: TrainConfig, chosen: Mapping[str, Any]) -> TrainConfig:
+    """Return the options with the values of ``chosen`` where they are open."""
+    plain = auto()
+    taken = {
+        name: value
+        for name, value in chosen.items()
+        # Code may have replaced an open option, as a sweep does.
+        if name in config.open_options and getattr(config, name) == getattr(plain, name)
+    }
+    return dataclasses.replace(config, **taken)
+
+
+def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
+    """Return the options with the mean and the deviation of the images that the library's weights were trained on."""
+    if names_own_function(config.model) or config.channels != 3 or config.mean is not None or config.std is not None:
+        return config
+    mean, std = _MEAN, _STD
+    if (name := timm_name(config.model)) is not None:
+        from raytrain.training.model import preprocessing
+
+        mean, std = (preprocessing(name, config.channels)[key] for key in ("mean", "std"))
+    return dataclasses.replace(config, mean=mean, std=std)
+
+
+def _check_weights(config: TrainConfig) -> None:
+    """Raise StorageError if the weights cannot be downloaded, with what to give instead."""
+    try:
+        check_downloads(config.model, DEFAULT)
+    except StorageError as error:
+        raise StorageError(
+            f"Photographs are best learned from weights of ImageNet, and {str(error).rstrip('.')}, with --model; or "
+            "give --weights none to begin with random ones."
+        ) from None
+
+
+def _has_weights(model: str) -> bool:
+    """Return whether the library of ``model`` has weights for it."""
+    if (name := timm_name(model)) is None:
+        return True
+    from timm.models import get_pretrained_cfg
+
+    pretrained = get_pretrained_cfg(name)
+    return pretrained is not None and bool(pretrained.has_weights)
+
+
+def _is_small(config: TrainConfig, images: Images) -> bool:
+    """Return whether the network gets images that are too small for features of photographs."""
+    side = images.side if config.image_size is None else min(config.full_image_size)
+    return config.model == cifar10_fast().model or side < PHOTOGRAPH_SIDE
+
+
+def _size_for(images: Images) -> Size:
+    """Return the size of the network's images: that of the files, in multiples of 32, up to that of the weights."""
+    side = min(_LARGEST_SIDE, max(32, images.side // 32 * 32))
+    return side, side
+
+
+def _epochs(images: Images, num_seen: int, fewest: int, most: int) -> int:
+    """Return the epochs in which ``num_seen`` images are seen, within limits."""
+    return min(most, max(fewest, round(num_seen / max(1, images.number))))
+
+
+def _given(config: TrainConfig, name: str, chosen: int) -> int:
+    """Return the number that was given for an option, also one per worker, or what is ``chosen`` if it is open."""
+    if name in config.open_options:
+        return chosen
+    return int(str(getattr(config, name)).partition("/")[0])

@@ -1,0 +1,178 @@
+"""Gathers what an attempt is made of: the commit, the packages, the command and the user's code.
+
+The start of a run does not wait for it. When the attempt begins, a process of git starts to compare the files, and the
+user's code is read, as both may be changed a moment later. What takes longer, the versions of a hundred packages, is
+found out by :meth:`Gathering.finish`, once the workers train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from raytrain.config import TrainConfig
+from raytrain.config.values import matches
+from raytrain.launch.job_files import own_functions
+from raytrain.runs.provenance import Provenance
+from raytrain.runs.redact import redact
+from raytrain.training.loop_mistakes import file_of_function
+from raytrain.training.loop_source import source_lines
+
+COMMIT_VARIABLE = "RAYTRAIN_COMMIT"
+"""Holds the commit and the changed files of the machine that submitted a job: a job's files are in no repository."""
+
+_GIT_WITHIN_S = 10.0
+_MAX_CODE_CHARS = 200_000  # of each file
+_MAX_CHANGED_FILES = 100
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=normal", "--no-renames")
+
+
+class Gathering:
+    """What an attempt is made of, while it is found out.
+
+    Example:
+        >>> gathering = Gathering(config, loop=None, first_step=0)
+        >>> gathering.finish().commit
+    """
+
+    def __init__(self, config: TrainConfig, loop: object, first_step: int) -> None:
+        self._first_step = first_step
+        self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        files = list(own_code_files(config, loop))
+        self._git = GitStatus(files)
+
+        # Of a function that was given as such, the lines that travel to the workers: its file may be a notebook.
+        sources = source_lines(loop) if loop is not None else {}
+        self._code = {each.title: "".join(each.lines[line] for line in sorted(each.lines)) for each in sources.values()}
+        for file in files:
+            with suppress(OSError, UnicodeDecodeError):
+                self._code.setdefault(file.name, file.read_text())
+
+    def close(self) -> None:
+        """End git, if it still runs."""
+        self._git.close()
+
+    def finish(self) -> Provenance:
+        """Wait for git, look for the installed packages, and return all of it."""
+        commit, changed_files = self._git.result()
+        return Provenance(
+            first_step=self._first_step,
+            started_at=self._started_at,
+            command=redact(_command()),
+            python=platform.python_version(),
+            packages=_installed_packages(),
+            commit=commit,
+            changed_files=changed_files,
+            code={name: redact(text[:_MAX_CODE_CHARS]) for name, text in self._code.items()},
+        )
+
+
+def own_code_files(config: TrainConfig, loop: object = None) -> Iterator[Path]:
+    """Yield the files of the user's functions that the options name; not that of --loop if a ``loop`` was given."""
+    for option, name in own_functions(config):
+        file = file_of_function(name)
+        if file is not None and file.is_file() and (option != "loop" or loop is None):
+            yield file
+
+
+class GitStatus:
+    """The commit of the folder of ``files`` or, without any, of the working folder, and what is not as in it.
+
+    Example: ``commit, changed_files = GitStatus([Path("loop.py")]).result()``
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = [file.resolve() for file in files]
+        folder = self._files[0].parent if self._files else Path.cwd()
+        self._process: subprocess.Popen[str] | None = None
+        if not any((above / ".git").exists() for above in (folder, *folder.parents)):
+            return
+        # A repository may name a program that git runs to learn what has changed.
+        command = ["git", "-c", "core.fsmonitor=false", "-c", "status.relativePaths=false", "-C", str(folder), *_STATUS]
+        with suppress(OSError):  # there is no git
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            )
+
+    def close(self) -> None:
+        """End the process of git."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def to_variable(self) -> str | None:
+        """Return the text of COMMIT_VARIABLE, by which a job has the same result; None if there is no commit."""
+        commit, changed_files = self.result()
+        return json.dumps({"commit": commit, "changed_files": changed_files}) if commit else None
+
+    def result(self) -> tuple[str | None, list[str]]:
+        """Return the commit and the changed files; None and no file if git does not know one.
+
+        A file that git does not track is a change only if it is one of the user's code.
+        """
+        given = os.environ.get(COMMIT_VARIABLE)
+        with suppress(ValueError):
+            document = json.loads(given or "")
+            if matches(document, dict[str, Any]) and matches(document.get("changed_files"), list[str]):
+                return document.get("commit"), document["changed_files"]
+        if self._process is None:
+            return None, []
+        try:
+            lines = self._process.communicate(timeout=_GIT_WITHIN_S)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            self.close()
+            return None, []
+
+        # Porcelain version 2: "# branch.oid COMMIT", "1 XY … PATH" for a changed file, "? PATH" for an unknown one.
+        commit, changed = None, list[str]()
+        for line in lines:
+            kind, _, rest = line.partition(" ")
+            if line.startswith("# branch.oid ") and not line.endswith("(initial)"):
+                commit = line.split()[-1]
+            elif kind in ("1", "u"):
+                changed.append(rest.split(" ", 7 if kind == "1" else 9)[-1])
+            elif kind == "?" and any(_is_in(file, rest) for file in self._files):
+                changed.append(rest)
+        return commit, sorted(changed)[:_MAX_CHANGED_FILES] if commit else []
+
+
+def _is_in(file: Path, entry: str) -> bool:
+    """Return True if ``entry`` is ``file`` or has it: a path in a repository, with a slash at its end if a folder."""
+    path = file.as_posix()
+    return f"/{entry}" in path if entry.endswith("/") else path.endswith(f"/{entry}")
+
+
+def _command() -> str:
+    """Return the command line of this process as one types it."""
+    program, *words = sys.argv or [""]
+    if Path(program).name == "raytrain" or program.endswith("raytrain/__main__.py"):
+        return shlex.join(["raytrain", *words])
+    return shlex.join(["python", program, *words])
+
+
+@cache
+def _installed_packages() -> dict[str, str]:
+    """Return the versions of all packages that this process can import, by name. Takes a tenth of a second."""
+    versions: dict[str, str] = {}
+    for package in distributions():
+        name = package.metadata["Name"]
+        if name:  # of a half removed package only a folder is left
+            versions.setdefault(name, package.version)
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))

@@ -1,0 +1,49 @@
+"""Messages between the processes of a group of `torch.distributed`, through the store at which the group has met.
+
+So nothing listens for them at a port of its own, and no process waits for another. Whoever reaches the store may write
+there: messages are JSON, and nothing of them is run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+
+class GroupMessages:
+    """Messages of a run between the processes of the default group. ``key`` is the same on all, and that of no other.
+
+    A message is sent to a ``topic``, which one process takes from. All threads may send.
+
+    Example:
+        >>> GroupMessages(key).send("worker 1", ["retried", 3])
+    """
+
+    def __init__(self, key: str) -> None:
+        store: dist.Store = dist.distributed_c10d._get_default_store()  # pyright: ignore ; torch has no public one
+        self._store = dist.PrefixStore(f"raytrain/{key}", store)  # pyright: ignore[reportPrivateImportUsage]
+        self._num_sent: Counter[str] = Counter()
+        self._num_taken: Counter[str] = Counter()
+        self._sending = threading.Lock()
+
+    def send(self, topic: str, message: Any) -> None:
+        """Leave a message for whoever takes from ``topic``; if the store is gone, so is the run."""
+        with self._sending, suppress(RuntimeError):
+            self._store.set(f"{topic}/{self._num_sent[topic]}", json.dumps(message))
+            self._num_sent[topic] += 1
+
+    def take(self, topic: str) -> Any:
+        """Return the next message of ``topic``, without waiting; None if there is none yet."""
+        key = f"{topic}/{self._num_taken[topic]}"
+        with suppress(RuntimeError):
+            if self._store.check([key]):
+                message = json.loads(self._store.get(key))
+                self._store.delete_key(key)
+                self._num_taken[topic] += 1
+                return message
+        return None

@@ -1,0 +1,163 @@
+"""A message when a run ends: ``--notify`` names a webhook, or a command of the user's.
+
+A webhook gets a small JSON object, whose ``text`` Slack, Mattermost and others show. A command gets the same facts in
+its environment, as ``RAYTRAIN_TEXT``, ``RAYTRAIN_STATUS`` and so on. The message is sent while the run's processes end,
+and waits for nobody longer than some seconds: the result of a run does not depend on it.
+
+The URL of a webhook is a secret, for it lets whoever has it write there. It is in no document of the run and in no
+command line that raytrain starts, and :func:`raytrain.runs.redact.redact` knows it. ``$NAME`` in place of it names a
+variable of the environment, so that it is in no command line of the user's either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from typing import Any
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.redact import keep_secret, one_line, redact
+
+_log = logging.getLogger("raytrain")
+_WEBHOOK_WITHIN_S = 5.0
+_COMMAND_WITHIN_S = 20.0
+_MAX_REASON = 200  # characters of an error message
+_FACTS = (
+    *("name", "status", "steps", "epochs", "validation_accuracy", "test_accuracy", "seconds", "dollars", "gpu_kwh"),
+    *("checkpoint", "run_dir", "error"),
+)
+
+
+def notify_target(config: TrainConfig) -> str | None:
+    """Return the URL or the command that ``--notify`` names, and keep it out of all texts of this process.
+
+    Raises UsageError if it names a variable that is not set.
+    """
+    target = config.notify
+    if target is None:
+        return None
+    if variable := re.fullmatch(r"\$(?:\{(\w+)\}|(\w+))", target):
+        name = variable[1] or variable[2]
+        target = os.environ.get(name, "").strip()
+        if not target:
+            raise UsageError(f"--notify names the variable {name}, which is not set; set it to a URL or a command.")
+    for secret in (target, *re.findall(r"https?://[^\s'\"]+", target)):
+        keep_secret(secret)
+    return target
+
+
+def message_of(result: TrainResult) -> dict[str, Any]:
+    """Return the facts of a run's end, with the ``text`` of a message; no secret is in them.
+
+    Example: ``message_of(result)["text"] == "Run first finished after 500 steps: validation accuracy 0.9312"``
+    """
+    facts = {name: getattr(result, name) for name in _FACTS}
+    measured = [
+        f"{name.replace('_', ' ')} {facts[name]:.4f}"
+        for name in ("validation_accuracy", "test_accuracy")
+        if facts[name] is not None
+    ]
+    measured += [] if result.dollars is None else [f"${result.dollars:,.2f}"]
+    text = f"Run {result.name} {result.status} after {result.steps:,} steps"
+    if result.stop_reason is not None:
+        kind = result.stop_reason.kind.replace("_", " ")
+        text += f" ({kind}: {result.stop_reason.detail})" if result.stop_reason.detail else f" ({kind})"
+    text += f": {', '.join(measured)}" if measured else ""
+    text += f". {result.error}" if result.error else ""
+    message = {"text": text, **{name: value for name, value in facts.items() if value is not None}}
+    return {name: one_line(redact(value)) if isinstance(value, str) else value for name, value in message.items()}
+
+
+class Notification:
+    """Sends one message to ``target``, a URL or a command, beside whoever ends the run; nothing if it is None.
+
+    Example::
+
+        notification = Notification(notify_target(config))
+        notification.send(message_of(result))
+        notification.wait()
+    """
+
+    def __init__(self, target: str | None) -> None:
+        self._target = target
+        self._thread: threading.Thread | None = None
+        self._within_s = 0.0
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send ``message`` in a thread, unless one was sent before."""
+        if self._target is None or self._thread is not None:
+            return
+        is_url = re.match("https?://", self._target) is not None
+        self._within_s = _WEBHOOK_WITHIN_S if is_url else _COMMAND_WITHIN_S
+        call = _post if is_url else _run_command
+        self._thread = threading.Thread(target=self._send, args=(call, message), daemon=True, name="notification")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the message is sent, for some seconds at most."""
+        if self._thread is not None:
+            self._thread.join(self._within_s + 1)
+            if self._thread.is_alive():
+                _log.warning("--notify has not ended within %.0f s; nothing waits for it.", self._within_s)
+
+    def _send(self, call: Any, message: dict[str, Any]) -> None:
+        assert self._target is not None
+        try:
+            problem = call(self._target, message)
+        except Exception as error:  # whatever is wrong with it, the run has ended well
+            problem = f"{error or type(error).__name__}"
+        if problem:
+            reason = one_line(redact(str(problem)))[:_MAX_REASON]
+            _log.warning("The message about run %r was not sent by --notify (%s).", message.get("name"), reason)
+
+
+def _post(url: str, message: dict[str, Any]) -> str | None:
+    """Send ``message`` to a webhook; return what went wrong, if anything did."""
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen  # which takes a while to import
+
+    headers = {"Content-Type": "application/json", "User-Agent": "raytrain"}
+    request = urllib.request.Request(url, json.dumps(message).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=_WEBHOOK_WITHIN_S) as answer:
+            answer.read(1)
+    except HTTPError as error:
+        return f"the webhook answered {error.code} {error.reason}"
+    except URLError as error:
+        return str(error.reason)
+    return None
+
+
+def _run_command(command: str, message: dict[str, Any]) -> str | None:
+    """Run the user's command in a shell, with the facts in its environment; return what went wrong, if anything did."""
+    facts = {f"RAYTRAIN_{name.upper()}": str(value) for name, value in message.items()}
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        env={**os.environ, **facts},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, errors = process.communicate(timeout=_COMMAND_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"the command has not ended within {_COMMAND_WITHIN_S:.0f} s"
+    if process.returncode == 0:
+        return None
+    last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return f"the command ended with code {process.returncode}" + (f": {last}" if last else "")

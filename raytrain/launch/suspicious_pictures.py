@@ -1,0 +1,83 @@
+"""Pictures of the training images whose labels look wrong, in the run's documents.
+
+The workers report numbers of images. The driver has their manifest and may read their files, so it writes the document
+that the page shows: ``suspicious-labels.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from raytrain.data.dataset import Dataset
+from raytrain.data.images.image_format import ImageShape
+from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.images.png_url import png_url
+from raytrain.data.images.resize import Pixels
+from raytrain.errors import RaytrainError
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.documents import SUSPICIOUS_LABELS, plain, write_json
+from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.storage.store import Store
+
+_MAX_SIDE = 96  # pixels
+
+
+class SuspiciousPictures:
+    """Writes the images that a run's snapshots name into the run's ``store``; ``data`` are those that it trains on.
+
+    Example::
+
+        pictures = SuspiciousPictures(store, data)
+        pictures.update(monitor.snapshot())
+    """
+
+    def __init__(self, store: Store, data: Dataset) -> None:
+        self._store, self._data = store, data
+        self._written: Sequence[SuspiciousLabel] = ()
+        self._image_of: dict[int, str | None] = {}  # data URLs by sample; None if an image cannot be read
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Write the images of ``snapshot``, unless they are written. Storage that is out of reach may be back later."""
+        labels = snapshot.suspicious
+        if not labels or labels == self._written:
+            return
+        train = self._data.train
+        with suppress(RaytrainError):  # a picture is not worth the run
+            self._read([label.sample for label in labels])
+            rows = [
+                {
+                    "key": train.keys[label.sample].as_py(),
+                    "label": train.classes[train.labels[label.sample]],
+                    "suggested": train.classes[label.suggested],
+                    "margin": round(label.margin, 4),
+                    "loss": round(label.loss, 4),
+                    "draws": label.draws,
+                    "image": self._image_of[label.sample],
+                }
+                for label in labels
+            ]
+            write_json(self._store, SUSPICIOUS_LABELS, plain({"step": snapshot.step, "labels": rows}))
+            self._written = labels
+
+    def _read(self, samples: Sequence[int]) -> None:
+        """Read the images that are not in memory, most of which stay the same from one evaluation to the next."""
+        self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
+        if new := [sample for sample in samples if sample not in self._image_of]:
+            pictures = read_pictures(self._data, new, _MAX_SIDE)
+            self._image_of.update(zip(new, (None if each is None else png_url(each) for each in pictures), strict=True))
+
+
+def read_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
+    """Return training images, up to ``max_side`` pixels wide and high, each uint8 (H, W, C); None if it is unreadable.
+
+    Raises StorageError.
+    """
+    (height, width, channels), cropping = data.evaluation_format
+    factor = min(1.0, max_side / max(height, width))
+    shape = ImageShape(max(1, round(height * factor)), max(1, round(width * factor)), channels)
+    with ImageReader(data.train_store, shape, cropping, isolated=True) as reader:
+        images, unreadable = reader.read(data.train.select(np.array(samples, np.int64)))
+    return [None if index in unreadable else image for index, image in enumerate(images)]

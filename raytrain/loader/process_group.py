@@ -1,0 +1,80 @@
+"""The processes that a launcher has started, as far as they can talk to each other: what one does for all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from raytrain.errors import RaytrainError, UsageError
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """The processes that read together: those of ``torch.distributed``, or as ``given``: a rank, and their number.
+
+    Example:
+        >>> rank, world_size = ProcessGroup().rank_and_size()
+    """
+
+    def __init__(self, given: tuple[int, int] | None = None) -> None:
+        self._given = given
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Return the rank of this process and the number of processes, as far as they are known now."""
+        if self._given is not None:
+            return self._given
+        if self.can_talk:
+            return dist.get_rank(), dist.get_world_size()
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def can_talk(self) -> bool:
+        """True if the processes can send each other values."""
+        return self._given is None and dist.is_available() and dist.is_initialized()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the ``value`` of each process, by rank; only that of this one if they cannot talk to each other."""
+        if not self.can_talk:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on process 0, on all of them; or raise what it raises there."""
+        if not self.can_talk:
+            return make()
+        made: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                made = [make()]
+            except RaytrainError as error:
+                made = [error]
+        dist.broadcast_object_list(made)
+        if isinstance(made[0], RaytrainError):
+            raise made[0]
+        return made[0]
+
+    def everywhere(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on each process; raise, on all of them, what it raises on any."""
+        made: T | RaytrainError
+        try:
+            made = make()
+        except RaytrainError as error:
+            made = error
+        for failed in self.gather(made if isinstance(made, RaytrainError) else None):
+            if failed is not None:
+                raise failed
+        assert not isinstance(made, RaytrainError)
+        return made
+
+    def check_equal(self, difference: str, *values: Any) -> None:
+        """Raise UsageError, on all processes, if one of them has other ``values``."""
+        gathered = self.gather(values)
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                raise UsageError(f"Process {rank} has {difference} than process 0; give all processes the same.")

@@ -1,0 +1,98 @@
+"""Images of a process that somebody else has started: what its machine keeps of them, and its batches."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+
+from raytrain.config import ResolvedConfig
+from raytrain.data.blocks import LocalBatch
+from raytrain.data.dataset import Dataset, training_plan
+from raytrain.data.labels.part_names import Part
+from raytrain.loader.decoders import DecoderKilled, ImageReporter
+from raytrain.loader.image_cache import ImageCache, image_cache
+from raytrain.loader.machine_batches import MachineBatches
+from raytrain.loader.process_group import ProcessGroup
+
+_log = logging.getLogger("raytrain")
+
+
+def machine_cache(
+    config: ResolvedConfig, data: Dataset, first_step: int, group: ProcessGroup, opened: ExitStack
+) -> ImageCache:
+    """Return what this machine keeps of the images: the first of its processes chooses, for all of them."""
+    rank, _ = group.rank_and_size()
+    machines = group.gather(socket.gethostname())
+    leader = machines.index(machines[rank]) if len(machines) > 1 else 0
+    chooses = len(machines) == 1 or leader == rank
+    chosen = group.everywhere(lambda: image_cache(config, data, first_step, opened) if chooses else None)
+    cache = group.gather(chosen)[leader]
+    assert cache is not None
+    return cache
+
+
+class ProcessImages:
+    """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
+
+    They are decoded again in isolation if one of them has killed a decoder. ``loads`` are the shares of all processes,
+    and ``isolated`` says that an image has ended an attempt before. ``reporter`` hears of images that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        data: Dataset,
+        rank: int,
+        loads: Sequence[float],
+        cache: ImageCache,
+        reporter: ImageReporter,
+        *,
+        isolated: bool = False,
+    ) -> None:
+        self._config, self._data, self._cache = config, data, cache
+        self._rank, self._loads, self._reporter = rank, loads, reporter
+        self._restarting = threading.Lock()
+        self._start(isolated=isolated)
+
+    def _start(self, *, isolated: bool) -> None:
+        plan = training_plan(self._config, self._data.train)
+        self._is_isolated = isolated
+        self._batches = MachineBatches(
+            self._data, plan, self._rank, self._loads, self._cache, self._reporter, isolated=isolated, forks=False
+        )
+
+    def __enter__(self) -> ProcessImages:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._batches.__exit__(*exception)
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        return self._read(lambda batches, num_read: batches.train(first_step + num_read))
+
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        return self._read(lambda batches, num_read: islice(batches.held_out(part), num_read, None))
+
+    def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
+        """Yield local batches, of which ``open_batches`` gives those that are left after so many."""
+        num_read = 0
+        while True:
+            batches = self._batches
+            try:
+                for local in open_batches(batches, num_read):
+                    yield local
+                    num_read += 1
+                return
+            except DecoderKilled as error:
+                with self._restarting:
+                    if self._batches is not batches:
+                        continue  # somebody else, who reads the other images, has started them again
+                    if self._is_isolated:
+                        raise
+                    _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)
+                    batches.__exit__()
+                    self._start(isolated=True)

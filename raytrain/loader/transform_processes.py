@@ -1,0 +1,175 @@
+"""A user's own transforms, which take one image at a time, in processes beside a worker.
+
+They are Python code that draws from the generators of a process, so that neither threads nor the process that trains
+can run several at once. The batches of any source go this way: each is cut into pieces, a process gets a piece through
+the memory that it shares with this one (:class:`raytrain.loader.decoders.Decoders`), crops, resizes and transforms it
+there, and the batch is put together again. A few batches are under way at a time, so that all processes have work.
+
+It does not matter where an image comes from: decoded images that are kept are transformed in each epoch, too.
+
+The processes are new ones: by the time that the user's code may be imported, this one may have threads and a GPU.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain.config import ResolvedConfig
+from raytrain.config.user_code import import_missing_files, own_files, pickle_own_code, sending
+from raytrain.data.blocks import Block, LocalBatch
+from raytrain.data.dataset import training_format
+from raytrain.data.images.resize import Pixels
+from raytrain.data.labels.part_names import Part
+from raytrain.data.plan.permutation import Int64s
+from raytrain.loader.decoders import Decoders, Report, num_decoders
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.training.protocols import BatchSource
+from raytrain.training.user_transforms import UserTransforms, subject
+
+_MAX_ROWS = 32  # of a piece
+_NUM_TRIED = 8  # images
+_UNSEEDED = (
+    "makes different images of the same one, although all random number generators that are found "
+    "are seeded alike: the run depends on the number of workers, and goes on differently after a resume; draw from "
+    "those of torch, NumPy or Python's random, or keep your own as an attribute"
+)
+
+
+@contextmanager
+def transformed(
+    source: BatchSource,
+    config: ResolvedConfig,
+    own: Callable[..., Any] | None,
+    report: Callable[[str], object] | None = None,
+) -> Iterator[BatchSource]:
+    """Have the training images of ``source`` changed by the user's transforms, which ``own`` makes, if it is given.
+
+    ``report`` gets a sentence if they draw from generators that are not seeded. Raises UsageError if they cannot be
+    made, or cannot be sent to another process.
+
+    Example:
+        >>> with transformed(source, config, v2.RandomInvert) as source:
+        ...     batches = DeviceBatches(config, source, Augment(config, crops=False), device, num_classes)
+    """
+    if own is None:
+        yield source
+        return
+    UserTransforms(config, own)  # what is wrong with them is said here
+    with TransformedBatches(source, config, own) as batches:
+        if report is not None:
+            threading.Thread(target=batches.try_twice, args=(report,), daemon=True, name="transforms").start()
+        yield batches
+
+
+class TransformedBatches:
+    """A source of batches whose training images are transformed by processes. It ends them when it is closed."""
+
+    def __init__(self, source: BatchSource, config: ResolvedConfig, own: Callable[..., Any]) -> None:
+        self._source, self._config = source, config
+        self._shape = *training_format(config).shape.size, config.channels  # (H, W, C)
+        self._num_processes = num_decoders()
+        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), forks=False, threads_per_process=1)
+        with sending({subject(config): own}):
+            pickled = pickle_own_code(own)
+        self._decoders.start(partial(_open_readers, config, pickled, own_files()))
+
+    def __enter__(self) -> TransformedBatches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._decoders.__exit__(*exception)
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """Yield the batches of the source, transformed."""
+        under_way: deque[tuple[LocalBatch, list[Future[Block]]]] = deque()
+        num_pieces = 0
+        for local in self._source.train(first_step):
+            under_way.append((local, self._pieces(local)))
+            num_pieces += len(under_way[-1][1])
+            while num_pieces > 2 * self._num_processes and len(under_way) > 1:
+                num_pieces -= len(under_way[0][1])
+                yield _together(*under_way.popleft())
+        while under_way:
+            yield _together(*under_way.popleft())
+
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        """Yield the batches of the source as they are."""
+        return self._source.held_out(part)
+
+    def _pieces(self, local: LocalBatch) -> list[Future[Block]]:
+        """Have each process transform a piece of a batch, or several."""
+        num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
+        starts = range(0, len(local.draws), num_rows)
+        pieces = [(local.images[start : start + num_rows], local.draws[start : start + num_rows]) for start in starts]
+        return [self._decoders.read(0, draws, local.batch.epoch, images) for images, draws in pieces]
+
+    def try_twice(self, report: Callable[[str], object]) -> None:
+        """Report if the transforms change the same noise in two ways, in two processes if there are several."""
+        noise = np.random.default_rng(0).integers(0, 256, (_NUM_TRIED, *self._shape), np.uint8)
+        tries = [self._decoders.read(0, np.arange(_NUM_TRIED), 0, noise) for _ in range(2)]
+        try:
+            first, second = (each.result().images for each in tries)
+        except Exception:
+            return  # the first batch fails in the same way
+        if not np.array_equal(first, second):
+            report(f"{subject(self._config)} {_UNSEEDED}")
+
+
+def _together(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
+    """Return a batch with the images of its pieces, once they are there."""
+    images = [piece.result().images for piece in pieces]
+    return replace(local, images=np.concatenate(images)) if images else local
+
+
+class _Silent:
+    """Hears of images that cannot be used, of which there are none here."""
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        """Do nothing."""
+
+    def retried(self, num_requests: int) -> None:
+        """Do nothing."""
+
+
+# In a process beside the worker.
+
+
+def _open_readers(config: ResolvedConfig, pickled: bytes, files: Mapping[str, str], report: Report) -> list[_Reader]:
+    """Return what transforms images in this process."""
+    return [_Reader(config, pickled, files)]
+
+
+class _Reader:
+    """Transforms images where they are, in memory that is shared with the worker."""
+
+    def __init__(self, config: ResolvedConfig, pickled: bytes, files: Mapping[str, str]) -> None:
+        torch.set_num_threads(1)
+        self._config, self._pickled, self._files = config, pickled, files
+        self._shape = *training_format(config).shape.size, config.channels
+        self._transforms: UserTransforms | None = None
+
+    def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
+        """Transform the images of ``draws``, with which ``pixels`` begin, and put what comes out in their place."""
+        assert pixels is not None
+        if self._transforms is None:  # not before: what the user's code raises here is an answer to the worker
+            import_missing_files(self._files)
+            self._transforms = UserTransforms(self._config, pickle.loads(self._pickled))
+        images = pixels[: len(draws) * int(np.prod(self._shape))].reshape(-1, *self._shape)
+        result = self._transforms(images, draws, epoch)
+        place = pixels[: result.size].reshape(result.shape)
+        place[:] = result
+        return Block(place, np.zeros(len(draws), np.int64), draws)
+
+    def read_ahead(self) -> None:
+        """Do nothing: there is nothing to read."""

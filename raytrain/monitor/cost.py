@@ -1,0 +1,81 @@
+"""Cost of a run so far: dollars by ``--price``, and the energy of its GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from raytrain.config.machines import Prices
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.status import RunStatus
+
+_JOULES_PER_KWH = 3.6e6
+_SECONDS_PER_HOUR = 3600
+
+
+class CostMeter:
+    """Adds up what the machines of a run cost from ``started_at`` on, and what its GPUs use.
+
+    The machines are those that workers report to be on. Before they do, and while workers are started again, the
+    machines of a run cost as much as afterwards, or as before: they are paid for all the same.
+
+    Args:
+        prices: of machines, or of GPUs by type; None if nobody has given any.
+        before: the status of the run's last attempt, whose cost is added.
+        started_at: when the command was started, by ``clock``.
+
+    Example::
+
+        meter = CostMeter(config.prices, read_status(store), started_at=time.monotonic())
+        meter.update(snapshot).dollars
+    """
+
+    def __init__(
+        self,
+        prices: Prices | None,
+        before: RunStatus,
+        started_at: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prices = prices
+        self._clock = clock
+        self._since = started_at  # until when the dollars are counted
+        self._dollars_per_hour = 0.0
+        self._dollars = before.dollars or 0.0
+        self._kwh_before = before.gpu_kwh
+        self._joules: dict[tuple[int, int], float] = {}  # since the start of a worker, by attempt and rank
+        self.gpus_without_price: set[str] = set()
+
+    def update(self, snapshot: Snapshot) -> Snapshot:
+        """Return ``snapshot`` with the cost so far."""
+        for use in snapshot.machines:
+            if use.gpu_joules is not None:
+                self._joules[snapshot.attempt, use.rank] = use.gpu_joules
+        kwh = self._kwh_before
+        if self._joules:
+            kwh = (kwh or 0.0) + sum(self._joules.values()) / _JOULES_PER_KWH
+        kwh = None if kwh is None else round(kwh, 6)
+        if self._prices is None:
+            return dataclasses.replace(snapshot, gpu_kwh=kwh)
+
+        # Without a machine that is known, the time is counted later.
+        self._dollars_per_hour = self._rate(self._prices, snapshot.machines) or self._dollars_per_hour
+        if self._dollars_per_hour and not snapshot.over:
+            now = self._clock()
+            self._dollars += (now - self._since) / _SECONDS_PER_HOUR * self._dollars_per_hour
+            self._since = now
+        return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._dollars, 6))
+
+    def _rate(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
+        """Return what the machines, or their GPUs, cost in an hour, as far as they are known."""
+        if prices.per_machine is not None:
+            return prices.per_machine * max(1, len({use.node for use in machines}))
+        rate = 0.0
+        for use in machines:
+            price = prices.of_gpu(use.gpu or "")
+            if price is None:
+                self.gpus_without_price.add(use.gpu or "a worker without a GPU")
+            rate += price or 0.0
+        return rate

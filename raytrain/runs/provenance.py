@@ -1,0 +1,111 @@
+"""What a run was made of: the commit, the packages, the command and the user's code, for each attempt that differed.
+
+``provenance.json`` of a run has a list, the newest attempt last. An attempt that is made of the same as the one before
+it, and was started by the same command, adds nothing. Texts are without secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain.config.values import matches
+from raytrain.runs.documents import PROVENANCE, Report, ignore, known_fields, plain, read_json, write_json
+from raytrain.storage.store import Store
+
+_MAIN_PACKAGES = {"raytrain": "raytrain", "torch": "torch", "torchvision": "torchvision", "timm": "timm", "ray": "Ray"}
+_IN_SUMMARY = ("raytrain", "torch", "ray")
+_COMMIT_DIGITS = 10
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What an attempt was made of.
+
+    Attributes:
+        first_step: completed steps of the run when the attempt began.
+        started_at: the time then, in UTC.
+        command: the command line of the process that started it.
+        python: the version of Python.
+        packages: the versions of all installed packages, by their names.
+        commit: the commit of the folder of the user's code or, without any, of the working folder; None if it is in no
+            repository of git, or git is missing.
+        changed_files: files there that are not as in that commit; none if the tree was clean.
+        code: the files of the user's own functions, such as the loop, by their names.
+    """
+
+    first_step: int
+    started_at: str
+    command: str
+    python: str
+    packages: dict[str, str]
+    commit: str | None = None
+    changed_files: list[str] = field(default_factory=list[str])
+    code: dict[str, str] = field(default_factory=dict[str, str])
+
+    def summary(self) -> str:
+        """Return the commit and the main versions: ``commit 1a2b3c4d5e; raytrain 0.1.0, torch 2.11.0, Python 3.12``."""
+        packages = {name.lower(): version for name, version in self.packages.items()}
+        versions = [f"{_MAIN_PACKAGES[name]} {packages[name]}" for name in _IN_SUMMARY if name in packages]
+        commit = f"{self._commit_text()}; " if self.commit else ""
+        return f"{commit}{', '.join([*versions, f'Python {self.python}'])}"
+
+    def difference_from(self, before: Provenance) -> str:
+        """Return what is different from the attempt ``before``, as a part of a sentence; empty if nothing is.
+
+        Another command is no difference: that of a resume always is another one.
+        """
+        parts: list[str] = []
+        if (self.commit, self.changed_files) != (before.commit, before.changed_files):
+            parts.append(f"{self._commit_text()} instead of {before._commit_text()}")
+        parts += [f"another {name}" for name, text in self.code.items() if before.code.get(name) != text]
+        if self.python != before.python:
+            parts.append(f"Python {self.python} instead of {before.python}")
+
+        # The versions that matter most, and how many others there are.
+        others: list[str] = []
+        for name in sorted({*self.packages, *before.packages}, key=str.lower):
+            version, old = self.packages.get(name), before.packages.get(name)
+            if version != old:
+                shown = f"{_MAIN_PACKAGES.get(name.lower(), name)} {version or 'missing'} instead of {old or 'none'}"
+                (parts if name.lower() in _MAIN_PACKAGES else others).append(shown)
+        if others:
+            more = ", …" if len(others) > _NUM_SHOWN else ""
+            noun = "package" if len(others) == 1 else "packages"
+            parts.append(f"{len(others)} other {noun} ({', '.join(others[:_NUM_SHOWN])}{more})")
+        return ", ".join(parts)
+
+    def _commit_text(self) -> str:
+        number = len(self.changed_files)
+        changed = f" with {number} changed {'file' if number == 1 else 'files'}" if number else ""
+        return f"commit {self.commit[:_COMMIT_DIGITS]}{changed}" if self.commit else "no commit"
+
+
+def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, ...]:
+    """Return what the attempts of a run were made of, the newest last; what is damaged is left out.
+
+    Example: ``read_provenance(open_run("./runs", "digits"))[-1].packages["torch"]``
+    """
+    attempts: Any = read_json(store, PROVENANCE, report).get("attempts")
+    parsed: list[Provenance] = []
+    for attempt in attempts if matches(attempts, list[dict[str, Any]]) else []:
+        with suppress(TypeError):  # a field is missing
+            parsed.append(Provenance(**known_fields(Provenance, attempt)))
+    return tuple(parsed)
+
+
+def provenance_at(attempts: Sequence[Provenance], step: int) -> Provenance | None:
+    """Return what the attempt was made of that trained ``step``; None if that is not known."""
+    return next((attempt for attempt in reversed(attempts) if attempt.first_step < max(1, step)), None)
+
+
+def record_provenance(store: Store, provenance: Provenance) -> str:
+    """Add what an attempt is made of to those of the run, and return what is different from the attempt before."""
+    attempts = read_provenance(store)
+    difference = provenance.difference_from(attempts[-1]) if attempts else ""
+    if not attempts or difference or provenance.command != attempts[-1].command:
+        write_json(store, PROVENANCE, {"attempts": plain([*attempts, provenance])})
+    return difference

@@ -1,0 +1,234 @@
+"""Random changes of a batch of images, with random numbers of each image's own: `raytrain.Augmentation`.
+
+An augmentation is a sequence of steps. In each, every image gets one operation with a magnitude of its own, possibly
+none. Which ones is decided on the host, in a few lines of NumPy for the batch, by random numbers at positions of a
+generator that depend on the seed, the epoch and the sample alone. So an image looks the same in any batch, in any
+process, on any device and after a resume. What the operations compute is in :mod:`raytrain.training.image_operations`.
+
+The distributions are those of torchvision's transforms of the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raytrain.config.auto_augment import AutoAugment
+from raytrain.config.network import Size
+from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
+from raytrain.errors import UsageError
+from raytrain.training.image_operations import Operation, apply_operations, erase
+
+Operations = npt.NDArray[np.int64]
+Step = tuple[Operations, Floats]
+"""An operation for each image, (m,), and its magnitude, (m,)."""
+
+_KEY = 3  # keeps these random numbers apart from those of crops, of flips, and of the user's transforms
+_AUTO, _DEPTHS, _SHARES, _ROTATION, _JITTER, _BLUR, _ERASING = range(7)  # a stream of random numbers for each
+_SIGMAS = (0.1, 2.0)  # pixels, of a blur
+_AREAS, _ASPECTS, _TRIES = (0.02, 0.33), (0.3, 3.3), 10  # of an erased box
+_NUM_CHAINS, _MAX_DEPTH = 3, 3  # of AugMix
+_HAS_SIGN = np.array([Operation.SHEAR_X <= operation <= Operation.SHARPNESS for operation in Operation])
+
+
+@lru_cache(maxsize=16)
+def magnitudes_of(policy: str, size: Size) -> Floats:
+    """Return the magnitudes of each operation of a policy for images of this height and width, float64 (14, levels).
+
+    Those of torchvision to the last bit, because a solarized pixel may be just at a threshold.
+
+    Example: ``magnitudes_of("rand", (224, 224))[Operation.ROTATE, 9] == 9`` degrees
+    """
+    (height, width), num_levels = size, 10 if policy == "augmix" else 31
+    shear, across, down, degrees, factor, most_bits, least_bits = {
+        "rand": (0.3, 150 / 331 * width, 150 / 331 * height, 30, 0.9, 8, 4),
+        "trivial": (0.99, 32, 32, 135, 0.99, 8, 2),
+        "augmix": (0.3, width / 3, height / 3, 30, 0.9, 4, 0),
+    }[policy]
+    bits = np.round(most_bits - np.arange(num_levels) / ((num_levels - 1) / (most_bits - least_bits)))
+    from_zero = [_linspace(0, end, num_levels) for end in (0, shear, shear, across, down, degrees, *[factor] * 4)]
+    none = np.zeros(num_levels)
+    return np.stack([*from_zero, bits, _linspace(1, 0, num_levels), none, none])
+
+
+def _linspace(start: float, end: float, count: int) -> Floats:
+    """Return what ``torch.linspace`` does: float32 numbers, each counted from the end that is nearer, rounded once."""
+    first, last = np.float32(start), np.float32(end)
+    step, index = np.float64((last - first) / np.float32(count - 1)), np.arange(count)
+    values = np.where(index < count // 2, first + step * index, last - step * index[::-1])
+    return values.astype(np.float32).astype(np.float64)
+
+
+class Augmentation:
+    """Random changes of a batch of images, in a few kernels for all of them, with random numbers of each image's own.
+
+    Call it with images, uint8 (m, C, H, W), the numbers of their samples, and the epoch. It returns changed images of
+    the same type and shape, on the same device. How an image is changed depends on ``seed``, the epoch and its sample
+    alone: it looks the same in any batch, in any process, and after a resume::
+
+        augmentation = raytrain.Augmentation("rand-m9-n2", random_erasing=0.25, fill=(124, 116, 104))
+        for epoch in range(10):
+            for images, labels, samples in loader:
+                images = augmentation(images.to("cuda"), samples, epoch)
+
+    Args:
+        auto_augment: ``randaugment``, or ``rand-m9-n2`` with a magnitude (0 to 30) and a number of operations,
+            ``trivialaugment``, ``augmix``, ``augmix-m3`` with a severity (1 to 10), or ``3-augment``; as torchvision's.
+        rotation: rotate by up to this many degrees in either direction.
+        color_jitter: change brightness, contrast and saturation by up to this fraction, in a random order.
+        blur: fraction of the images that are blurred, by a Gaussian of 0.1 to 2 pixels.
+        random_erasing: fraction of the images of which a random box gets the colour ``fill``.
+        fill: colour of what an operation uncovers, from 0 to 255: a number, or one for each channel.
+        seed: any whole number.
+
+    Raises UsageError for a policy that does not exist.
+    """
+
+    def __init__(
+        self,
+        auto_augment: str | None = None,
+        *,
+        rotation: float = 0.0,
+        color_jitter: float = 0.0,
+        blur: float = 0.0,
+        random_erasing: float = 0.0,
+        fill: float | Sequence[float] = 128,
+        seed: int = 0,
+    ) -> None:
+        self.auto_augment = None if auto_augment is None else AutoAugment.parse(auto_augment)
+        self.rotation, self.color_jitter = rotation, color_jitter
+        self.blur, self.random_erasing = blur, random_erasing
+        self.seed = seed
+        self._fill = torch.tensor(fill, dtype=torch.float32).reshape(-1, 1, 1)  # (C, 1, 1)
+
+    def __bool__(self) -> bool:
+        """Return whether it changes anything."""
+        return any((self.auto_augment, self.rotation, self.color_jitter, self.blur, self.random_erasing))
+
+    def __call__(self, images: Tensor, samples: Tensor | Sequence[int] | Int64s, epoch: int = 0) -> Tensor:
+        """Return ``images``, uint8 (m, C, H, W) with one or three channels, changed for ``epoch``.
+
+        ``samples``, whole numbers (m,), say which images these are; if they are on a GPU, the host waits for them.
+        Raises UsageError for images of another type or shape.
+        """
+        keys = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples, np.int64)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+            raise UsageError(
+                f"Augmentation got images of {images.dtype} {tuple(images.shape)}; give torch.uint8 (m, C, H, W) with "
+                "one or three channels."
+            )
+        if len(self._fill) not in (1, images.shape[1]):
+            raise UsageError(
+                f"Augmentation has a fill of {len(self._fill)} numbers, and images of {images.shape[1]} channels; give "
+                "one number for each channel, or one for all."
+            )
+        if keys.shape != images.shape[:1]:
+            raise UsageError(f"Augmentation got {len(images)} images and {keys.size} samples; give one for each.")
+        if not len(images):
+            return images
+        self._fill = fill = self._fill.to(images.device)
+        images = images.contiguous()
+        size = images.shape[2], images.shape[3]
+        if self.auto_augment is not None and self.auto_augment.policy == "augmix":
+            images = self._augmix(images, keys, epoch, self.auto_augment.magnitude)
+        for operations, magnitudes in self.steps(keys, epoch, size):
+            images = apply_operations(images, operations, magnitudes, fill)
+        if self.random_erasing:
+            images = erase(images, self._boxes(keys, epoch, size), fill)
+        return images
+
+    def _numbers(self, stream: int, samples: Int64s, epoch: int, count: int) -> Floats:
+        """Return ``count`` random numbers in [0, 1) for each sample, for one purpose, float64 (count, m)."""
+        return uniform(mix(self.seed, epoch, _KEY, stream), samples, count).T
+
+    def steps(self, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
+        """Yield what each of ``samples``, (m,), gets in ``epoch``, if images have this height and width.
+
+        All but AugMix, which is a mixture of other images, and the boxes that are erased.
+        """
+        if self.auto_augment is not None:
+            yield from self._automatic_steps(self.auto_augment, samples, epoch, size)
+        if self.rotation:
+            (angles,) = self._numbers(_ROTATION, samples, epoch, 1)
+            yield np.full(len(samples), Operation.ROTATE), _between(-self.rotation, self.rotation, angles)
+        if self.color_jitter:
+            numbers = self._numbers(_JITTER, samples, epoch, 6)
+            magnitudes = _between(-min(1.0, self.color_jitter), self.color_jitter, numbers[:3])  # (3, m)
+            kinds = np.array([Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR])
+            for which in numbers[3:].argsort(axis=0):  # (m,): each image has an order of its own
+                yield kinds[which], np.take_along_axis(magnitudes, which[None], axis=0)[0]
+        if self.blur:
+            chance, sigmas = self._numbers(_BLUR, samples, epoch, 2)
+            kinds = np.where(chance < self.blur, Operation.BLUR, Operation.IDENTITY)
+            yield kinds, _between(*_SIGMAS, sigmas)
+
+    def _automatic_steps(self, chosen: AutoAugment, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
+        """Yield the steps of RandAugment, TrivialAugment (Müller and Hutter 2021), or 3-Augment (DeiT III)."""
+        if chosen.policy == "augmix":
+            return
+        if chosen.policy == "3-augment":
+            which, strength = self._numbers(_AUTO, samples, epoch, 2)
+            kinds = np.array([Operation.COLOR, Operation.SOLARIZE, Operation.BLUR])[(which * 3).astype(np.int64)]
+            magnitudes = np.where(kinds == Operation.COLOR, -1.0, _between(*_SIGMAS, strength))  # without colours
+            yield kinds, np.where(kinds == Operation.SOLARIZE, 128 / 255, magnitudes)
+            return
+        magnitudes = magnitudes_of(chosen.policy, size)
+        numbers = self._numbers(_AUTO, samples, epoch, 3 * chosen.num_operations)
+        for which, level, sign in numbers.reshape(chosen.num_operations, 3, -1):
+            operations = (which * Operation.BLUR).astype(np.int64)
+            levels = (level * magnitudes.shape[1]).astype(np.int64) if chosen.policy == "trivial" else chosen.magnitude
+            yield operations, _signed(operations, magnitudes[operations, levels], sign)
+
+    def _augmix(self, images: Tensor, samples: Int64s, epoch: int, severity: int) -> Tensor:
+        """Return images mixed with three chains of one to three operations on each (Hendrycks et al. 2020)."""
+        magnitudes = magnitudes_of("augmix", (images.shape[2], images.shape[3]))
+
+        # Uniform shares that add up to 1: of the image itself, and of each chain.
+        own, *parts = self._numbers(_SHARES, samples, epoch, 1 + _NUM_CHAINS)
+        parts = -np.log1p(-np.stack(parts))  # exponential
+        shares = np.stack([own, *((1 - own) * parts / parts.sum(0))]).astype(np.float32)  # (4, m)
+        on_device = torch.from_numpy(shares).to(images.device, non_blocking=True)[..., None, None, None]
+
+        depths = np.floor(_between(1, 1 + _MAX_DEPTH, self._numbers(_DEPTHS, samples, epoch, _NUM_CHAINS)))  # (3, m)
+        numbers = self._numbers(_AUTO, samples, epoch, 3 * _NUM_CHAINS * _MAX_DEPTH)
+        mixture = images * on_device[0]
+        for number, chain in enumerate(numbers.reshape(_NUM_CHAINS, _MAX_DEPTH, 3, -1)):
+            changed = images
+            for position, (which, level, sign) in enumerate(chain):
+                operations = 1 + (which * (Operation.BLUR - 1)).astype(np.int64)  # all but the identity
+                operations = np.where(position < depths[number], operations, Operation.IDENTITY)
+                chosen = _signed(operations, magnitudes[operations, (level * severity).astype(np.int64)], sign)
+                changed = apply_operations(changed, operations, chosen, self._fill)
+            mixture.add_(changed * on_device[1 + number])
+        return mixture.clamp_(0, 255).to(torch.uint8)
+
+    def _boxes(self, samples: Int64s, epoch: int, size: Size) -> Int64s:
+        """Return the box of each image that is erased, int64 (m, 4): top, left, bottom, right; some are empty."""
+        height, width = size
+        chance, top, left, *tries = self._numbers(_ERASING, samples, epoch, 3 + 2 * _TRIES)
+        areas, aspects = np.stack(tries).reshape(2, _TRIES, -1)
+        areas = height * width * _between(*_AREAS, areas)
+        aspects = np.exp(_between(np.log(_ASPECTS[0]), np.log(_ASPECTS[1]), aspects))
+        heights, widths = np.round(np.sqrt(areas * aspects)), np.round(np.sqrt(areas / aspects))  # (10, m)
+
+        # The first box that fits.
+        fits = (heights < height) & (widths < width)
+        first = fits.argmax(axis=0)[None]
+        is_erased = fits.any(axis=0) & (chance < self.random_erasing)
+        box_heights, box_widths = (np.take_along_axis(each, first, axis=0)[0] * is_erased for each in (heights, widths))
+        top, left = np.floor(top * (height - box_heights + 1)), np.floor(left * (width - box_widths + 1))
+        return np.stack([top, left, top + box_heights, left + box_widths], axis=1).astype(np.int64)
+
+
+def _signed(operations: Operations, magnitudes: Floats, numbers: Floats) -> Floats:
+    """Return the magnitudes of operations, half of them negative if the operation has two directions."""
+    return np.where(_HAS_SIGN[operations] & (numbers < 0.5), -magnitudes, magnitudes)
+
+
+def _between(low: float, high: float, numbers: Floats) -> Floats:
+    return low + (high - low) * numbers

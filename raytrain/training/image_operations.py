@@ -1,0 +1,260 @@
+"""torchvision's operations on the images of a batch, with another number for each image, in a few kernels for all.
+
+torchvision takes a batch, too, but one number for all of its images. Whoever wants other numbers for each image calls
+it once for each, and the host then takes longer to hand out these small kernels than the device to compute them. Here
+the images of a batch are sorted by their operation, and each operation is a few kernels for all images that get it.
+
+Two properties follow from how these kernels round:
+
+- Each result is that of torchvision's function on uint8, or differs by one level where that one's sum of products comes
+  out on the other side of a whole number.
+- An image gets the same bytes in any batch. Products and sums are kernels of their own: IEEE arithmetic rounds each in
+  one way only, while a fused multiply-add is used in some places of a tensor and not in others. Sums over pixels are
+  those of whole numbers, which are exact in any order. What samples an image between its pixels works on each image
+  alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raytrain.config.network import Size
+from raytrain.data.plan.permutation import Floats, Int64s
+
+
+class Operation(IntEnum):
+    """What is done to an image, by the names of torchvision's RandAugment, and with its magnitudes.
+
+    RandAugment draws from all up to EQUALIZE.
+    """
+
+    IDENTITY = 0
+    SHEAR_X = 1  # tangent of the angle
+    SHEAR_Y = 2
+    TRANSLATE_X = 3  # pixels, of which the fraction is cut off
+    TRANSLATE_Y = 4
+    ROTATE = 5  # degrees, counter-clockwise
+    BRIGHTNESS = 6  # this one and the next three: the factor is 1 + magnitude
+    COLOR = 7
+    CONTRAST = 8
+    SHARPNESS = 9
+    POSTERIZE = 10  # bits that are left
+    SOLARIZE = 11  # fraction of 255 from which on pixels are inverted
+    AUTO_CONTRAST = 12
+    EQUALIZE = 13
+    BLUR = 14  # standard deviation of the Gaussian, in pixels
+
+
+_NUM_NUMBERS = 6  # of each image on the device: an affine matrix, or fewer
+_BLUR_REACH = 12  # pixels: farther away, a Gaussian of 2 pixels is below the rounding of float32
+
+
+def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnitudes: Floats, fill: Tensor) -> Tensor:
+    """Apply one operation to each image, of the given magnitude.
+
+    Args:
+        images: uint8 (m, C, H, W) with one or three channels, contiguous; they are left as they are.
+        operations: (m,), each an :class:`Operation`; on the host, as the magnitudes.
+        magnitudes: float64 (m,), in the unit of each operation.
+        fill: float32 (C, 1, 1), on the device of the images: the colour of what is not in an image.
+
+    Example:
+        >>> turned = apply_operations(images, np.full(8, Operation.ROTATE), np.linspace(-30, 30, 8), fill)
+    """
+    order = np.argsort(operations, kind="stable")
+    kinds = operations[order]
+    if not kinds[-1]:
+        return images
+
+    # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
+    numbers = torch.from_numpy(_numbers(kinds, magnitudes[order], (images.shape[2], images.shape[3])))
+    numbers = numbers.to(images.device, non_blocking=True)  # (m, 6, 1, 1, 1)
+    rows = torch.from_numpy(order).to(images.device, non_blocking=True)
+    by_operation = images.index_select(0, rows)
+
+    # Images with the same function lie together now. Their results, float32 or uint8, replace them.
+    functions = _FUNCTION_OF[kinds]
+    starts = [0, *(np.flatnonzero(np.diff(functions)) + 1).tolist()]
+    sizes = np.diff([*starts, len(kinds)]).tolist()
+    groups = zip(starts, by_operation.split(sizes), numbers.split(sizes), strict=True)
+    for start, group, of_group in groups:
+        if apply := _FUNCTIONS[functions[start]]:
+            group.copy_(apply(group, of_group, fill))
+    return torch.empty_like(by_operation).index_copy_(0, rows, by_operation)
+
+
+def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
+    """Replace a box of each image by the colour ``fill``, float32 (C, 1, 1), on their device.
+
+    Args:
+        images: uint8 (m, C, H, W).
+        boxes: int64 (m, 4), on the host: top, left, bottom and right, in pixels; a box may be empty.
+    """
+    top, left, bottom, right = torch.from_numpy(boxes).to(images.device, non_blocking=True).T[:, :, None]  # (m, 1) each
+    y = torch.arange(images.shape[2], device=images.device)
+    x = torch.arange(images.shape[3], device=images.device)
+    inside = ((y >= top) & (y < bottom))[:, None, :, None] & ((x >= left) & (x < right))[:, None, None, :]
+    return torch.where(inside, fill.to(torch.uint8), images)
+
+
+def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
+    """Return the numbers of each image for its function, float32 (m, 6, 1, 1, 1), which the function explains."""
+    numbers = np.zeros((len(kinds), _NUM_NUMBERS))
+    height, width = size
+
+    # An affine matrix leads from the place of a result's pixel to its place in the image, both from the middle.
+    a, b, c, d, e, f = numbers.T
+    x_sheared, y_sheared = kinds == Operation.SHEAR_X, kinds == Operation.SHEAR_Y
+    a[kinds <= Operation.ROTATE] = e[kinds <= Operation.ROTATE] = 1
+    b[x_sheared], c[x_sheared] = magnitudes[x_sheared], magnitudes[x_sheared] * height / 2  # the corner stays
+    d[y_sheared], f[y_sheared] = magnitudes[y_sheared], magnitudes[y_sheared] * width / 2
+    c[kinds == Operation.TRANSLATE_X] = -np.trunc(magnitudes[kinds == Operation.TRANSLATE_X])
+    f[kinds == Operation.TRANSLATE_Y] = -np.trunc(magnitudes[kinds == Operation.TRANSLATE_Y])
+    turned = kinds == Operation.ROTATE
+    angles = np.radians(magnitudes[turned])
+    a[turned], b[turned], d[turned], e[turned] = np.cos(angles), -np.sin(angles), np.sin(angles), np.cos(angles)
+    is_affine = (kinds <= Operation.ROTATE)[:, None]
+    numbers *= np.where(is_affine, [2 / width] * 3 + [2 / height] * 3, 1)  # a grid's unit is half of the image
+
+    # The weights of an image and of what it is blended with; or one number.
+    blended = (kinds >= Operation.BRIGHTNESS) & (kinds <= Operation.SHARPNESS)
+    a[blended], b[blended] = 1 + magnitudes[blended], -magnitudes[blended]
+    reduced = kinds == Operation.POSTERIZE
+    a[reduced] = 256 - 2 ** (8 - np.trunc(magnitudes[reduced]))  # a mask of the bits that are left
+    a[kinds == Operation.SOLARIZE] = np.ceil((255 * magnitudes[kinds == Operation.SOLARIZE]).astype(np.float32))
+    a[kinds == Operation.BLUR] = magnitudes[kinds == Operation.BLUR]
+    return numbers.astype(np.float32)[:, :, None, None, None]
+
+
+def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
+    """Sample each image bilinearly where its matrix leads; what is outside of it gets the colour ``fill``."""
+    num_images, channels, height, width = images.shape
+    a, b, c, d, e, f = matrices[:, :, 0].unbind(1)  # (n, 1, 1) each
+    x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)
+    y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, device=images.device)[:, None]
+    grid = torch.empty(num_images, height, width, 2, device=images.device)
+    torch.add(a * x, b * y + c, out=grid[..., 0])
+    torch.add(d * x, e * y + f, out=grid[..., 1])
+
+    # A channel of ones tells how much of a result comes from inside.
+    pixels = torch.empty(num_images, channels + 1, height, width, device=images.device)
+    pixels[:, :channels], pixels[:, channels:] = images, 1
+    colour, inside = F.grid_sample(pixels, grid, align_corners=False).split([channels, 1], 1)
+    return colour.sub_(fill).mul_(inside).add_(fill).round_()
+
+
+def _blend(images: Tensor, others: Tensor, weights: Tensor) -> Tensor:
+    """Return images times their weights plus ``others``, which may be broadcast, times theirs."""
+    return images.float().mul_(weights[:, 0]).add_(others * weights[:, 1]).clamp_(0, 255)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Return the brightness of pixels, whole numbers as float32 (n, 1, H, W). Every product and sum here is exact."""
+    if images.shape[1] == 1:
+        return images.float()
+    red, green, blue = images.split(1, 1)
+    return (red * 2989.0).add_(green, alpha=5870.0).add_(blue, alpha=1140.0).div_(10_000.0).floor_()
+
+
+def _brightness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    return images.float().mul_(weights[:, 0]).clamp_(0, 255)
+
+
+def _color(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    return images if images.shape[1] == 1 else _blend(images, _grey(images), weights)
+
+
+def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    mean = _grey(images).mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()  # the sum is exact
+    return _blend(images, mean, weights)
+
+
+def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    """Blend the inner pixels of images with the means of their neighbourhoods, in which they count five times."""
+    height, width = images.shape[2:]
+    if min(height, width) <= 2:
+        return images
+    result = images.float()
+    inner = result[..., 1:-1, 1:-1]
+    rows = result.narrow(2, 0, height - 2) + result.narrow(2, 1, height - 2)
+    rows.add_(result.narrow(2, 2, height - 2))
+    sums = rows.narrow(3, 0, width - 2) + rows.narrow(3, 1, width - 2)
+    sums.add_(rows.narrow(3, 2, width - 2)).add_(inner, alpha=4.0)  # exact
+    inner.add_(sums.div_(13.0).round_().sub_(inner).mul_(weights[:, 1]))
+    return result.clamp_(0, 255)
+
+
+def _posterize(images: Tensor, masks: Tensor, fill: Tensor) -> Tensor:
+    return images & masks[:, 0].to(torch.uint8)
+
+
+def _solarize(images: Tensor, thresholds: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(images >= thresholds[:, 0].to(torch.uint8), ~images, images)
+
+
+def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
+    """Stretch each channel so that its darkest pixel becomes 0 and its brightest 255, unless they are equal."""
+    darkest, brightest = torch.aminmax(images.flatten(2), dim=2, keepdim=True)  # (n, C, 1) each
+    is_flat = darkest == brightest
+    scale = (brightest - darkest).mul(1 / 255).masked_fill_(is_flat, 1)[..., None]
+    darkest = darkest.masked_fill_(is_flat, 0)[..., None]
+    return images.float().sub_(darkest).div_(scale)
+
+
+def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
+    """Give each level the share of pixels below it as its new level, separately for each channel, as Pillow does."""
+    num_planes, num_pixels = images.shape[0] * images.shape[1], images.shape[2] * images.shape[3]
+    dtype = torch.int64 if images.is_cuda else torch.int32  # of an index into all levels: each plane has 256
+    first = torch.arange(0, 256 * num_planes, 256, dtype=dtype, device=images.device)[:, None]
+    levels = (images.view(num_planes, num_pixels) + first).view(-1)
+    if images.is_cuda:  # where bincount makes the host wait
+        counts = torch.zeros(num_planes * 256, dtype=dtype, device=images.device)
+        counts.scatter_add_(0, levels, counts.new_ones(1).expand(len(levels)))
+    else:  # where scatter_add_ is slow
+        counts = torch.bincount(levels, minlength=num_planes * 256)
+    counts = counts.view(num_planes, 256)
+    up_to = counts.cumsum(1)
+
+    # The brightest level is the only one that has pixels and with which all are counted.
+    of_brightest = (counts * (up_to == num_pixels)).sum(1, keepdim=True)
+    step = (num_pixels - of_brightest).div_(255, rounding_mode="floor")
+    below = (up_to - counts).add_(step.div(2, rounding_mode="floor"))
+    table = below.div_(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
+    unchanged = torch.arange(256, device=images.device)
+    return torch.where(step == 0, unchanged, table).to(torch.uint8).view(-1).index_select(0, levels).view(images.shape)
+
+
+def _blur(images: Tensor, sigmas: Tensor, fill: Tensor) -> Tensor:
+    """Blur each image by a Gaussian that ends at a tenth of the shorter side: its columns, then its rows."""
+    reach = min(min(images.shape[2:]) // 10, _BLUR_REACH)  # pixels to each side
+    if not reach:
+        return images
+    # In float64: the last bit of an exponential depends on its place in a tensor, and is rounded off.
+    distances = torch.arange(reach + 1, dtype=torch.float64, device=images.device)
+    weights = distances.div(sigmas[:, 0, 0, 0]).square_().mul_(-0.5).exp_()  # (n, reach + 1)
+    weights.div_(2 * weights.sum(1, keepdim=True) - 1)  # all but the middle one count twice
+    middle, *others = weights.float()[..., None, None, None].unbind(1)  # (n, 1, 1, 1) each
+    pixels = images.float()
+    for axis, padding in ((2, (0, 0, reach, reach)), (3, (reach, reach, 0, 0))):
+        padded, side = F.pad(pixels, padding, mode="reflect"), pixels.shape[axis]
+        pixels = pixels * middle
+        for distance, weight in enumerate(others, start=1):
+            pair = padded.narrow(axis, reach - distance, side) + padded.narrow(axis, reach + distance, side)
+            pixels.add_(pair.mul_(weight))
+    return pixels.round_()
+
+
+_Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+_FUNCTIONS: list[_Function | None] = [
+    *(None, _affine, _brightness, _color, _contrast, _sharpness),
+    *(_posterize, _solarize, _auto_contrast, _equalize, _blur),
+]
+_FUNCTION_OF = np.array([0] + [1] * 5 + list(range(2, 11)))
+"""Index in ``_FUNCTIONS`` of each operation's function, which gets images, their numbers, and the colour."""

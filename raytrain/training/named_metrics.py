@@ -1,0 +1,143 @@
+"""Metrics that ``--metrics``, ``--best`` and ``--until`` name, measured of exactly the images that are held out.
+
+Each worker adds the probabilities of its images. What is a sum is joined by one all-reduce: top-k accuracy, and the
+bins of the calibration error. What depends on the order of all images (AUROC, average precision) needs all
+probabilities, which are gathered for a few classes at a time. Objects of ``torchmetrics`` join their own states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain.config.user_code import describe
+from raytrain.errors import UsageError
+from raytrain.training.evaluation_metrics import (
+    NUM_BINS,
+    areas_under_roc,
+    average_precisions,
+    calibration_error,
+    check_number_of_classes,
+    mean_of_known,
+)
+from raytrain.training.logged_values import logged_fractions
+from raytrain.training.prepared_metrics import prepare_metric
+from raytrain.training.torchmetrics_by_name import build_torchmetric, torchmetrics_of
+
+_CLASSES_AT_A_TIME = 64  # whose probabilities of all images are in memory together
+_RANKED = {"auroc": areas_under_roc, "average_precision": average_precisions}
+
+
+class NamedMetrics:
+    """Metrics called ``names`` of images that are added batch by batch.
+
+    Args:
+        names: as ``TrainConfig.named_metrics`` has them.
+        classes: names of the classes.
+        multi_label: whether an image may have several classes.
+        device: where objects of ``torchmetrics`` count.
+
+    Raises UsageError for a name that does not fit these classes.
+
+    Example::
+
+        metrics = NamedMetrics(["top5", "auroc"], classes, multi_label=False, device=device)
+        metrics.add(logits.softmax(1), labels)
+        metrics.values(run.total, run.gather, run.world_size)  # {"top5": 0.93, "auroc": 0.98}
+    """
+
+    def __init__(
+        self, names: Sequence[str], classes: Sequence[str], *, multi_label: bool, device: torch.device
+    ) -> None:
+        self._names, self._classes, self._multi_label = names, classes, multi_label
+        num_classes = len(classes)
+        self._ks = [int(name[3:]) for name in names if re.fullmatch(r"top\d+", name)]
+        check_number_of_classes(names, num_classes)
+        self._sums = torch.zeros(1 + len(self._ks) + 3 * NUM_BINS, dtype=torch.float64, device=device)
+        keeps_rows = not _RANKED.keys().isdisjoint(names)
+        self._rows: list[tuple[Tensor, Tensor]] | None = [] if keeps_rows else None
+        self._objects = {
+            wanted.name: build_torchmetric(*wanted, num_classes, multi_label=multi_label).to(device)
+            for name in names
+            if (wanted := torchmetrics_of(name)) is not None
+        }
+        for metric in self._objects.values():
+            prepare_metric(metric, is_placeholder=bool)  # an evaluation has no placeholders
+
+    def add(self, probabilities: Tensor, truth: Tensor) -> None:
+        """Add images with their ``probabilities``, float64 (m, C), and labels, int64 (m,), or (m, C) of 0 and 1."""
+        if not len(probabilities):
+            return
+        self._sums[0] += len(probabilities)
+        if self._multi_label:
+            confidences, are_right = probabilities.flatten(), truth.flatten().double()
+        else:
+            # A class is among the k likeliest if fewer than k are likelier; of equal ones the first is, as for argmax.
+            own = probabilities.gather(1, truth[:, None])  # (m, 1)
+            is_before = torch.arange(probabilities.shape[1], device=truth.device) < truth[:, None]
+            rank = ((probabilities > own) | ((probabilities == own) & is_before)).sum(1)  # (m,)
+            for place, k in enumerate(self._ks, start=1):
+                self._sums[place] += (rank < k).sum()
+            confidences, are_right = probabilities.max(1).values, (rank == 0).double()
+        if "calibration_error" in self._names:
+            bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+            of_bins = self._sums[1 + len(self._ks) :].view(3, NUM_BINS)
+            for sums, values in zip(of_bins, (torch.ones_like(confidences), confidences, are_right), strict=True):
+                sums.index_add_(0, bins, values)
+        if self._rows is not None:
+            self._rows.append((probabilities, truth))
+        for name, metric in self._objects.items():
+            # A binary one takes the probability of the second class.
+            inputs = probabilities[:, 1] if name.startswith("Binary") else probabilities
+            try:
+                metric.update(inputs, truth.long())
+            except Exception as error:
+                raise UsageError(
+                    f"torchmetrics:{name} cannot measure probabilities of {len(self._classes)} classes "
+                    f"({describe(error)}); name another metric."
+                ) from error
+
+    def values(
+        self, total: Callable[[Tensor], Sequence[float]], gather: Callable[[Tensor], Tensor], world_size: int
+    ) -> dict[str, float]:
+        """Return what all workers' images measure, NaN if it is not known without more of them. Every worker calls it.
+
+        Args:
+            total: adds up numbers over the workers, as ``run.total`` does.
+            gather: returns the rows of all workers, as ``run.gather`` does.
+            world_size: number of workers.
+        """
+        num_images, *sums = total(self._sums)
+        of_all = {
+            f"top{k}": sums[place] / num_images if num_images else float("nan") for place, k in enumerate(self._ks)
+        }
+        if "calibration_error" in self._names:
+            of_all["calibration_error"] = calibration_error(np.array(sums[len(self._ks) :]).reshape(3, NUM_BINS))
+        of_all |= self._of_ranks(gather)
+        fractions = logged_fractions(self._objects, 1, self._classes, world_size)
+        of_all |= {name: float(numerator) / float(denominator) for name, (numerator, denominator) in fractions.items()}
+        return of_all
+
+    def _of_ranks(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the metrics that depend on the order of all images' probabilities: means over the classes."""
+        if self._rows is None:
+            return {}
+        num_classes, device = len(self._classes), self._sums.device
+        none = torch.zeros(0, num_classes, dtype=torch.float64, device=device)
+        labels = torch.zeros((0, num_classes) if self._multi_label else 0, dtype=torch.int64, device=device)
+        own_scores = torch.cat([none, *(probabilities for probabilities, _ in self._rows)])
+        own_truth = torch.cat([labels, *(truth.long() for _, truth in self._rows)])
+        truth = gather(own_truth).cpu().numpy()
+
+        areas: dict[str, list[float]] = {name: [] for name in _RANKED if name in self._names}
+        for start in range(0, num_classes, _CLASSES_AT_A_TIME):
+            chosen = np.arange(start, min(start + _CLASSES_AT_A_TIME, num_classes))
+            scores = gather(own_scores[:, start : start + len(chosen)].contiguous()).cpu().numpy()
+            is_class = truth[:, chosen] > 0 if self._multi_label else truth[:, None] == chosen
+            for name, of_classes in areas.items():
+                of_classes.extend(_RANKED[name](scores, is_class).tolist())
+        return {name: mean_of_known(np.array(of_classes)) for name, of_classes in areas.items()}

@@ -1,0 +1,170 @@
+"""Margin and loss of each training image over the epochs, which tell wrong labels apart from hard images.
+
+The *margin* of an image in a step is the logit of its label minus the largest logit of any other class. A network
+learns images with right labels from others like them, so their margins grow early. An image with a wrong label has
+others like it that say something else: its margin stays low, and often negative, until the network has memorised it.
+So the mean of the margin over all epochs, the *area under the margin* (Pleiss et al. 2020), ranks the images by how
+wrong their labels look.
+
+Nothing is computed twice for it: the logits are those that the loop gives to ``run.loss``, ``run.accuracy`` or
+``run.show``. They belong to an image if the labels that come with them are those of the batch, or a slice of them,
+which their memory shows. Each draw counts once, whichever of the three calls comes first. What comes later in the
+step, and the logits of an evaluation, count as nothing.
+
+A worker keeps the sums of its own draws on its device, 16 bytes for each image of the data set: 19 MB for 1.2 million.
+They are added up over the workers for each checkpoint, which holds them, and for each evaluation, after which worker 0
+reports the images with the lowest mean margin. No step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain.config import TrainConfig
+from raytrain.errors import flag
+from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.training.batch import Batch
+from raytrain.training.protocols import Worker
+
+if TYPE_CHECKING:
+    from raytrain.training.run_spec import RunSpec
+
+MARGINS = "margins"
+"""Name of the sums in a checkpoint."""
+
+_MOST_SAMPLES = 10_000_000  # of which 160 MB of a device are taken
+
+
+class SampleMargins:
+    """Sums over the draws of each of ``num_samples`` training images, of this worker's draws.
+
+    Example::
+
+        margins = SampleMargins(len(manifest), num_classes=10, worker=Worker.here(device))
+        margins.begin(batch)
+        margins.add(model(batch.images), batch.labels)
+        margins.lowest(16)
+    """
+
+    def __init__(self, num_samples: int, num_classes: int, worker: Worker) -> None:
+        self._num_classes = num_classes
+        self._worker = worker
+        # Number of draws, sum of the margins, sum of the losses, (3, N).
+        self._sums = torch.zeros(3, num_samples, device=worker.device)
+        # Of the latest draw, the epoch and the likeliest class but the label, as epoch * C + class, (N,); -1: no draw.
+        self._rivals = torch.full((num_samples,), -1, dtype=torch.int32, device=worker.device)
+        self._batch: Batch | None = None
+        self._is_counted = np.zeros(0, bool)  # which draws of the batch are, (m,)
+
+    @classmethod
+    def of(cls, spec: RunSpec, worker: Worker) -> SampleMargins:
+        """Return the sums of a run; of no image if its images have no margins, or are too many."""
+        config, num_samples = spec.config, spec.plan.num_samples
+        has_margins = not (margins_missing(config) or spec.label_sets is not None or config.is_range_test)
+        fits = num_samples <= _MOST_SAMPLES and config.epochs * len(spec.classes) < 2**31
+        return cls(num_samples if has_margins and fits else 0, len(spec.classes), worker)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with the sums of a checkpoint, if it has any: they are those of all workers, so worker 0 does."""
+        own = {"sums": self._sums, "rivals": self._rivals}
+        if self._worker.rank == 0 and all(name in state and state[name].shape == own[name].shape for name in own):
+            for name, values in own.items():
+                values.copy_(state[name])
+
+    def begin(self, batch: Batch) -> None:
+        """Take the logits that come from now on for those of ``batch``, unless it has no image."""
+        self._batch = batch if batch.num_used and len(self._rivals) else None
+        self._is_counted = np.zeros(batch.num_used, bool)
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count the draws that ``logits``, (m, C), and ``labels``, (m,), are of, unless they are counted already.
+
+        Probabilities in place of labels, (m, C), say that the loop has mixed the images: no more of them are counted.
+        """
+        if self._batch is None or not (_is_plain(logits) and _is_plain(labels)):
+            return
+        if labels.ndim > 1:
+            self._is_counted[:] = True
+        if (rows := _rows_of(labels, self._batch.labels)) is None:
+            return
+        if self._is_counted[rows].any():
+            return
+        self._is_counted[rows] = True
+
+        # The margin and the cross entropy of each image; float16 may overflow for a step, which a scaler undoes.
+        scores = logits.detach()[:, : self._num_classes].float()
+        index = labels[:, None]
+        own = scores.gather(1, index)[:, 0]
+        best, rival = scores.scatter(1, index, -torch.inf).max(dim=1)
+        values = torch.stack([torch.ones_like(own), own - best, scores.logsumexp(dim=1) - own])  # (3, m)
+        samples = self._batch.samples[rows]
+        self._sums.index_add_(1, samples, values.nan_to_num(0.0, 0.0, 0.0))
+        self._rivals[samples] = (self._batch.epoch * self._num_classes + rival).to(torch.int32)
+
+    def joined_state(self) -> dict[str, Tensor]:
+        """Return the sums of all workers' draws for a checkpoint, if there are any. Every worker calls this."""
+        state = self._joined()
+        return state if (state["rivals"] >= 0).any() else {}
+
+    def _joined(self) -> dict[str, Tensor]:
+        """Return the sums of all workers' draws. Every worker calls this."""
+        sums, rivals = self._sums, self._rivals
+        if self._worker.world_size > 1 and len(rivals):
+            sums, rivals = sums.clone(), rivals.clone()
+            dist.all_reduce(sums)
+            dist.all_reduce(rivals, dist.ReduceOp.MAX)
+        return {"sums": sums, "rivals": rivals}
+
+    def lowest(self, most: int) -> tuple[SuspiciousLabel, ...]:
+        """Return up to ``most`` images with the lowest mean margin, the lowest first. Every worker calls this."""
+        return lowest_margins(self._joined(), self._num_classes, most)
+
+
+def margins_missing(config: TrainConfig) -> str | None:
+    """Return which option leaves the images of a run without margins, as a part of a sentence; None if none does."""
+    for name in ("mixup", "cutmix"):
+        if getattr(config, name):
+            return f"{flag(name)} mixes the images, and a mixed one has no margin"
+    return "an image may have several classes" if config.multi_label else None
+
+
+def lowest_margins(state: Mapping[str, Tensor], num_classes: int, most: int) -> tuple[SuspiciousLabel, ...]:
+    """Return up to ``most`` images with the lowest mean margin in the ``state`` of a checkpoint, the lowest first.
+
+    Images that were not drawn have none.
+    """
+    draws, margins, losses = state["sums"]
+    means = torch.where(draws > 0, margins / draws, torch.inf)
+    lowest = means.topk(min(most, len(means)), largest=False).indices
+    columns = [lowest, draws[lowest], means[lowest], losses[lowest] / draws[lowest], state["rivals"][lowest]]
+    rows = torch.stack([column.double() for column in columns]).T.tolist()  # one copy to the host
+    return tuple(
+        SuspiciousLabel(int(sample), int(count), margin, loss, int(rival) % num_classes)
+        for sample, count, margin, loss, rival in rows
+        if count
+    )
+
+
+def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
+    """Return which rows of a batch's labels, (M,), the ``labels`` are, by their memory; None if they are others."""
+    if labels is of_batch:
+        return slice(0, len(labels))
+    if labels.ndim != 1 or labels.dtype != of_batch.dtype or labels.stride() != (1,):
+        return None
+    if labels.untyped_storage().data_ptr() != of_batch.untyped_storage().data_ptr():
+        return None
+    first = labels.storage_offset() - of_batch.storage_offset()
+    return slice(first, first + len(labels)) if 0 <= first <= len(of_batch) - len(labels) else None
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether ``tensor`` has values now, which it has not in torch.compile and torch.func."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+    return type(tensor) is Tensor and not is_wrapped and not torch.compiler.is_compiling()

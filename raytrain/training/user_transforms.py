@@ -1,0 +1,110 @@
+"""Transforms of the user's own, which take one image, applied to a batch with random numbers of each image's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raytrain.config import ResolvedConfig
+from raytrain.config.user_code import in_one_sentence
+from raytrain.data.plan.permutation import Int64s, mix
+from raytrain.errors import UsageError
+from raytrain.training.augment import crop_and_resize
+from raytrain.training.random_numbers import held_generators, kept_generators, seed_each, seed_generators
+
+Transforms = Callable[[Tensor], Tensor]
+"""One or several transforms of ``torchvision.transforms.v2``: uint8 (C, H, W) -> uint8 of the same shape."""
+
+Images = npt.NDArray[np.uint8]  # (n, H, W, C)
+_KEY = 2  # keeps these random numbers apart from those of other augmentation
+
+
+class UserTransforms:
+    """The user's transforms, which ``own`` makes, as :func:`own_transforms` says, with all that comes before them.
+
+    Example:
+        >>> transforms = UserTransforms(config, lambda: v2.RandomInvert(0.5))
+        >>> images = transforms(images, draws, epoch=0)
+    """
+
+    def __init__(self, config: ResolvedConfig, own: Callable[..., Any]) -> None:
+        self._config = config
+        self._transforms = own_transforms(config, own)
+        self._generators = held_generators(self._transforms)
+
+    def __call__(self, images: Images, draws: Int64s, epoch: int) -> Images:
+        """Return the ``images`` of ``draws``, (n,), as ``epoch`` sees them: cropped, resized and transformed."""
+        seed = self._config.seed
+        source = torch.from_numpy(np.require(images, requirements=["C", "W"])).permute(0, 3, 1, 2)
+        pixels = crop_and_resize(source, draws, epoch, self._config)
+        pixels = pixels.round().to(torch.uint8)  # no change if they are already
+        with in_one_sentence(f"{subject(self._config)} cannot be applied to {_kind(pixels[0])}"):
+            pixels = transform_each(self._transforms, pixels, draws, seed, epoch, self._generators)
+        return pixels.permute(0, 2, 3, 1).numpy()
+
+
+def subject(config: ResolvedConfig) -> str:
+    """Return how sentences call the user's transforms: by the option, or ``transforms`` of a call in Python."""
+    return "transforms" if config.transforms is None else f"--transforms {config.transforms}"
+
+
+def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transforms:
+    """Return the user's transforms as one: what ``own``, which ``--transforms`` names, makes.
+
+    It makes one or a list, or is one itself. Raises UsageError if something in them is none.
+    """
+    with in_one_sentence(f"{subject(config)} cannot be made"):
+        # A transform of torchvision, or a function that needs an argument, makes none: it is one.
+        parameters = signature(own).parameters.values()
+        needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+        made = own if isinstance(own, torch.nn.Module) or needed else own()
+    chain = list(made) if isinstance(made, (list, tuple)) else [made]
+    if unfit := [transform for transform in chain if not callable(transform)]:
+        raise UsageError(
+            f"{subject(config)} returns {unfit[0]!r:.50}, which is no transform; return a function of "
+            "an image, uint8 (C, H, W), such as one of torchvision.transforms.v2, or a list of them."
+        )
+    if len(chain) == 1:
+        return chain[0]
+    from torchvision.transforms import v2  # deferred: the import takes seconds
+
+    return v2.Compose(chain)
+
+
+def transform_each(
+    transforms: Transforms, images: Tensor, draws: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
+) -> Tensor:
+    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), which show ``draws``, int64 (B,).
+
+    The random numbers of torch, NumPy and Python, and of the ``generators`` that the transforms hold, depend on
+    ``seed``, ``epoch`` and the draw alone while an image is transformed, so that it looks the same in any batch and
+    on any worker. Afterwards those of the libraries continue as before. Raises UsageError if a transform changes an
+    image's shape or type.
+    """
+    transformed: list[Tensor] = []
+    with kept_generators(images.device):
+        for image, draw in zip(images, draws.tolist(), strict=True):
+            key = mix(seed, epoch, _KEY, draw)
+            seed_generators(key, image.device)
+            seed_each(generators, key)
+            result: object = transforms(image)
+            if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
+                raise UsageError(
+                    f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep "
+                    "both: images are resized before them, and normalised after them."
+                )
+            transformed.append(result)
+    return torch.stack(transformed)
+
+
+def _kind(image: object) -> str:
+    """Return the type of ``image`` as text, such as uint8 (3, 32, 32)."""
+    if not isinstance(image, Tensor):
+        return f"type {type(image).__module__}.{type(image).__qualname__}"
+    return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"

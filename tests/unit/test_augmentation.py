@@ -1,0 +1,198 @@
+"""Augmentation of whole batches: each image gets torchvision's operations, with numbers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+import raytrain
+from raytrain.errors import UsageError
+from raytrain.training.augmentation import magnitudes_of
+from raytrain.training.image_operations import Operation, apply_operations, erase
+
+BILINEAR, FILL = v2.InterpolationMode.BILINEAR, [100, 120, 140]
+POLICIES = {"rand": v2.RandAugment, "trivial": v2.TrivialAugmentWide, "augmix": v2.AugMix}
+KINDS: dict[str, dict[str, Any]] = {
+    "RandAugment": {"auto_augment": "rand-m9-n2"},
+    "TrivialAugment": {"auto_augment": "trivialaugment"},
+    "AugMix": {"auto_augment": "augmix"},
+    "3-Augment": {"auto_augment": "3-augment"},
+    "rotation": {"rotation": 30},
+    "colour jitter": {"color_jitter": 0.4},
+    "blur": {"blur": 0.5},
+    "erasing": {"random_erasing": 0.5},
+}
+
+
+def colour(channels: int = 3) -> Tensor:
+    return torch.tensor(FILL[:channels], dtype=torch.float32)[:, None, None]
+
+
+def noise(num: int, channels: int = 3, size: tuple[int, int] = (40, 30)) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (num, channels, *size), dtype=torch.uint8, generator=generator)
+
+
+def photographs(num: int, channels: int = 3, size: tuple[int, int] = (40, 30)) -> Tensor:
+    """Smooth images, some of whose channels have few levels, or one."""
+    generator = torch.Generator().manual_seed(1)
+    coarse = torch.rand(num, channels, 5, 5, generator=generator) * 340 - 40
+    smooth = torch.nn.functional.interpolate(coarse, size, mode="bicubic").clamp(0, 255)
+    smooth[1] = (smooth[1] / 60).round() * 60
+    smooth[2] = 77
+    return smooth.to(torch.uint8)
+
+
+def differences(ours: Tensor, theirs: Sequence[Tensor]) -> Tensor:
+    return (ours.int() - torch.stack(list(theirs)).int()).abs()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("operation", list(Operation)[: Operation.BLUR], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_operation_of_each_magnitude_is_torchvisions(policy: str, operation: Operation, channels: int) -> None:
+    # torchvision applies what it has drawn with a private method, and its magnitudes are in private tables.
+    theirs: Any = POLICIES[policy](interpolation=BILINEAR, fill=FILL[:channels])
+    name = operation.name.title().replace("_", "")
+    if name not in theirs._AUGMENTATION_SPACE:
+        return  # AugMix always changes an image
+    ours = magnitudes_of(policy, (40, 30))[operation]
+    of_levels, signed = theirs._AUGMENTATION_SPACE[name]
+    expected_magnitudes = of_levels(len(ours), 40, 30)
+    np.testing.assert_allclose(ours, 0 if expected_magnitudes is None else expected_magnitudes.numpy(), rtol=1e-6)
+    operations = np.full(len(ours), operation)
+    for sign in (1, -1) if signed else (1,):
+        for images in (noise(len(ours), channels), photographs(len(ours), channels)):
+            expected = [
+                theirs._apply_image_or_video_transform(image, name, magnitude, BILINEAR, theirs._fill)
+                for image, magnitude in zip(images, (sign * ours).tolist(), strict=True)
+            ]
+            levels = differences(apply_operations(images, operations, sign * ours, colour(channels)), expected)
+            assert levels.max() <= 1
+            assert levels.double().mean() < 0.03
+
+
+@pytest.mark.parametrize("size", [(40, 30), (250, 270), (6, 9)], ids=str)
+def test_a_blur_is_torchvisions(size: tuple[int, int]) -> None:
+    sigmas, side = [0.1, 0.4, 1.0, 1.7, 2.0], min(size) // 10 * 2 + 1
+    images = noise(len(sigmas), size=size)
+    ours = apply_operations(images, np.full(len(sigmas), Operation.BLUR), np.array(sigmas), colour())
+    theirs = [F.gaussian_blur(image, [side, side], [sigma]) for image, sigma in zip(images, sigmas, strict=True)]
+    levels = differences(ours, theirs)
+    assert levels.max() <= 1
+    assert levels.double().mean() < 1e-3
+
+
+def test_a_box_is_erased_as_by_torchvision() -> None:
+    boxes = [(0, 0, 40, 30), (3, 4, 20, 5), (7, 7, 7, 7), (39, 29, 40, 30)]
+    images = noise(len(boxes))
+    theirs = [
+        F.erase(image, top, left, bottom - top, right - left, torch.tensor(FILL)[:, None, None])
+        for image, (top, left, bottom, right) in zip(images, boxes, strict=True)
+    ]
+    assert torch.equal(erase(images, np.array(boxes), colour()), torch.stack(theirs))
+
+
+def test_each_image_gets_its_own_operation_in_its_own_place() -> None:
+    images = noise(30)
+    operations = np.arange(30) % len(Operation)
+    together = apply_operations(images, operations, np.ones(30), colour())
+    for row in range(30):
+        alone = apply_operations(images[row : row + 1], operations[row : row + 1], np.ones(1), colour())
+        assert torch.equal(together[row], alone[0])
+    assert torch.equal(images, noise(30))  # and the images are left as they are
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_looks_the_same_in_any_batch(kind: str, channels: int) -> None:
+    augmentation = raytrain.Augmentation(**KINDS[kind], fill=FILL[:channels], seed=5)
+    images, samples = noise(60, channels, (33, 31)), np.arange(60) * 1_000_003
+    whole = augmentation(images, samples, epoch=2)
+    order = np.random.default_rng(0).permutation(60)
+    pieces = [augmentation(images[rows], samples[rows], epoch=2) for rows in np.array_split(order, [1, 8, 20])]
+    assert torch.equal(torch.cat(pieces), whole[order])
+    assert whole.dtype == torch.uint8 and not torch.equal(whole, images)
+    assert torch.equal(augmentation(images, torch.from_numpy(samples).tolist(), epoch=2), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sample_epoch_and_seed_change_an_image(kind: str) -> None:
+    same, samples = noise(1).expand(40, -1, -1, -1), range(40)
+    first = raytrain.Augmentation(**KINDS[kind])(same, samples, epoch=1)
+    assert len(first.flatten(1).unique(dim=0)) > 10
+    for seed, epoch in ((0, 0), (1, 1)):
+        assert not torch.equal(raytrain.Augmentation(**KINDS[kind], seed=seed)(same, samples, epoch), first)
+
+
+def test_the_random_numbers_of_the_loop_stay_as_they_are() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    raytrain.Augmentation("randaugment", rotation=3, color_jitter=0.1, blur=1, random_erasing=1)(noise(8), range(8))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_direction() -> None:
+    _, (operations, magnitudes) = raytrain.Augmentation("rand-m30-n2").steps(np.arange(14_000), 0, (32, 32))
+    counts = np.bincount(operations)
+    assert len(counts) == Operation.BLUR and counts.min() > 850 and counts.max() < 1150
+    rotations = magnitudes[operations == Operation.ROTATE]
+    assert set(rotations) == {-30.0, 30.0} and 0.42 < (rotations > 0).mean() < 0.58
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's calls."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_images", [32, 500])
+def test_randaugment_of_a_batch_of_any_size_is_at_most_300_calls_of_torch(num_images: int) -> None:
+    augmentation, images = raytrain.Augmentation("randaugment"), noise(num_images)
+    with Calls() as calls:
+        augmentation(images, range(num_images))
+    assert calls.num <= 300
+
+
+@pytest.mark.parametrize(
+    ("images", "samples", "message"),
+    [
+        (torch.zeros(2, 3, 8, 8), range(2), r"images of torch.float32 \(2, 3, 8, 8\); give torch.uint8 \(m, C, H, W\)"),
+        (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), range(2), "with one or three channels"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), range(3), "got 2 images and 3 samples; give one for each"),
+        (
+            torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
+            range(2),
+            "a fill of 3 numbers, and images of 1 channels; give one",
+        ),
+    ],
+)
+def test_other_images_are_refused(images: Tensor, samples: range, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        raytrain.Augmentation("randaugment", fill=FILL)(images, samples)
+
+
+@pytest.mark.parametrize("text", ["rand-m31-n2", "rand-m9-mstd0.5", "rand-m9-n0", "augmix-m11", "augmix-m0", "randaug"])
+def test_a_policy_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--auto-augment is '{text}'.*; give randaugment, or rand-m9-n2"):
+        raytrain.Augmentation(text)
+
+
+def test_nothing_is_done_without_options_or_images() -> None:
+    assert not raytrain.Augmentation()
+    images = noise(4)
+    assert torch.equal(raytrain.Augmentation()(images, range(4)), images)
+    assert raytrain.Augmentation("augmix")(images[:0], []).shape == (0, 3, 40, 30)

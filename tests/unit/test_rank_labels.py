@@ -1,0 +1,125 @@
+"""The labels of a run, ranked by its margins, and label files to correct and give back."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
+from raytrain.errors import UsageError
+from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.documents import run_store
+from raytrain.runs.outcome import Progress
+from raytrain.storage.store import Store
+from raytrain.training.checkpoint import Checkpoints
+from raytrain.training.sample_margins import MARGINS
+
+
+def tree(folder: Path, *classes: str, count: int = 6) -> Path:
+    for number, name in enumerate(name for name in classes for _ in range(count)):
+        file = folder / name / f"-{number}.png"  # a spreadsheet would take the name for a formula
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 50, 7)).save(file)
+    return folder
+
+
+def options(data: Path, storage: Path, **more: str) -> TrainConfig:
+    half = (0.5, 0.5, 0.5)
+    return TrainConfig(
+        data=str(data),
+        storage=str(storage),
+        name="run",
+        resume=True,
+        batch_size=2,
+        learning_rate=1,
+        mean=half,
+        std=half,
+        **more,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def trained(config: TrainConfig) -> tuple[Store, Dataset]:
+    """Store a run whose third training image has the lowest margin, and whose first one was never drawn."""
+    store = run_store(config.storage, "run")
+    data = open_dataset(config, store)
+    data.write(store)
+    num_samples = len(data.train)
+    sums = torch.tensor([[2.0], [4.0], [1.0]]).repeat(1, num_samples)
+    sums[:, 0] = 0
+    sums[:, 2] = torch.tensor([2, -3, 5])
+    rivals = torch.full((num_samples,), 2 * len(data.train.classes) + 1, dtype=torch.int32)  # class 1, in epoch 2
+    rivals[0] = -1
+    checkpoints = Checkpoints(store, Identity("model", data.train.classes, data.train.digest, 2, 0), keep=1)
+    checkpoints.save({MARGINS: {"sums": sums, "rivals": rivals}}, Progress(step=9))
+    checkpoints.close()
+    return store, data
+
+
+def test_the_lowest_mean_margin_comes_first_and_what_was_not_drawn_last(tmp_path: Path) -> None:
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
+    store, data = trained(config)
+    ranked = rank_labels(config, store, data)
+    assert ranked is not None
+    keys = data.train.keys.to_pylist()
+    rows = ranked.table.to_pylist()
+    label = data.train.classes[data.train.labels[2]]
+    expected = {"path": keys[2], "label": label, "suggested": "dog", "margin": -1.5, "loss": 2.5, "draws": 2}
+    assert (ranked.samples[0], rows[0]) == (2, expected)
+    assert rows[-1] == {**rows[-1], "path": keys[0], "suggested": "", "margin": None, "loss": None, "draws": 0}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_label_file_that_is_given_back_has_the_same_images_in_each_part(suffix: str, tmp_path: Path) -> None:
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
+    store, data = trained(config)
+    output = f"{tmp_path}/labels.{suffix}"
+    ranked = check_can_rank(config, rank_labels(config, store, data))
+    assert write_labels(ranked, data, output) == {"--labels": output}
+    again = open_dataset(options(tmp_path / "images", tmp_path / "others", labels=output))
+    for before, after in ((data.train, again.train), (data.validation, again.validation)):
+        assert after.keys.to_pylist() == before.keys.to_pylist()
+        assert after.labels.tolist() == before.labels.tolist()
+
+
+def test_a_corrected_label_counts(tmp_path: Path) -> None:
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
+    store, data = trained(config)
+    file = tmp_path / "labels.csv"
+    write_labels(check_can_rank(config, rank_labels(config, store, data)), data, str(file))
+    rows = list(csv.DictReader(file.open()))
+    rows[0]["label"] = "ox"
+    with file.open("w") as opened:
+        writer = csv.DictWriter(opened, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    again = open_dataset(options(tmp_path / "images", tmp_path / "others", labels=str(file)))
+    assert again.train.classes[again.train.labels[again.train.keys.to_pylist().index(rows[0]["path"])]] == "ox"
+
+
+def test_held_out_images_of_another_folder_have_a_file_of_their_own(tmp_path: Path) -> None:
+    held_out = str(tree(tmp_path / "held-out", "cat", "dog", count=2))
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs", validation_data=held_out)
+    store, data = trained(config)
+    files = write_labels(check_can_rank(config, rank_labels(config, store, data)), data, f"{tmp_path}/labels.csv")
+    assert files == {"--labels": f"{tmp_path}/labels.csv", "--validation-labels": f"{tmp_path}/labels-validation.csv"}
+    more = {"labels": files["--labels"], "validation_labels": files["--validation-labels"]}
+    again = open_dataset(options(tmp_path / "images", tmp_path / "others", validation_data=held_out, **more))
+    assert (len(again.train), len(again.validation)) == (12, 4)
+
+
+def test_why_labels_are_not_ranked_is_said(tmp_path: Path) -> None:
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
+    store, data = trained(config)
+    mixed = TrainConfig(**{**vars(config), "mixup": 0.2})
+    with pytest.raises(UsageError, match="of run 'run' are not ranked: --mixup mixes the images, and a mixed one has no"):
+        check_can_rank(mixed, rank_labels(mixed, store, data))
+    with pytest.raises(UsageError, match="not ranked: it has no checkpoint yet, or its loop gives logits neither to run"):
+        check_can_rank(config, None)
+    with pytest.raises(UsageError, match="--write-labels takes the labels of a run: give its --name, and --resume"):
+        check_can_rank(TrainConfig(**{**vars(config), "resume": False}), None)
