@@ -176,7 +176,7 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
     import yaml  # deferred: few commands read options from a file
 
     try:
-        root = cast(Any, yaml.compose(text, Loader=yaml.BaseLoader))
+        root = cast(Any, yaml).compose(text, Loader=yaml.BaseLoader)
     except RecursionError:
         raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
     except yaml.YAMLError as error:

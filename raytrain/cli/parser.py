@@ -395,10 +395,11 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
     """Return a section of the options, with these defaults, as the help shows it."""
     # A hidden option keeps its default: tyro does not know a flag for it, but fills it in.
     hints = get_type_hints(section, include_extras=True)
+    open_options: Sequence[str] = getattr(defaults, "open_options", ())
     fields = [
         (
             name,
-            Suppress[hint] if name in hidden else _shown(hint),
+            Suppress[hint] if name in hidden else _shown(hint, is_open=name in open_options),
             dataclasses.field(default=getattr(defaults, name)),
         )
         for name, hint in hints.items()
@@ -406,8 +407,11 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
     return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
 
 
-def _shown(hint: Any) -> Any:
-    """Return an annotation as the help shows it: without the word none, and without a default that says nothing."""
+def _shown(hint: Any, *, is_open: bool = False) -> Any:
+    """Return an annotation as the help shows it: without the word none, and without a default that says nothing.
+
+    ``is_open``: the images decide on the option, so that its default is none.
+    """
     # The form of the values: the text in the annotation, or the type, if the option may only be none besides.
     marks = marks_of(hint)
     forms = [text for text in marks if isinstance(text, str)]
@@ -417,6 +421,8 @@ def _shown(hint: Any) -> Any:
         forms.append(kinds[0].__name__.upper())
 
     def default(label: str) -> str:
+        if is_open:
+            return "(default: what fits the images)"
         return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
 
     aliases = [mark.flag for mark in marks if isinstance(mark, Synonym)] or None

@@ -44,7 +44,7 @@ class DataOptions:
     """Separates the classes in the column of --labels if an image may have several, or none, such as |."""
     group_by: str | None = None
     """Column of --labels, such as patient: images that share a value are all held out, or none is."""
-    sampling: Annotated[Literal["uniform", "balanced"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = "uniform"
+    sampling: Annotated[Literal["uniform", "balanced"], Mark.SWEEPABLE] = "uniform"
     """balanced draws every class equally often: rare classes repeat in an epoch, images of common ones are left out."""
     max_bad_fraction: Fraction = 0.01
     """Bad images are left out and listed; the run fails if more than this fraction cannot be read (0: at the first)."""

@@ -135,7 +135,7 @@ class OptimisationOptions:
         float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")
     ] = 0.0
     """Probability that is spread evenly over all classes."""
-    class_weights: Annotated[str | None, Mark.SWEEPABLE, TakenBy("run.loss")] = None
+    class_weights: Annotated[str | None, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")] = None
     """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
     focal_gamma: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""

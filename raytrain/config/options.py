@@ -67,9 +67,9 @@ class RunOptions:
     """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
     note: Annotated[str | None, Mark.DESCRIBES_RUN] = None
     """What the run is about, for whoever looks at it later."""
-    notify: Annotated[
-        str | None, "URL|COMMAND|$VARIABLE", Mark.OF_COMMAND, Mark.SECRET, Mark.SET_BY_FIND_RATE
-    ] = field(default=None, repr=False)
+    notify: Annotated[str | None, "URL|COMMAND|$VARIABLE", Mark.OF_COMMAND, Mark.SECRET, Mark.SET_BY_FIND_RATE] = field(
+        default=None, repr=False
+    )
     """Tell a webhook, such as one of Slack's, or a command of yours how the run ends; $NAME: what that variable has."""
     trace: Annotated[bool, Mark.SET_BY_FIND_RATE] = False
     """Record which samples each worker used in each step, for `raytrain audit`."""

@@ -93,9 +93,10 @@ class RayDatasetRows(Archive):
         """Return the file, or the pixels, in a row; no bytes if it has none. Raises UsageError for anything else."""
         if isinstance(value, dict):
             value = value.get("bytes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # as Hugging Face has them
-        is_missing = value is None or (isinstance(value, (float, np.floating)) and math.isnan(value))
-        if is_missing or isinstance(value, bytes):
-            return b"" if is_missing else value
+        if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)):
+            return b""
+        if isinstance(value, bytes):
+            return value
         if isinstance(value, np.ndarray):
             if value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
                 return value.squeeze(axis=2) if value.shape[2:] == (1,) else value

@@ -45,9 +45,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
     about = {**result.summary(), **result.metrics, "picture": picture}
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
-        about["accuracy"] = (
-            f"{result.accuracy:.4f} (95 % interval: {low:.4f} to {high:.4f})"
-        )
+        about["accuracy"] = f"{result.accuracy:.4f} (95 % interval: {low:.4f} to {high:.4f})"
     return Group(key_value_table(about), *_warnings(result), Text(), tables)
 
 

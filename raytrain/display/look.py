@@ -6,7 +6,7 @@ import base64
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -174,7 +174,8 @@ def look_figure(result: LookResult) -> Figure:
     labels = [f"{row['label']}, or {row['suggested']}?" for row in suspicious.rows[: len(suspicious.pixels)]]
     num_below = _num_rows(labels)
     figure = titled_figure(title, _WIDTH, 2 * _HEADING + _ROW * (num_rows + num_below))
-    above, below = figure.subfigures(2, 1, height_ratios=[num_rows, num_below])
+    parts: Any = figure.subfigures(2, 1, squeeze=False, height_ratios=[num_rows, num_below])  # (2, 1)
+    above, below = parts.ravel()
     _draw_images(above, images.pixels, images.labels)
     below.suptitle("labels that may be wrong", x=0.01, ha="left", weight="bold", fontsize=10)
     _draw_images(below, suspicious.pixels, labels)
@@ -200,4 +201,3 @@ def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], la
         lines = [text] if len(text) <= _MAX_LETTERS else text.split(", ")
         cut = [line if len(line) <= _MAX_LETTERS else f"{line[: _MAX_LETTERS - 1]}…" for line in lines[:2]]
         cell.set_title("\n".join(cut), fontsize=8, color=GREY, pad=3, parse_math=False)
-    return figure

@@ -101,7 +101,7 @@ def evaluate(
         about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
         result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
         if len(truth):
-            is_readable = table["error"].is_null().to_numpy(zero_copy_only=False)
+            is_readable = np.array(table["error"].is_null().to_pylist(), bool)  # to_numpy would import pandas
             interval = _interval(trained, manifest, is_readable, truth == answers, labels)
             result = replace(result, accuracy_interval=interval)
 

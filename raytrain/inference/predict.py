@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
 from raytrain.config.values import Location
+from raytrain.data.blocks import number_array
 from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
@@ -22,6 +24,8 @@ from raytrain.inference.classification_metrics import chosen_thresholds, predict
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.store import Store
+
+pc: Any = pyarrow.compute  # whose functions are made at import
 
 _SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # parts of a URL that all images must share
 
@@ -119,8 +123,8 @@ def predict(
 
     # A row for each image, in the manifest's order; an image that could not be read has its error alone.
     is_readable = table["error"].is_null()
-    readable_rows = pa.array(np.arange(len(table)), mask=~is_readable.to_numpy())
-    known = predictions.take(readable_rows)  # whose row is empty where the number of a row is null
+    row_numbers = pc.if_else(is_readable, number_array(np.arange(len(table))), pa.nulls(len(table), pa.int64()))
+    known = predictions.take(row_numbers)  # with an empty row where the number of a row is null
     rows = known.add_column(0, "key", table["key"]).append_column("error", table["error"])
     if output is not None:
         write_output(output, encode_table(rows, output))

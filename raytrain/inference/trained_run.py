@@ -68,7 +68,6 @@ class Predictor:
         import torch
 
         from raytrain.inference.classifier import load_classifier
-        from raytrain.inference.embeddings import NetworkWithEmbeddings
         from raytrain.training.autocast import prepare_for_autocast
 
         # torch is imported here: whoever opens a run to send this predictor elsewhere does without it.
@@ -83,6 +82,8 @@ class Predictor:
         if self._device.type == "cuda":
             set_gpu_products(self._precision)
         if embeddings:
+            from raytrain.inference.embeddings import NetworkWithEmbeddings
+
             num_classes = len(self._classifier.classes)
             self._classifier.network = NetworkWithEmbeddings(self._classifier.network, num_classes)
         self._top_k = top_k

@@ -18,8 +18,6 @@ import re
 import signal
 import subprocess
 import threading
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from typing import Any
 
@@ -127,9 +125,9 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
     from urllib.request import Request, urlopen  # which takes a while to import
 
     headers = {"Content-Type": "application/json", "User-Agent": "raytrain"}
-    request = urllib.request.Request(url, json.dumps(message).encode(), headers, method="POST")
+    request = Request(url, json.dumps(message).encode(), headers, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=_WEBHOOK_WITHIN_S) as answer:
+        with urlopen(request, timeout=_WEBHOOK_WITHIN_S) as answer:
             answer.read(1)
     except HTTPError as error:
         return f"the webhook answered {error.code} {error.reason}"

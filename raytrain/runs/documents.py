@@ -76,7 +76,10 @@ _RUN_FILE = re.compile(
                     MACHINES,
                 ],
             ),
-            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE]),
+            *map(
+                re.escape,
+                [MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE],
+            ),
             *map(re.escape, [CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE]),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
             rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",

@@ -89,9 +89,10 @@ def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, 
 
     Example: ``read_provenance(open_run("./runs", "digits"))[-1].packages["torch"]``
     """
-    attempts: Any = read_json(store, PROVENANCE, report).get("attempts")
+    document: Any = read_json(store, PROVENANCE, report).get("attempts")
+    attempts: list[dict[str, Any]] = document if matches(document, list[dict[str, Any]]) else []
     parsed: list[Provenance] = []
-    for attempt in attempts if matches(attempts, list[dict[str, Any]]) else []:
+    for attempt in attempts:
         with suppress(TypeError):  # a field is missing
             parsed.append(Provenance(**known_fields(Provenance, attempt)))
     return tuple(parsed)

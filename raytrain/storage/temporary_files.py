@@ -35,9 +35,10 @@ class TemporaryFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder with its content."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+        """Remove the folder with its content. What cannot be removed at this moment is left to the next process."""
+        with suppress(OSError):  # such as for lack of descriptors
+            _remove(self.path)
+        os.close(self._lock.descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -53,6 +54,19 @@ def _remove_abandoned(parent: Path) -> None:
             try:
                 # Nothing can be read at a position of a pipe: it raises an OSError.
                 if lock.exclusive and os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK:
-                    shutil.rmtree(folder)
+                    _remove(folder)
             finally:
                 os.close(lock.descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock last: without one, nobody else would ever remove what could not be removed now."""
+    for path in folder.iterdir():
+        if path.name == _LOCK:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if {path.name for path in folder.iterdir()} <= {_LOCK}:
+        shutil.rmtree(folder)

@@ -19,7 +19,8 @@ import raytrain
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
-_BATCH, _FILL = 64, [124, 116, 104]
+_BATCH = 64
+_FILL: Any = [124, 116, 104]  # torchvision says float, and takes one for each channel
 _LEAST = {64: 5.0, 224: 3.0}  # by the side of the images: how many times torchvision's images/s
 _BILINEAR = v2.InterpolationMode.BILINEAR
 _KINDS: dict[str, tuple[dict[str, Any], Callable[[int], Any]]] = {

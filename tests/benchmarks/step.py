@@ -28,6 +28,7 @@ from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_c
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
@@ -189,7 +190,7 @@ class MemorySource:
         order = CacheOrder(self.partition.plan, 0, BLOCK_ROWS)
         return batches_from_cache(self.partition, CachedBlocks(self._block, order), first_step)
 
-    def test(self) -> Iterator[LocalBatch]:
+    def held_out(self, part: Part) -> Iterator[LocalBatch]:
         one_batch = BatchPlan(len(self.images), self.partition.plan.batch_size, 1, 0, max_steps=1)
         return batches_from_cache(
             Partition(one_batch, self.partition.rank, self.partition.loads),

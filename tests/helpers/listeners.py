@@ -1,8 +1,7 @@
 """What a command listens at, seen in a network of its own, where nothing else does: for root on Linux.
 
 Run as a program in that network, this starts a command, notes all ports that any process has open while it runs, and
-prints them as JSON. The network has an address besides 127.0.0.1, as any machine has. A head of Ray may run there, too,
-whose own ports, and those of the jobs that it starts, are not the command's.
+prints them as JSON. The network has an address besides 127.0.0.1, as any machine has.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
 import psutil
-
-from tests.helpers.ray_head import started_head
 
 ADDRESS = "10.66.0.1"  # of the machine in its network
 PROGRAMS = ("ip", "unshare")
@@ -43,17 +39,13 @@ def can_make_networks() -> bool:
     return os.geteuid() == 0 and all(map(shutil.which, PROGRAMS))
 
 
-def listeners_of(command: Sequence[str], folder: Path, until: str = "", *, beside_head: bool = False) -> dict[str, int]:
+def listeners_of(command: Sequence[str], folder: Path, until: str = "") -> dict[str, int]:
     """Run ``command`` in ``folder`` to its end, or until it has printed a line with ``until``.
-
-    With ``beside_head``, a head of Ray runs in the network, and the URL of its job server takes the place of the word
-    ``HEAD`` in ``command``.
 
     Return the largest number of ports that were open at a time at each of ``127.0.0.1``, ``the node's address`` and
     ``all interfaces``.
     """
-    program = [sys.executable, "-m", __name__, until, "head" if beside_head else ""]
-    words = ["unshare", "--net", "bash", "-ec", _PREPARE, "network", *program, *command]
+    words = ["unshare", "--net", "bash", "-ec", _PREPARE, "network", sys.executable, "-m", __name__, until, *command]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -61,45 +53,34 @@ def listeners_of(command: Sequence[str], folder: Path, until: str = "", *, besid
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def _watch(until: str, head: str, command: Sequence[str]) -> None:
-    with started_head(Path.cwd()) if head else nullcontext() as cluster:
-        words = [cluster.dashboard if cluster and word == "HEAD" else word for word in command]
-        others = psutil.Process(cluster.process.pid) if cluster else None
-        environment = cluster.environment if cluster else os.environ
-        most: Counter[str] = Counter()
-        process = subprocess.Popen(
-            words, env=dict(environment), stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-        )
-        done = threading.Event()
+def _watch(until: str, command: Sequence[str]) -> None:
+    most: Counter[str] = Counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    done = threading.Event()
 
-        def print_and_look() -> None:
-            nonlocal most
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                if until and until in line:
-                    most |= _open_ports(others)
-                    process.send_signal(signal.SIGINT)
-            done.set()
+    def print_and_look() -> None:
+        nonlocal most
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if until and until in line:
+                most |= _open_ports()
+                process.send_signal(signal.SIGINT)
+        done.set()
 
-        threading.Thread(target=print_and_look).start()
-        while not done.wait(_EVERY_S):
-            most |= _open_ports(others)
-        code = process.wait()
-        print(json.dumps(most))
+    threading.Thread(target=print_and_look).start()
+    while not done.wait(_EVERY_S):
+        most |= _open_ports()
+    code = process.wait()
+    print(json.dumps(most))
     sys.exit(0 if until else code)
 
 
-def _open_ports(others: psutil.Process | None) -> Counter[str]:
-    """Return the number of ports where somebody listens now, or hears the datagrams of anybody, by their interface.
-
-    Those of ``others``, and of the processes that it has started, are left out.
-    """
-    left_out = {process.pid for process in (others, *others.children(recursive=True))} if others else set[int]()
+def _open_ports() -> Counter[str]:
+    """Return the number of ports where somebody listens now, or hears the datagrams of anybody, by their interface."""
     ports: set[tuple[str, int]] = set()
     for socket in psutil.net_connections("inet"):
-        listens = socket.status == psutil.CONN_LISTEN or (socket.status == psutil.CONN_NONE and not socket.raddr)
-        if listens and socket.pid not in left_out:
+        if socket.status == psutil.CONN_LISTEN or (socket.status == psutil.CONN_NONE and not socket.raddr):
             ip, port = cast("tuple[str, int]", socket.laddr)
             ip = ip.removeprefix("::ffff:")
             ports.add((_PLACES.get(ip, ip), port))
@@ -107,4 +88,4 @@ def _open_ports(others: psutil.Process | None) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    _watch(sys.argv[1], sys.argv[2], sys.argv[3:])
+    _watch(sys.argv[1], sys.argv[2:])

@@ -419,7 +419,11 @@ def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) 
     owner.close()
 
 
-@pytest.mark.parametrize("act", [RunClaim.renew, lambda owner: owner.owned_store.put(STATUS, b"{}")])
+def put_status(owner: RunClaim) -> None:
+    owner.owned_store.put(STATUS, b"{}")
+
+
+@pytest.mark.parametrize("act", [RunClaim.renew, put_status])
 def test_a_server_that_has_no_object_while_it_replaces_it_ends_no_run(
     act: Callable[[RunClaim], object], s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,9 +86,8 @@ def test_an_error_in_the_block_fails_the_run_and_is_raised_as_it_is(
     with pytest.raises(ValueError, match="a mistake of the user's") as raised:
         attached_run(images, tmp_path, before_step, checkpoint_every=("5st",))
     assert isinstance(raised.value.__cause__, KeyError)
-    status = read_status(run_store(str(tmp_path), "run"))
+    assert read_status(run_store(str(tmp_path), "run")).status == "failed"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (status.status, summary["steps"]) == ("failed", 6)
     assert "its loop failed after step 6: ValueError: a mistake of the user's (test_attach.py, line" in summary["error"]
     assert "resume with raytrain.attach, the same loop, name='run' and resume=True" in summary["error"]
     assert_same_weights(attached_run(images, tmp_path, resume=True), reference)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -60,13 +59,3 @@ def test_the_demo_and_a_sweep(options: list[str], tmp_path: Path) -> None:
     check("demo", listeners_of([*RAYTRAIN, "demo", "--storage", str(tmp_path / "runs")], tmp_path))
     sweep = ["sweep", "--name", "rates", *options, "--workers", "1", "--vary", "learning-rate=0.01,0.1"]
     check("sweep", listeners_of([*RAYTRAIN, *sweep], tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_command_that_is_sent_to_a_cluster(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the job's command is `python`
-    run = ["--data", str(images), "--storage", str(tmp_path / "runs"), "--workers", "1", "--max-steps", "1"]
-    size = ["--image-size", "32", "--batch-size", "10", "--learning-rate", "0.1"]
-    sent = [*RAYTRAIN, "submit", "--address", "HEAD", "--", "train", "custom", *run, *size]
-    check("submit", listeners_of(sent, tmp_path, beside_head=True))

@@ -26,6 +26,11 @@ def test_outputs_are_stripped(path: Path) -> None:
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
 
 
+def test_the_readme_opens_them_with_the_live_view_beside_jupyterlab() -> None:
+    readme = (NOTEBOOKS[0].parents[1] / "README.md").read_text()
+    assert "`uv run --with jupyterlab --with anywidget jupyter lab notebooks`" in readme, "it looks in its environment"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_leaves_ray_to_raytrain(path: Path) -> None:
     code = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")

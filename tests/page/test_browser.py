@@ -28,6 +28,7 @@ from raytrain.runs.documents import (
     MACHINE_HISTORY,
     STATUS,
     STOP_REQUEST,
+    SUSPICIOUS_LABELS,
     SWEEP,
     read_json,
     run_store,
@@ -216,6 +217,18 @@ def test_text_from_outside_stays_text(visit: Visit, tmp_path: Path) -> None:
         text = page.locator("body").inner_text()
         assert "\x1b" not in text and "\u202e" not in text
         assert page.get_by_text("taken for").inner_text().count("<img src=x") == 1
+
+
+def test_images_whose_labels_may_be_wrong_are_shown_with_both_classes(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    good = {"image": png_url(1, 1), "key": HOSTILE_NAME, "label": "cat", "suggested": "dog", "margin": -1.5, "draws": 2}
+    write_json(store, SUSPICIOUS_LABELS, {"step": 1, "labels": [None, 5, {**good, "image": "javascript:1"}, good]})
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.get_by_text("Labels that may be wrong")).to_be_visible()
+        expect(page.locator(".gallery figure")).to_have_count(1)
+        expect(page.locator(".gallery figcaption")).to_have_text("cator dog?")
+        assert "margin -1.5" in (page.locator(".gallery figure").get_attribute("title") or "")
 
 
 def test_what_is_damaged_in_an_evaluation_hides_nothing_else(visit: Visit, tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ def test_a_front_end_that_opens_late_gets_the_whole_run() -> None:
     assert curves["evaluation"]["metrics"]["loss"]["mean"] == [1.0]
 
 
+def test_a_front_end_without_widgets_says_what_is_missing() -> None:
+    shown = RunWidget(stop=lambda: None)._repr_mimebundle_()
+    assert shown is not None and "JupyterLab needs anywidget" in shown[0]["text/plain"]
+
+
 @pytest.mark.slow
 def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
     notebook = NotebookClient(stored_notebook(tmp_path, epochs=2), resources={"metadata": {"path": tmp_path}}).execute()

@@ -48,7 +48,7 @@ def chosen(
         ({}, {}, {"model": "efficientnet_b0", "weights": "DEFAULT", "image_size": (128, 128), "epochs": 6}),
         ({}, {}, {"optimizer": "adamw", "schedule": "cosine", "head_epochs": 1, "batch_norm": "frozen"}),
         ({}, {}, {"flip": "random", "translate": 8, "test_views": ("flip",), "label_smoothing": 0.1}),
-        ({}, {}, {"channels_last": True, "precision": "float32", "sampling": "uniform"}),
+        ({}, {}, {"channels_last": True, "precision": "float32", "class_weights": None}),
         ({"number": 388}, {}, {"epochs": 21}),
         ({"number": 100_000}, {}, {"epochs": 6}),
         ({"side": 100}, {}, {"image_size": (96, 96), "translate": 6}),
@@ -59,14 +59,14 @@ def chosen(
         ({"side": 32, "number": 5_000}, {}, {"batch_size": 128, "learning_rate": 0.19, "epochs": 40}),
         ({"side": 32}, {"model": "resnet18"}, {"model": "resnet18", "weights": None, "optimizer": "sgd"}),
         ({"side": 28, "is_grey": True}, {}, {"flip": "none", "test_views": ()}),
-        # What the labels allow: rare classes are drawn more often, and several classes have no smoothing.
-        ({"imbalance": 20.0}, {}, {"sampling": "balanced"}),
-        ({"imbalance": 20.0, "multi_label": True}, {}, {"sampling": "uniform", "label_smoothing": 0.0}),
+        # What the labels allow: rare classes weigh more, and several classes have no smoothing.
+        ({"imbalance": 20.0}, {}, {"class_weights": "balanced"}),
+        ({"imbalance": 20.0, "multi_label": True}, {}, {"class_weights": None, "label_smoothing": 0.0}),
         # What is given decides on the rest: a network without weights, another batch, weights of a known network.
         ({}, {"weights": None}, {"weights": None, "optimizer": "sgd", "head_epochs": 0, "batch_norm": "sync"}),
         ({}, {"model": "mine.py:net"}, {"weights": None, "optimizer": "sgd", "epochs": 26}),
         ({}, {"weights": "mine.pt"}, {"model": "resnet18", "weights": "mine.pt", "optimizer": "adamw"}),
-        ({}, {"batch_size": 128}, {"batch_size": 128, "learning_rate": 0.001}),
+        ({}, {"batch_size": 128}, {"batch_size": 128, "learning_rate": 3e-4}),
         ({}, {"epochs": 1}, {"epochs": 1, "head_epochs": 0}),
         ({"side": 32}, {"image_size": (128, 128)}, {"model": "efficientnet_b0", "image_size": (128, 128)}),
         ({}, {"image_size": "96..128"}, {"image_size": "96..128", "translate": 6}),
@@ -108,7 +108,7 @@ def test_each_line_has_flags_and_a_reason() -> None:
     )
     assert [len(re.findall(r"--[a-z-]+", line)) > 0 and ": " in line for line in lines[1:]] == [True] * 4
     assert "--weights DEFAULT --image-size 128 128 --batch-norm frozen --channels-last" in lines[1]
-    assert "--sampling balanced" in lines[4] and "20 times the images" in lines[4]
+    assert "--class-weights balanced" in lines[4] and "20 times the images" in lines[4]
 
 
 def test_each_option_that_auto_decides_on_is_in_a_line() -> None:
@@ -119,7 +119,7 @@ def test_each_option_that_auto_decides_on_is_in_a_line() -> None:
 def test_a_resumed_run_keeps_what_was_chosen() -> None:
     before = dataclasses.replace(chosen(PHOTOGRAPHS, **LITE)[0], open_options=())
     config = resumed_options(auto(name="run", resume=True, epochs=9, **LITE), before)
-    assert (config.learning_rate, config.head_learning_rate_factor, config.head_epochs) == (5e-4, 5, 1)
+    assert (config.learning_rate, config.head_learning_rate_factor, config.head_epochs) == (1.5e-4, 10, 1)
     assert (config.epochs, config.open_options) == (9, ())
 
 

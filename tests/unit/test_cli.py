@@ -140,6 +140,17 @@ def test_every_option_of_a_run_is_a_flag_with_its_help(
     assert re.findall(r"(\w+) options  ", help_text) == list(SECTIONS)
 
 
+def test_the_help_says_what_the_images_decide_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for recipe, default in (("auto", "what fits the images"), ("custom", "10")):
+        with pytest.raises(SystemExit):
+            main(["train", recipe, "--help"])
+        text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+        assert f"Passes over the training images. (default: {default})" in text
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{version('raytrain')}\n"

@@ -17,6 +17,7 @@ EXAMPLES = [
     (events.TrainingStarted(2, 1200), "training on 2 workers, resuming after step 1,200"),
     (events.Evaluated(3, accuracy=0.625), "evaluated after epoch 3: accuracy 0.6250"),
     (events.CheckpointWritten("a.pt", 20), "checkpoint a.pt written"),
+    (events.Tested(0.5, 1.25), "measured the test images, with the best checkpoint: accuracy 0.5000, loss 1.2500"),
     (
         events.CheckpointSkipped(1000, "the weight fc.bias is not finite"),
         "checkpoint after step 1,000 not written: the weight fc.bias is not finite",

@@ -263,9 +263,10 @@ def test_timm_loads_the_folder_for_the_hub(model: str, options: dict[str, Any], 
 
     # The logits are those of the run's network, for images that timm's own transform has made.
     import timm
+    from timm.data.config import resolve_model_data_config
 
     network = timm.create_model(f"local-dir:{tmp_path}/hub", pretrained=True).eval()
-    data = timm.data.resolve_model_data_config(network)
+    data = resolve_model_data_config(network)
     size = config.full_image_size
     assert tuple(data["input_size"]) == (config.channels, *size)
     assert (tuple(data["mean"]), tuple(data["std"])) == (config.mean, config.std)

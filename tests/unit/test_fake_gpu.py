@@ -27,6 +27,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.training import sample_margins
 from raytrain.training.augment import Augment
+from raytrain.training.augmentation import Augmentation
 from raytrain.training.batch import Batch, HostTensors, on_host
 from raytrain.training.mixup import mix_batch
 from raytrain.training.model import build_model
@@ -129,6 +130,24 @@ def test_images_are_augmented_where_they_are(options: dict[str, Any]) -> None:
         trained = call(lambda: augment.train(images, np.arange(4), 0))
         evaluated = call(lambda: augment.evaluate(images))
     assert (trained.device, evaluated.device, trained.shape) == (GPU, GPU, (4, 3, 32, 32))
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's calls."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += str(func).startswith("aten")  # fake tensors also ask for devices
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_images", [32, 500])
+def test_randaugment_of_a_batch_of_any_size_is_at_most_300_calls(num_images: int) -> None:
+    augmentation = Augmentation("randaugment")
+    with FakeTensorMode(allow_non_fake_inputs=True), Calls() as calls:
+        augmentation(torch.zeros(num_images, 3, 224, 224, dtype=torch.uint8, device=GPU), range(num_images))
+    assert calls.num <= 300
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}], ids=str)

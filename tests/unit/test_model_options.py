@@ -55,7 +55,7 @@ def test_networks_of_torchvision_timm_and_ones_own_get_them(tmp_path: Path) -> N
         layer.p for layer in network("squeezenet1_1", "dropout=0.25").modules() if isinstance(layer, nn.Dropout)
     ]
     assert dropouts == [0.25]
-    paths = [
+    paths: list[Any] = [
         layer.drop_prob for layer in network("timm:resnet10t", "drop_path_rate=0.3").modules() if is_drop_path(layer)
     ]
     assert max(paths) == pytest.approx(0.3)

@@ -146,7 +146,7 @@ def test_the_url_is_in_no_text_about_the_run() -> None:
 
 
 def test_a_job_on_a_cluster_gets_the_name_of_a_variable_only() -> None:
-    with pytest.raises(UsageError, match="--notify would stand in the command line of the job, .* give --notify '"):
+    with pytest.raises(UsageError, match=r"--notify would stand in the command line of the job, .* give --notify '"):
         check_command(options(f"https://hooks.example.com/{TOKEN}"), is_sweep=True)
 
 

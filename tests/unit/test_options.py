@@ -214,7 +214,13 @@ def test_each_option_is_in_one_section() -> None:
     [
         (Mark.OWN_CODE, {"loop", "track", "model", "transforms"}),
         (Mark.DECIDED_ANEW, {"workers", "device", "backend", "address", "worker_load", "wait_for_machines_s"}),
-        (Mark.SHARED_PLACE, {"data", "test_data", "labels", "test_labels", "storage", "weights"}),
+        (
+            Mark.SHARED_PLACE,
+            {
+                *("data", "validation_data", "test_data", "labels", "validation_labels", "test_labels"),
+                *("storage", "weights"),
+            },
+        ),
         (Mark.DESCRIBES_RUN, {"name", "storage", "tag", "note", "price"}),
         (Mark.SECRET, {"notify"}),
     ],
@@ -226,4 +232,4 @@ def test_marks_that_decide_what_runs_and_what_is_compared(mark: Mark, names: set
 def test_options_that_a_call_takes_are_known_by_the_call() -> None:
     assert options_by_call()["run.build_scheduler"] == ["schedule", "warmup_epochs"]
     assert options_by_call()["run.train_head_first"] == ["head_epochs"]
-    assert options_by_call()["run.build_model"] == ["model", "weights", "freeze"]
+    assert options_by_call()["run.build_model"] == ["model", "model_option", "weights", "freeze"]

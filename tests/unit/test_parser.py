@@ -139,6 +139,18 @@ def test_what_is_typed_is_not_left_to_auto_also_if_it_is_the_default(words: str,
     assert name not in parsed(f"train --data x {words}").open_options
 
 
+def test_a_resumed_run_of_auto_keeps_what_was_chosen(stored: TrainConfig) -> None:
+    chosen = {"batch_norm": "frozen", "head_epochs": 1, "optimizer": "adamw", "learning_rate": 5e-4}
+    write_config(run_store("runs", "second"), RECIPES["auto"](name="second", data="x", open_options=(), **chosen))
+    for words in (
+        "train --name second --resume",
+        "train auto --name second --resume",
+        "train --config runs/second/config.json",
+    ):
+        config = parsed(words)
+        assert {name: getattr(config, name) for name in chosen} == chosen and config.open_options == ()
+
+
 def test_a_loop_of_ones_own_gets_the_plain_options(stored: TrainConfig) -> None:
     assert parsed("train --data x --loop mine.py:train") == RECIPES["custom"](data="x", loop="mine.py:train")
 

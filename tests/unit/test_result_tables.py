@@ -71,7 +71,12 @@ def record() -> RunRecord:
         name="first",
         config=TrainConfig(name="first", batch_size=8, learning_rate=0.1),
         status=RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9),
-        images={"training": 5_000, "test": 100, "left_out": {".tif files": 3, "tables and descriptions": 2}},
+        images={
+            "training": 5_000,
+            "validation": 100,
+            "test": 50,
+            "left_out": {".tif files": 3, "tables and descriptions": 2},
+        },
         summary={"status": "stopped", "stop_reason": {"kind": "signal", "detail": "SIGINT"}},
         metrics=[MetricRow(kind="step", step=20, epoch=2, elapsed_s=60.0, metrics={"loss": 0.1, "generator": 2.0})],
         checkpoints=[],
@@ -84,7 +89,9 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
     expected = ("first stopped at step 20/90, epoch 2/9", "Epoch: 2, Elapsed: 00:01:00", "train 0.100", "Ctrl-C")
     for part in (*expected, "generator 2"):
         assert part in seen
-    assert "5,000 for training, 100 for test" in seen and "left out 3 .tif files" in " ".join(seen.split())
+    assert "5,000 for training, 100 for validation, 50 for test" in seen and "left out 3 .tif files" in " ".join(
+        seen.split()
+    )
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
 
 

@@ -154,7 +154,7 @@ def test_the_images_whose_labels_look_wrong_are_written_with_their_pictures(imag
         coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1), SuspiciousLabel(0, 2, 0.5, 0.1, 2)])
         coordinator.conclude(DONE)
 
-    with session(images, tmp_path, train) as (opened, launch):
+    with session(images, tmp_path, train) as (opened, _):
         opened.watch()
     store = run_store(str(tmp_path), "run")
     first, second = read_json(store, SUSPICIOUS_LABELS)["labels"]

@@ -131,7 +131,7 @@ def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None
 def test_the_python_function_has_the_options_of_the_command() -> None:
     of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"config", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
-    assert of_command == {"vary", "trials", "early_stopping", "target_accuracy", "trust"}
+    assert of_command == {"vary", "trials", "folds", "early_stopping", "target_accuracy", "trust"}
     assert of_command < set(of_function)
     assert of_function["early_stopping"].default is True
 

@@ -20,6 +20,25 @@ input()
 """
 
 
+REMOVE_WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from raytrain.storage.temporary_files import TemporaryFolder
+folder = TemporaryFolder(sys.argv[1])
+(folder.path / "a" / "b" / "c").mkdir(parents=True)
+free = os.dup(0)
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, free + 2))
+folder.remove()
+"""
+
+
+def test_what_a_process_cannot_remove_at_its_end_the_next_one_removes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", REMOVE_WITHOUT_DESCRIPTORS, str(tmp_path)], check=True)
+    assert len(list(tmp_path.iterdir())) == 1, "two descriptors are too few"
+    TemporaryFolder(str(tmp_path)).remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_temporary_folder_exists_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "raytrain-of-something-else").mkdir()

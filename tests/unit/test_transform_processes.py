@@ -25,7 +25,14 @@ _SIZES = (11, 0, 70, 3)
 
 
 def config(**options: Any) -> ResolvedConfig:
-    chosen = {"name": "run", "device": "cpu", "batch_size": 8, "learning_rate": 0.1, "transforms": "mine.py:own"}
+    chosen = {
+        "name": "run",
+        "device": "cpu",
+        "batch_size": 8,
+        "learning_rate": 0.1,
+        "transforms": "mine.py:own",
+        "precision": "float32",
+    }
     return ResolvedConfig(**{**chosen, "mean": (0.5,) * 3, "std": (0.2,) * 3, "image_size": (12, 12), **options})
 
 
@@ -67,7 +74,7 @@ def failing(image: Tensor) -> Tensor:
 
 def test_several_processes_give_what_one_gives() -> None:
     options = config(random_resized_crop=True, cache_side=1.25)
-    here = UserTransforms(options, moved)
+    here, notes = UserTransforms(options, moved), list[str]()
     with transformed(Batches(), options, moved) as source:
         for first_step in (0, 2):
             batches = list(source.train(first_step))
@@ -76,8 +83,11 @@ def test_several_processes_give_what_one_gives() -> None:
                 assert (local.draws == plain.draws).all() and (local.labels == plain.labels).all()
                 if len(local.images):
                     assert (local.images == here(plain.images, plain.draws, 2)).all()
+        assert isinstance(source, TransformedBatches)
+        source.try_twice(notes.append)
         held_out = next(source.held_out("validation"))
         assert (held_out.images == next(Batches().train(0)).images).all()
+    assert notes == []
 
 
 def test_the_process_that_trains_transforms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +109,6 @@ def test_generators_that_are_not_found_are_reported() -> None:
     notes: list[str] = []
     options = config(cache_side=1.25, random_resized_crop=True)
     with transformed(Batches(), options, unseeded) as source:
-        assert isinstance(source, TransformedBatches)
-        source.try_twice(notes.append)
-    with transformed(Batches(), options, moved) as source:
         assert isinstance(source, TransformedBatches)
         source.try_twice(notes.append)
     (note,) = notes

@@ -68,7 +68,7 @@ def test_own_transforms_come_after_crops_and_the_size_of_the_epoch() -> None:
         sizes.append(tuple(image.shape))
         return 255 - image
 
-    ours, plain = UserTransforms(options, own), UserTransforms(options, torch.Tensor.clone)
+    ours, plain = UserTransforms(options, own), UserTransforms(options, lambda image: image.clone())
     for epoch, side in ((0, 8), (3, 16)):
         changed = ours(sources, SAMPLES[:5], epoch)
         assert changed.shape == (5, side, side, 3) and set(sizes) == {(3, side, side)}

@@ -36,6 +36,10 @@ class RunWidget(anywidget.AnyWidget):
         self._feed = RunFeed("")
         self.on_msg(lambda widget, content, buffers: stop())
 
+    def __repr__(self) -> str:
+        """Return what a front end shows that cannot show the widget, until the run is over."""
+        return "The live view of the run cannot be shown here: JupyterLab needs anywidget in its own environment."
+
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
         self._feed.name = snapshot.name

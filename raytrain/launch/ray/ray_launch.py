@@ -107,7 +107,6 @@ class RayLaunch:
                 coordinator,
                 self._placement,
                 str(folder),
-                name=prepared.name,
                 max_failures=self.config.max_failures,
                 one_node=self._one_node,
             )

@@ -92,7 +92,7 @@ class TrainerThread:
     """Runs ``work`` on every worker of ``placement`` from now on, and again if it fails, up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
-    own notes in ``folder``, and calls the run ``name`` in its metrics and in what Ray's dashboard lists.
+    own notes in ``folder``.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class TrainerThread:
         placement: Placement,
         folder: str,
         *,
-        name: str,
         max_failures: int,
         one_node: bool,
     ) -> None:
@@ -126,7 +125,6 @@ class TrainerThread:
                 **resizing,
             ),
             run_config=RunConfig(
-                name=name,
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=max_failures),
                 callbacks=[_FailureReporter(coordinator)],

@@ -34,13 +34,11 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
 from raytrain.launch.debugger import open_at_breakpoints
-from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
 from raytrain.launch.ray.feed.ingest import ImageSet
 from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
-from raytrain.launch.ray.train_reports import RayReports, meets_in_ray, report_to_ray
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, NodeLeaving, Note
 from raytrain.runs.logs import ProcessLog
@@ -138,12 +136,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     try:
         note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
         with ProcessLog(spec.store, rank), transformed(source, config, spec.transforms, note) as batches:
-            run = make_run(spec, batches, reporter, device, weights)
-            report = report_to_ray()
-            if report is not None and (spec.loop is None or not meets_in_ray(spec.loop)):
-                messages = GroupMessages(f"reports-{source.attempt}") if world_size > 1 else None
-                reporter.reports = RayReports(report, run.worker, messages)
-            outcome = train_run(spec, run)
+            outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
         if ray.get(inputs.coordinator.give_up.remote(error, trace_of(error))):
             return  # the driver ends the run; an exception would have Ray Train start other workers
@@ -164,7 +157,7 @@ class RayBatches:
             number = [ray.get(inputs.coordinator.begin_attempt.remote(get_current_placement_group()))]
         if dist.is_initialized():
             dist.broadcast_object_list(number, src=0)
-        self.attempt: int = number[0]
+        self._attempt: int = number[0]
 
         self._inputs = inputs
         self._num_streams: Counter[str] = Counter()
@@ -189,7 +182,7 @@ class RayBatches:
         partition = self._partitions[dataset]
         if dataset in self._caches:
             return batches_from_cache(partition, self._caches[dataset], first_step)
-        stream = Stream(self.attempt, self._num_streams[dataset], dataset, first_step, len(partition.loads))
+        stream = Stream(self._attempt, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
         blocks = stream_blocks(self._inputs.feeders, stream, self._inputs.images[dataset], partition)
         return batches_from_stream(partition, blocks, first_step)
@@ -205,8 +198,6 @@ class RayReporter:
         self._coordinator = coordinator
         self._stop_requested = threading.Event()
         self._preemption: Any = None  # the last one that was reported
-        self.reports: RayReports | None = None
-        """What passes on rows to Ray Train, too."""
         if watch:
             threading.Thread(target=self._wait_for_stop_request, daemon=True, name="stop-watch").start()
 
@@ -215,8 +206,6 @@ class RayReporter:
 
     def record(self, row: MetricRow) -> None:
         self._coordinator.record.remote(row)
-        if self.reports is not None:
-            self.reports.add(row)
 
     def measured(self, use: MachineUse) -> None:
         self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())

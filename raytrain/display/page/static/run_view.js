@@ -144,10 +144,11 @@ export class RunView {
   }
 
   showTiles() {
-    const { latest, evaluation } = this.state;
+    const { latest, evaluation, result } = this.state;
     const tiles = [
+      ...(result?.test_accuracy == null ? [] : [["Test accuracy", formatPercent(result.test_accuracy)]]),
       ["Validation accuracy", formatPercent(evaluation?.accuracy)],
-      ["Test loss", formatNumber(evaluation?.loss)],
+      ["Validation loss", formatNumber(evaluation?.loss)],
       ["Training loss", formatNumber(latest?.loss)],
       ["Learning rate", formatNumber(latest?.learning_rate)],
       ["Images/s", formatNumber(latest?.images_per_s)],
