@@ -1,4 +1,4 @@
-"""`raytrain.attach`: a run in processes that somebody else has started, such as `torchrun` or a notebook.
+"""`raytrain.attach`: a run in processes that somebody else has started, such as Ray Train, `torchrun` or a notebook.
 
 The processes of the default group of `torch.distributed` are the run's workers; without a group, this one is. What
 :func:`raytrain.train` does in a driver, process 0 does in a thread beside its loop::
@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from types import CellType, FrameType, FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from raytrain.config.marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import describe, trace_of
 from raytrain.data.dataset import Dataset
-from raytrain.errors import LoopFailed, RaytrainError, UsageError
+from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.prepare import PreparedRun, TrainRequest, check_named, check_named_code, prepare, settle_options
@@ -58,20 +58,24 @@ from raytrain.training.assembly import errors_of_loop, load_initial_weights, mak
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 
+if TYPE_CHECKING:
+    from raytrain.launch.ray.train_reports import RayReports, Report
+
 
 def attach(
     config: TrainConfig, *, view: View | None = None, trackers: Trackers = ()
 ) -> AbstractContextManager[Run, bool | None]:
     """Return a context in which this process is a worker of a run, without starting anything.
 
-    Call it on every process of a group of ``torch.distributed``, as under ``torchrun`` after ``init_process_group()``.
-    Without a group, as in a notebook, the run has one worker. The run has the same loop, history, checkpoints, page and
-    stop as one of :func:`raytrain.train`, and with ``resume=True`` it goes on with any number of workers, in the middle
-    of an epoch, too.
+    Call it on every process of a group of ``torch.distributed``: in a ``train_loop_per_worker`` of Ray Train, or under
+    ``torchrun`` after ``init_process_group()``. Without a group, as in a notebook or a trial of Ray Tune, the run has
+    one worker. The run has the same loop, history, checkpoints, page and stop as one of :func:`raytrain.train`, and
+    with ``resume=True`` it goes on with any number of workers, in the middle of an epoch, too.
 
     A stop raises nothing: the epochs end. When the block is left, the run is finished, and ``run.result`` is its
     :class:`TrainResult` on every worker. An error in the block fails the run, which keeps its checkpoints, and is
-    raised as it is.
+    raised as it is. In Ray Train and Ray Tune, what each evaluation measures also goes to ``ray.train.report`` or
+    ``ray.tune.report``, and at the end the last checkpoint, unless the block's own code reports.
 
     Args:
         config: the options. Those about processes are the launcher's: workers, device numbers, max_failures, …
@@ -126,9 +130,11 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             f"This is one of {world_size} processes, and would train alone: call "
             "torch.distributed.init_process_group() first, and raytrain.attach after it."
         )
-    group.everywhere(lambda: _check_options(config))
+    report = _report_to_ray()
+    in_ray = report is not None
+    group.everywhere(lambda: _check_options(config, in_ray=in_ray))
     group.check_equal("other options for raytrain.attach", config.to_json())
-    device = group.everywhere(lambda: _own_device(config))
+    device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
     if config.threads_per_worker is not None:
         torch.set_num_threads(config.threads_per_worker)
 
@@ -142,15 +148,21 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
 
         # The block is the run's loop. What leaves it by an error is written down, and raised as it was.
         failure: BaseException | None = None
-        outcome = run = None
+        outcome = run = reports = None
         try:
             spec, run = _make_run(inputs, request, group, device, reporter, opened)
+            if report is not None:
+                reports = _start_reports(report, run, spec, messages, signals)
+            if launch is not None and reports is not None:
+                launch.coordinator.on_row = reports.add
             with training(spec, run):
                 with errors_of_loop(spec, run):
                     yield run
                 outcome = run.finish()
         except BaseException as error:
             failure = error
+            if reports is not None:
+                reports.abort()
             reporter.fail(error)
             if launch is not None:
                 launch.wait_for_session()
@@ -161,10 +173,19 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
         assert run is not None and outcome is not None
         ended = outcome
         run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(ended))
+        if reports is not None:
+            checkpoint = None
+            if rank == 0 and ended.checkpoint is not None:
+                with suppress(StorageError):
+                    checkpoint = inputs.store.get(ended.checkpoint)
+            reports.finish({"status": run.result.status, "run_dir": run.result.run_dir}, checkpoint)
 
 
-def _check_options(config: TrainConfig) -> None:
-    """Raise UsageError for options that no attached run can start with. Reads nothing from storage."""
+def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
+    """Raise UsageError for options that no attached run can start with. Reads nothing from storage.
+
+    ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
+    """
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
     refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
@@ -174,14 +195,19 @@ def _check_options(config: TrainConfig) -> None:
             f"{refused[0]} is {value!r}, which raytrain.attach cannot obey: it trains with the code of its block, in "
             "the processes that your launcher has started, and starts none; omit it, or call raytrain.train."
         )
+    if in_ray and "://" not in config.storage and not os.path.isabs(os.path.expanduser(config.storage)):
+        raise UsageError(
+            f"storage is {config.storage!r}, and Ray has given this process a folder of its own ({os.getcwd()}), where "
+            "nobody would find the run: give an absolute path or a URL."
+        )
     check_named(config)
     check_named_code(config)
 
 
-def _own_device(config: TrainConfig) -> torch.device:
+def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
     """Return the device of this process: its GPU if it has one, unless the options say ``cpu``.
 
-    torchrun chooses none. It gives each process of a machine a number, which is that of its GPU here.
+    Ray Train has chosen one. torchrun only gives each process of a machine a number, which is that of its GPU here.
     """
     if config.device_type == "cpu" or (config.device_type == "auto" and not torch.cuda.is_available()):
         if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
@@ -193,7 +219,7 @@ def _own_device(config: TrainConfig) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(f"device is {config.device!r}, and this process has no GPU; omit it, or give it one.")
     number = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.current_device() == 0 and number < torch.cuda.device_count():
+    if not in_ray and torch.cuda.current_device() == 0 and number < torch.cuda.device_count():
         torch.cuda.set_device(number)
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -263,14 +289,42 @@ def _make_run(
     return spec, make_run(spec, images, reporter, device, weights)
 
 
+def _report_to_ray() -> Report | None:
+    """Return what reports to Ray if this process is a worker of Ray Train or a trial of Tune; None elsewhere."""
+    if "ray.train" not in sys.modules:
+        return None
+    from raytrain.launch.ray.train_reports import report_to_ray
+
+    return report_to_ray()
+
+
+def _start_reports(
+    report: Report, run: Run, spec: RunSpec, messages: GroupMessages | None, signals: StopSignals
+) -> RayReports | None:
+    """Pass on the run's metrics to Ray from now on, unless the code of the block reports by itself."""
+    from raytrain.launch.ray.train_reports import RayReports, meets_in_ray
+
+    if meets_in_ray(spec.loop):
+        return None
+    stopped = StopReason("caller", "Ray Tune has ended the trial")
+    return RayReports(report, run.worker, messages, run.plan.num_steps, lambda: signals.request_stop(stopped))
+
+
 class AttachedCoordinator(Coordinator):
     """The coordinator of a run whose worker 0 is a thread of the same process, and that worker's reporter."""
 
     def __init__(self, name: str, store: Store, signals: StopSignals, **known: Any) -> None:
         super().__init__(name, store, **known)
         self._signals = signals
+        self.on_row: Callable[[MetricRow], None] | None = None
+        """Called with each row of the history."""
         self.left_by: BaseException | None = None
         """What the loop of this process was left by, if that is no error of a loop's: such as a second Ctrl-C."""
+
+    def record(self, row: MetricRow) -> None:
+        super().record(row)
+        if self.on_row is not None:
+            self.on_row(row)
 
     def stop_requested(self) -> bool:
         """Return whether somebody asked the run to stop: in storage, on its page, or this process by a signal."""

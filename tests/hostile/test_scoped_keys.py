@@ -179,6 +179,6 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
 def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
     with prepare(settle_options(config(images, tmp_path, scope_keys=True))) as prepared:
         scope = prepared.scope()
-    assert scope == Scope((f"{images}/", f"{images}/"), (f"{tmp_path}/run/",))
+    assert scope == Scope((f"{images}/",), (f"{tmp_path}/run/",))
     with prepare(settle_options(config(images, tmp_path, name="other"))) as prepared:
         assert prepared.scope() is None

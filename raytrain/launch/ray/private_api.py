@@ -113,6 +113,10 @@ PAUSE = Improvement(
         "ray.data:DataContext.custom_execution_callback_classes",
     ),
 )
+TRIAL = Improvement(
+    "the metrics of raytrain.attach in a trial of Ray Tune do not reach Tune",
+    ("ray.tune.trainable.trainable_fn_utils:_in_tune_session",),
+)
 WORKER = Improvement(
     "an image that kills the process that reads it may kill the next one, and neither a head that does not answer, nor "
     "full object stores, nor data tasks that wait for CPUs are reported",
@@ -252,6 +256,12 @@ def name_placement_groups(prefix: str) -> None:
     if api := RESERVED.find():
         module: Any = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
         module.placement_group = lambda **options: api[0](name=f"{prefix}{uuid.uuid4().hex}", **options)
+
+
+def is_tune_trial() -> bool:
+    """Return whether this process runs a function for a trial of Ray Tune."""
+    api = TRIAL.find()
+    return api is not None and bool(api[0]())
 
 
 def announced_preemption() -> Any:

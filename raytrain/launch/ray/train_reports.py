@@ -1,0 +1,187 @@
+"""Metrics of a run as Ray Train and Ray Tune get them, by `ray.train.report` in a worker, `ray.tune.report` in a trial.
+
+Ray Train takes the n-th report of all workers together. Each of them waits in it for the others, and then until the
+controller asks for it, which is about every two seconds. So every worker reports in a thread beside its loop, and
+worker 0 decides what: the newest evaluation, if several have come meanwhile. It sends that to the others.
+
+What Ray keeps of a report depends on its checkpoint. One without is for callbacks alone, such as Tune's; the metrics of
+the last one with a checkpoint are those of `trainer.fit()`. So the last report of an attached run has one.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import ray.train
+import ray.tune
+
+from raytrain.launch.group_messages import GroupMessages
+from raytrain.launch.ray.private_api import is_tune_trial
+from raytrain.runs.metric_row import MetricRow
+from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.trackers.tracker import row_metrics
+from raytrain.training.loop_source import own_code
+from raytrain.training.protocols import Worker
+
+_log = logging.getLogger("raytrain")
+CHECKPOINT_FILE = "checkpoint.pt"
+"""The file in a Ray checkpoint that is raytrain's own."""
+_POLL_EVERY_S = 0.2
+_MEETINGS = {"report", "collective", "barrier", "broadcast_from_rank_zero", "get_all_reported_checkpoints"}
+_END = "end"
+Report = Callable[[dict[str, Any], Path | None], None]
+"""Takes metrics, and the folder of a checkpoint, if there is one."""
+
+
+def report_to_ray() -> Report | None:
+    """Return the function that reports to Ray from this process; None if it is no worker of Ray Train and no trial."""
+    if is_tune_trial():
+        return lambda metrics, folder: ray.tune.report(
+            metrics, checkpoint=folder and ray.tune.Checkpoint.from_directory(folder)
+        )
+    try:
+        ray.train.get_context()
+    except (RuntimeError, DeprecationWarning):  # it is called elsewhere
+        return None
+    return lambda metrics, folder: ray.train.report(
+        metrics, checkpoint=folder and ray.train.Checkpoint.from_directory(folder)
+    )
+
+
+def meets_in_ray(loop: object) -> bool:
+    """Return whether the code of ``loop`` calls what reports to Ray, or where Ray Train has all workers meet.
+
+    Ray Train would take a report from a thread for one of these calls. Torch has a ``barrier``, too, which is none.
+    """
+    return any(_meets(code, names) for code, names in own_code(loop))
+
+
+def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
+    value = None  # what was loaded last, if that is known
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = names.get(name)
+        elif instruction.opname == "IMPORT_NAME":
+            value = sys.modules.get(name)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            value = getattr(value, name, None) if isinstance(value, ModuleType) else None
+        else:
+            value = None if instruction.opname.startswith("LOAD_") else value
+            continue
+        is_of_torch = getattr(value, "__module__", "").startswith("torch.")
+        if name in _MEETINGS and not (name == "barrier" and is_of_torch):
+            return True
+    return False
+
+
+class RayReports:
+    """Reports the evaluations of a run to Ray, in a thread of each worker.
+
+    Worker 0 is told of rows, and the others get its metrics by ``messages``. What is measured after the last of
+    ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a thread, when Ray ends the trial.
+
+    Example:
+        >>> reports = RayReports(report, worker, messages, num_steps, on_stop)
+        >>> reports.add(row)
+        >>> reports.finish({"status": "finished"}, checkpoint)
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        worker: Worker,
+        messages: GroupMessages | None,
+        num_steps: int | None = None,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._report, self._worker, self._messages = report, worker, messages
+        self._num_steps, self._on_stop = num_steps, on_stop
+        self._metrics: dict[str, Any] = {}  # of the newest rows
+        self._due: dict[str, Any] | None = None
+        self._changed = threading.Condition()
+        self._is_closed = self._has_failed = False
+        target = self._report_evaluations if worker.rank == 0 else self._report_what_comes
+        self._thread = threading.Thread(target=target, daemon=True, name="ray-reports")
+        self._thread.start()
+
+    def add(self, row: MetricRow) -> None:
+        """Note a row of the history, on worker 0. Returns at once."""
+        with self._changed:
+            self._metrics |= {"step": row.step, "epoch": row.epoch, **row_metrics(row)}
+            if row.kind == "evaluation" and row.step != self._num_steps:
+                self._due = dict(self._metrics)
+                self._changed.notify()
+
+    def finish(self, metrics: dict[str, Any], checkpoint: bytes | None) -> None:
+        """Report the end of the run, with the content of its last checkpoint, which worker 0 has. All workers call it.
+
+        It returns when Ray has taken all reports.
+        """
+        self._close()
+        self._thread.join()
+        if self._has_failed:
+            return
+        with TemporaryFolder() as temporary:
+            folder = None
+            if checkpoint is not None:
+                folder = temporary / "checkpoint"  # Ray takes all that is in it
+                folder.mkdir()
+                (folder / CHECKPOINT_FILE).write_bytes(checkpoint)
+            self._try(self._metrics | metrics, folder)
+
+    def abort(self) -> None:
+        """Report nothing more than what is being reported, without waiting: the run has failed."""
+        with self._changed:
+            self._due = None
+        self._close()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _report_evaluations(self) -> None:
+        """Report what is due, on worker 0, until this is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due is not None or self._is_closed)
+                metrics, self._due = self._due, None
+            self._send(_END if metrics is None else metrics)
+            if metrics is None:
+                return
+            self._try(metrics, None)
+
+    def _send(self, message: Any) -> None:
+        for rank in range(1, self._worker.world_size):
+            assert self._messages is not None
+            self._messages.send(f"reports to worker {rank}", message)
+
+    def _report_what_comes(self) -> None:
+        """Report, on another worker, what worker 0 reports."""
+        assert self._messages is not None
+        pause = threading.Event()
+        while (message := self._messages.take(f"reports to worker {self._worker.rank}")) != _END:
+            if message is None:
+                pause.wait(_POLL_EVERY_S)
+            else:
+                self._try(message, None)
+
+    def _try(self, metrics: dict[str, Any], folder: Path | None) -> None:
+        """Report to Ray; whatever it raises, the run goes on."""
+        try:
+            if not self._has_failed:
+                self._report(metrics, folder)
+        except SystemExit:  # Tune ends a trial so
+            self._has_failed = True
+            self._on_stop()
+        except Exception as error:
+            self._has_failed = True
+            _log.warning("Ray does not take the metrics of the run, which goes on without: %s", error)
