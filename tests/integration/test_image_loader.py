@@ -6,6 +6,7 @@ import gc
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,13 @@ def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> N
 
 def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path) -> None:
     def processes() -> list[psutil.Process]:
-        return [each for each in psutil.Process().children() if "raytrain.loader.decoders" in " ".join(each.cmdline())]
+        """Those that decode for this one. A process of an earlier test may have ended, and not be gone yet."""
+        found: list[psutil.Process] = []
+        for each in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if "raytrain.loader.decoders" in " ".join(each.cmdline()):
+                    found.append(each)
+        return found
 
     before = processes()
     (loader,) = loaders(images, 1)

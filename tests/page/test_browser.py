@@ -150,7 +150,7 @@ def test_a_run_whose_rate_rises_is_drawn_over_the_rate(visit: Visit, tmp_path: P
         expect(page.get_by_role("button", name="over the learning rate")).to_be_visible()
         assert ink(page, "Loss") > 0
         page.locator(".u-over").first.hover(position={"x": 3, "y": 3})
-        expect(page.locator(".where").first).to_have_text("learning rate 2.00e-6")
+        expect(page.locator(".where").first).to_have_text("learning rate 0.000002")
         page.get_by_role("button", name="over the learning rate").click()
         expect(page.get_by_role("button", name="over steps")).to_be_visible()
         expect(page.locator(".tiles")).to_contain_text("Suggested rate…")  # it is known at the end

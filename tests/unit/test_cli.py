@@ -409,12 +409,13 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         assert main(argv.split()) == exit_code
         assert last_line(capsys) == document
     assert calls == [
-        (("first", "m.onnx"), {"data": "d", "storage": "./runs", "trust": False}),
+        (("first", "m.onnx"), {"format": None, "data": "d", "storage": "./runs", "trust": False}),
         (
             ("first", "d", "p.csv"),
             {
                 "storage": "s",
                 "top_k": 3,
+                "embeddings": False,
                 "threshold": (),
                 "test_views": (),
                 "workers": None,

@@ -64,8 +64,8 @@ def test_the_curves_of_a_run_show_its_history() -> None:
     losses, accuracies, rates = figure.axes[:3]
     (train, test) = drawn(losses)
     assert train[:2] == ("train 0.025", list(range(5, 81, 5)))
-    assert test == ("test 0.025", [20, 40, 60, 80], [0.1, 0.05, 2 / 60, 0.025])
-    assert [label for label, _, _ in drawn(accuracies)] == ["train 0.975", "test 0.975"]
+    assert test == ("validation 0.025", [20, 40, 60, 80], [0.1, 0.05, 2 / 60, 0.025])
+    assert [label for label, _, _ in drawn(accuracies)] == ["train 0.975", "validation 0.975"]
     assert [ys for _, _, ys in drawn(rates)] == [[0.1] * 16]
     assert figure.get_suptitle() == "first    Epoch: 4, Elapsed: 00:00:40"
 

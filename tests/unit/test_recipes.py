@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raytrain.config import TrainConfig
+from raytrain.data.labels.hold_out import HELD_OUT_FRACTION
 from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, cifar10_fast, custom, digits, digits_lstm, flowers
 from raytrain.runs.documents import parse_config
 from raytrain.training.model import build_model
@@ -33,26 +34,19 @@ def test_cifar10_fast_has_the_rates_of_its_paper_for_a_mean_loss() -> None:
 def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
     config = digits().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.channels) == (512, 20, (28, 28), 1)
-    assert (config.learning_rate, config.momentum, config.schedule, config.validation_fraction) == (
-        0.01,
-        0.9,
-        "constant",
-        0.1,
-    )
+    assert (config.learning_rate, config.momentum, config.schedule) == (0.01, 0.9, "constant")
+    assert config.validation_fraction is None and HELD_OUT_FRACTION == 0.1
     config = flowers().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.model) == (512, 100, (100, 100), "resnet50")
-    assert (config.learning_rate, config.momentum, config.schedule, config.validation_fraction) == (
-        0.01,
-        0.9,
-        "constant",
-        0.1,
-    )
+    assert (config.learning_rate, config.momentum, config.schedule) == (0.01, 0.9, "constant")
+    assert config.validation_fraction is None and HELD_OUT_FRACTION == 0.1
 
 
 def test_alexnet_transfer_has_the_options_of_its_document() -> None:
     config = alexnet_transfer().scaled_to(num_workers=8)
     assert (config.model, config.weights, config.head_learning_rate_factor) == ("alexnet", "DEFAULT", 20)
-    assert (config.batch_size, config.learning_rate, config.validation_fraction) == (2000, pytest.approx(0.01), 0.1)
+    assert (config.batch_size, config.learning_rate) == (2000, pytest.approx(0.01))
+    assert config.validation_fraction is None and HELD_OUT_FRACTION == 0.1
     assert config.schedule == "piecewise:0.1/20ep"
 
 

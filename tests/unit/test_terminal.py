@@ -148,7 +148,7 @@ def test_missing_and_nan_losses_are_left_out_of_a_curve() -> None:
 def test_axes_and_heading_show_the_values() -> None:
     rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), evaluation_row(1200, 0.75, 0.8)]
     seen = text(curve_plots(rows))
-    for part in ("loss", "train 0.500", "test 0.750", "2.5 ┤", "0.5 ┤", "10", "step 1,200", "●"):
+    for part in ("loss", "train 0.500", "validation 0.750", "2.5 ┤", "0.5 ┤", "10", "step 1,200", "●"):
         assert part in seen
 
 

@@ -193,6 +193,7 @@ def test_the_stop_button_of_wandb_stops_the_run(store: Store, tmp_path: Path, mo
     given[0]["stop_fn"]()  # as wandb does in a thread of its own
     assert tracker.stop_requested()
     tracker.finalize("success")
+    wandb.teardown()  # it keeps the folder of the first run of a process
 
 
 def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_a_tracker_gets_the_options_every_row_and_the_end(store: Store) -> None:
         1,
         {"train/loss": 1.0, "train/accuracy": 0.25, "learning_rate": 0.1, "epoch": 1.0, "elapsed_s": 0.0},
     )
-    assert recorder.rows[-1] == (3, {"test/accuracy": 0.5, "test/loss": 2.0})
+    assert recorder.rows[-1] == (3, {"validation/accuracy": 0.5, "validation/loss": 2.0})
     assert recorder.steps == [1, 2, 3]
     assert recorder.statuses == ["success"]
 

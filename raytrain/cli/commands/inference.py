@@ -170,7 +170,7 @@ def export(
     """Write a run's network into one file that works without raytrain, and check the file: a program with its
     preprocessing, or weights with a model card.
 
-    Example: raytrain export first --output first.onnx, or --output first --format huggingface
+    Example: raytrain export first --output first.onnx
     """
     from rich.console import Group
     from rich.text import Text
