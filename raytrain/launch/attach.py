@@ -7,7 +7,7 @@ The processes of the default group of `torch.distributed` are the run's workers;
     process 1    the loop    MessageReporter --> through the group's store, twice a second
     ...
 
-1. Process 0 names the run, lists its images, makes it its own, and sends the rest what is in :class:`WorkerInputs`.
+1. Process 0 names the run, lists its images, makes it its own, and sends the rest what is in :class:`AttachedInputs`.
 2. Each process puts its part of the run together, as a worker of any backend does, and gives it to the block.
 3. When the block is left, all finish the run together. If a process leaves it by an error, it says so to process 0,
    which marks the run as failed while its own loop may still wait for that process.
@@ -109,7 +109,7 @@ def _code_of(frame: FrameType) -> Callable[[Run], None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerInputs:
+class AttachedInputs:
     """What process 0 sends the others of a run; ``key`` is that of their messages."""
 
     config: ResolvedConfig
@@ -231,21 +231,21 @@ def _prepare_on_first(
     group: ProcessGroup,
     device: torch.device,
     opened: ExitStack,
-) -> tuple[WorkerInputs, AttachedLaunch | None]:
+) -> tuple[AttachedInputs, AttachedLaunch | None]:
     """Have process 0 name the run, list its images and own it; return what all get of it, and on process 0 the launch.
 
     Raises UsageError or StorageError on all processes.
     """
     launch: AttachedLaunch | None = None
 
-    def prepare_run() -> WorkerInputs:
+    def prepare_run() -> AttachedInputs:
         nonlocal launch
         tracked = replace(request, trackers=open_trackers(config.track, trackers))
         prepared = opened.enter_context(prepare(settle_options(config), tracked))
         _, world_size = group.rank_and_size()
         resolved = prepared.resolve(world_size, device.type)
         launch = AttachedLaunch(prepared, resolved, world_size)
-        return WorkerInputs(
+        return AttachedInputs(
             config=resolved,
             data=prepared.data.read_by(resolved),
             store=prepared.store,
@@ -257,7 +257,7 @@ def _prepare_on_first(
 
 
 def _make_run(
-    inputs: WorkerInputs,
+    inputs: AttachedInputs,
     request: TrainRequest,
     group: ProcessGroup,
     device: torch.device,

@@ -92,7 +92,7 @@ def make_run(
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )
-    margins = SampleMargins.of(spec, worker)
+    margins = SampleMargins.of(config, spec.plan.num_samples, len(spec.classes), worker)
     state.add_sums(MARGINS, margins)
     augment = Augment(config, crops=spec.transforms is None)
     label_sets = None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device)

@@ -190,8 +190,8 @@ class CheckpointState:
         """Return the state of every prepared object, by name."""
         return {name: thing.state_dict() for name, thing in self._objects.items()}
 
-    def load_networks(self, state: Mapping[str, StateDict]) -> None:
-        """Load all but the metrics from the ``state`` of a checkpoint, to measure its networks once more."""
+    def load_again(self, state: Mapping[str, StateDict]) -> None:
+        """Load everything but the metrics once more, from the ``state`` of the checkpoint that is to be measured."""
         for name, thing in self._objects.items():
             if name not in self._metrics and name in state:
                 thing.load_state_dict(state[name])

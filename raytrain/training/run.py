@@ -388,12 +388,10 @@ class Run:
         """
         check_logits("run.show", logits, batch.labels, self.num_classes)
         self.margins.add(logits, batch.labels)
-        if self.label_sets is not None:
+        if self.label_sets is not None or self._measured_part == "test":  # nobody looks at test images
             return
-        if self.evaluating and self._measured_part == "validation":
+        if self.evaluating:
             self.gallery.add(batch, logits)
-        elif self.evaluating:
-            return
         else:
             self.gallery.remember(batch, logits)
 

@@ -19,7 +19,7 @@ reports the images with the lowest mean margin. No step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from raytrain.errors import flag
 from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.training.batch import Batch
 from raytrain.training.protocols import Worker
-
-if TYPE_CHECKING:
-    from raytrain.training.run_spec import RunSpec
 
 MARGINS = "margins"
 """Name of the sums in a checkpoint."""
@@ -63,12 +60,11 @@ class SampleMargins:
         self._is_counted = np.zeros(0, bool)  # which draws of the batch are, (m,)
 
     @classmethod
-    def of(cls, spec: RunSpec, worker: Worker) -> SampleMargins:
+    def of(cls, config: TrainConfig, num_samples: int, num_classes: int, worker: Worker) -> SampleMargins:
         """Return the sums of a run; of no image if its images have no margins, or are too many."""
-        config, num_samples = spec.config, spec.plan.num_samples
-        has_margins = not (margins_missing(config) or spec.label_sets is not None or config.is_range_test)
-        fits = num_samples <= _MOST_SAMPLES and config.epochs * len(spec.classes) < 2**31
-        return cls(num_samples if has_margins and fits else 0, len(spec.classes), worker)
+        has_margins = not (margins_missing(config) or config.is_range_test)
+        fits = num_samples <= _MOST_SAMPLES and config.epochs * num_classes < 2**31
+        return cls(num_samples if has_margins and fits else 0, num_classes, worker)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue with the sums of a checkpoint, if it has any: they are those of all workers, so worker 0 does."""

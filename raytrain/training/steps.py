@@ -381,7 +381,7 @@ class Steps:
         """Bring back what the loop has prepared as it is in the best checkpoint, unless that is of the last step."""
         best = self._checkpoints.load_best(self._worker.device, self.progress.step)
         if best is not None:
-            self._state.load_networks(best.state)
+            self._state.load_again(best.state)
 
     def record_test(self, measured: Mapping[str, Any]) -> None:
         """Record what the test images have ``measured``."""

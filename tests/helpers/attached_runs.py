@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import raytrain
 from raytrain.errors import RaytrainError
+from raytrain.runs.documents import CONFIG, run_store
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.waiting import wait_for
 
@@ -42,6 +43,7 @@ def stop_after(step: int, storage: Path) -> BeforeStep:
 
     def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if run.progress.step == step and run.rank == 0:
+            wait_for(lambda: run_store(str(storage), "run").exists(CONFIG))  # a thread of the run writes it
             raytrain.stop("run", storage=storage, reason="enough")
             wait_for(run.reporter.stop_requested)
 
