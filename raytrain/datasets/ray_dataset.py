@@ -24,7 +24,7 @@ _Columns = Mapping[str, npt.NDArray[Any]]
 
 
 class Rows(Protocol):
-    """What is used of a ``ray.data.Dataset``, which may be given without an import of Ray here."""
+    """The part of a ``ray.data.Dataset`` that is used, so that Ray need not be imported here."""
 
     def iter_batches(self, *, batch_size: int, batch_format: str) -> Iterable[Any]: ...
 
@@ -73,7 +73,7 @@ class RayDatasetRows(Archive):
         try:
             yield from source.iter_batches(batch_size=_ROWS_AT_A_TIME, batch_format="numpy")
         except Exception as error:
-            from raytrain.launch.ray.trainer import root_cause  # the data set has imported Ray
+            from raytrain.launch.ray.ray_errors import root_cause  # the data set has imported Ray
 
             raise UsageError(f"The rows of the {self.name} cannot be read ({root_cause(error)}).") from error
 
@@ -100,11 +100,11 @@ class RayDatasetRows(Archive):
         if isinstance(value, np.ndarray):
             if value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
                 return value.squeeze(axis=2) if value.shape[2:] == (1,) else value
-            found = f"an array of {value.dtype} and the shape {value.shape}"
+            actual = f"an array of {value.dtype} and the shape {value.shape}"
         else:
-            found = f"a {type(value).__name__}"
+            actual = f"a {type(value).__name__}"
         raise UsageError(
-            f"The column {column!r} of the {self.name} holds {found}, and the bytes of image files, or uint8 arrays "
+            f"The column {column!r} of the {self.name} holds {actual}, and the bytes of image files, or uint8 arrays "
             "(height, width, channels) of 1, 3 or 4 channels and values from 0 to 255 are expected; convert it with "
             "map_batches."
         )
@@ -121,7 +121,7 @@ class RayDatasetRows(Archive):
             return [text or "" for text in as_text(array).to_pylist()]
         except (pa.ArrowException, TypeError, UnicodeError) as error:
             raise UsageError(
-                f"The column {column!r} of the {self.name} holds what are not all strings or all integers "
+                f"The column {column!r} of the {self.name} holds values that are neither all text nor all integers "
                 f"({str(error).partition(chr(10))[0]:.100}); one class per image is expected."
             ) from None
 

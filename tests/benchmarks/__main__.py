@@ -33,6 +33,7 @@ Name = Literal[
     "photographs",
     "reader",
     "augment",
+    "finetune",
 ]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 

@@ -91,10 +91,9 @@ def by_raytrain(split: str, weights: str, folder: str) -> dict[str, float]:
     started = time.time()
     looks = cpu_until_end(subprocess.Popen(command, cwd=folder))
     wall, cpu = time.time() - started, looks[-1][1]
-    evaluations = [json.loads(line) for line in Path(folder, "runs/first/metrics.jsonl").read_text().splitlines()]
-    last = [row for row in evaluations if row.get("validation_accuracy") is not None][-1]
-    recall = last.get("validation_balanced_accuracy", float("nan"))
-    return {"accuracy": last["validation_accuracy"], "recall": recall, "wall": wall, "cpu": cpu}
+    rows = [json.loads(line) for line in Path(folder, "runs/first/metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "evaluation"][-1]
+    return {"accuracy": last["accuracy"], "recall": last["balanced_accuracy"], "wall": wall, "cpu": cpu}
 
 
 def by_fastai(split: str, weights: str, epochs: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 The first network has one large layer, so nothing can be sent before its backward has ended: a step takes its
 computing and the all-reduce, one after the other. The second one has many layers, whose gradients are summed while
 those of the layers before them are being computed: most of its all-reduce takes no time of the step, as with a plain
-loop in DistributedDataParallel, which is measured beside it.
+loop in DistributedDataParallel, which is measured beside it. Both are measured with ``--gradient-dtype bfloat16``, too.
 
 The hosts are namespaces on this machine (see :mod:`tests.helpers.hosts`), so this needs root; they share its cores.
 """
@@ -58,10 +58,13 @@ def deep(num_classes: int, channels: int) -> nn.Module:
 
 def measure(bench: Bench) -> Report:
     sides = {f"{number} hosts": Side(train, {"num_hosts": number}) for number in _NUM_HOSTS}
+    halved = {"gradient_dtype": "bfloat16"}
+    sides |= {f"{number} hosts, bfloat16": Side(train, {"num_hosts": number, **halved}) for number in _NUM_HOSTS[1:]}
     sides |= {
         "deep, 1 host": Side(train, {"num_hosts": 1, "loop": "deep"}),
         "deep, 2 hosts": Side(train, {"num_hosts": 2, "loop": "deep"}),
         "deep, 2 hosts, DistributedDataParallel": Side(train, {"num_hosts": 2, "loop": "ddp"}),
+        "deep, 2 hosts, bfloat16": Side(train, {"num_hosts": 2, "loop": "deep", **halved}),
     }
     rounds = bench.alternate(sides, bench.scaled(3), lambda seconds: f"{seconds:.3f} s a step")
     alone = median(rounds["1 hosts"])
@@ -76,6 +79,11 @@ def measure(bench: Bench) -> Report:
             figures.append(Figure(f"{number} hosts: all-reduce by arithmetic", "s", [expected]))
             ratio = (median(seconds) - alone) / expected
             checks.append(Check(f"{number} hosts, all-reduce : arithmetic", ratio, at_most=1.25))
+            halved_s = rounds[f"{number} hosts, bfloat16"]
+            name, speeds = f"{number} hosts, bfloat16", [number * _IMAGES_PER_WORKER / each for each in halved_s]
+            figures.append(Figure(name, "images/s", speeds))
+            ratio = (median(halved_s) - alone) / (median(seconds) - alone)
+            checks.append(Check(f"{number} hosts, sum in bfloat16 : in float32", ratio, at_most=0.65))
     overlap = _overlap({name: seconds for name, seconds in rounds.items() if name.startswith("deep")})
     title = f"network: {_num_bytes(network) / 1e6:.1f} MB of gradients at {_MEGABITS_PER_S} Mbit/s"
     title += f"; deep: {_num_bytes(deep) / 1e6:.1f} MB at {_DEEP_MEGABITS_PER_S} Mbit/s"
@@ -84,13 +92,14 @@ def measure(bench: Bench) -> Report:
 
 def _overlap(rounds: dict[str, list[float]]) -> tuple[list[Figure], list[Check]]:
     """Compare what a second host adds to a step of the deep network with its all-reduce, which is hidden in part."""
-    alone, ours, ddp = (median(seconds) for seconds in rounds.values())
+    alone, ours, ddp, halved = (median(seconds) for seconds in rounds.values())
     expected = _all_reduce_s(deep, 2, _DEEP_MEGABITS_PER_S)
     figures = [Figure(name, "s", seconds) for name, seconds in rounds.items()]
     figures.append(Figure("deep: all-reduce by arithmetic", "s", [expected]))
     checks = [
         Check("deep, time that a second host adds : all-reduce", (ours - alone) / expected, at_most=0.75),
         Check("deep, step : DistributedDataParallel", ours / ddp, at_most=1.05),
+        Check("deep, step, bfloat16 : float32", halved / ours, at_most=0.95),
     ]
     return figures, checks
 
@@ -105,21 +114,21 @@ def _all_reduce_s(make: Callable[[int, int], nn.Module], num_hosts: int, megabit
     return 2 * (num_hosts - 1) / num_hosts * _num_bytes(make) * 8 / (megabits_per_s * 1e6)
 
 
-def train(num_hosts: int, folder: str, loop: str = "wide") -> float:
+def train(num_hosts: int, folder: str, loop: str = "wide", gradient_dtype: str = "") -> float:
     """Train on so many hosts, with one worker each; returns the median seconds of a step."""
     (Path(folder) / "images").mkdir()
     make_images(Path(folder) / "images")
     with hosts(Path(folder), [f"h{number}" for number in range(num_hosts)]) as started:
         for host in started.values():
             host.limit(_MEGABITS_PER_S if loop == "wide" else _DEEP_MEGABITS_PER_S)
-        _train_on(list(started.values()), Path(folder), loop)
+        _train_on(list(started.values()), Path(folder), loop, gradient_dtype)
     times = json.loads((Path(folder) / "times.json").read_text())
     return median(after - before for before, after in itertools.pairwise(times[1:]))  # the first one connects
 
 
-def _train_on(machines: list[Host], folder: Path, loop: str) -> None:
+def _train_on(machines: list[Host], folder: Path, loop: str, gradient_dtype: str) -> None:
     """Run this module on each host: the loop, without what starts it."""
-    join = [f"tcp://{machines[0].address}:29500", str(len(machines)), str(folder), loop]
+    join = [f"tcp://{machines[0].address}:29500", str(len(machines)), str(folder), loop, gradient_dtype]
     command = [sys.executable, "-m", __name__, *join]
     processes = [host.run([*command, str(rank)], {"GLOO_SOCKET_IFNAME": "eth0"}) for rank, host in enumerate(machines)]
     outputs = [process.communicate() for process in processes]
@@ -140,15 +149,15 @@ class _Clock(Recorder):
             self.times.append(time.monotonic())
 
 
-def _work(address: str, num_hosts: int, folder: Path, loop: str, rank: int) -> None:
+def _work(address: str, num_hosts: int, folder: Path, loop: str, gradient_dtype: str, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_hosts)
-    times = _plainly() if loop == "ddp" else _through_raytrain(folder, loop, num_hosts, rank)
+    times = _plainly() if loop == "ddp" else _through_raytrain(folder, loop, gradient_dtype, num_hosts, rank)
     if rank == 0:
         (folder / "times.json").write_text(json.dumps(times))
 
 
-def _through_raytrain(folder: Path, loop: str, num_hosts: int, rank: int) -> list[float]:
+def _through_raytrain(folder: Path, loop: str, gradient_dtype: str, num_hosts: int, rank: int) -> list[float]:
     (folder / f"runs-{rank}").mkdir()
     images = _IMAGES_PER_WORKER if loop == "wide" else _DEEP_IMAGES_PER_WORKER
     run = folder_run(
@@ -163,6 +172,7 @@ def _through_raytrain(folder: Path, loop: str, num_hosts: int, rank: int) -> lis
         learning_rate=_LEARNING_RATE,
         precision="float32",
         evaluate_every=0,
+        gradient_dtype=gradient_dtype or None,
     )
     clock = _Clock()
     train_here(run, clock)
@@ -185,4 +195,4 @@ def _plainly() -> list[float]:
 
 
 if __name__ == "__main__":
-    _work(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    _work(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5], int(sys.argv[6]))

@@ -34,8 +34,7 @@ from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.storage.open import open_store
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.augment import Augment
@@ -198,6 +197,9 @@ class MemorySource:
             0,
         )
 
+    def key(self, sample: int) -> str:
+        return str(sample)
+
     def _block(self, number: int) -> Block:
         rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)
         return Block(self.images[rows], self.labels[rows], np.empty(0, np.int64))
@@ -210,6 +212,8 @@ class Silent:
     def measured(self, use: MachineUse) -> None: ...
     def waits(self, rank: int, num_workers: int, place: str | None) -> None: ...
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
+    def skip(self, images: list[SkippedImage]) -> None: ...
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None: ...
     def flush(self) -> None: ...
 
     def stop_requested(self) -> bool:

@@ -20,7 +20,7 @@ from raytrain.runs.records import read_run
 from tests.helpers.waiting import DEADLINE_S, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
-PROGRAMS = ("ip", "unshare", "nsenter")
+PROGRAMS = ("curl", "ip", "unshare", "nsenter")
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,15 +65,16 @@ class Terminal:
         pipe = subprocess.PIPE
         return subprocess.Popen(there, env=self.variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, line: str) -> None:
-        finish(self.start(line), line)
+    def run(self, line: str) -> str:
+        return finish(self.start(line), line)
 
 
-def finish(process: subprocess.Popen[str], line: str) -> None:
-    """Wait for a command; it has to succeed, and to say nothing of a token that was not asked for."""
+def finish(process: subprocess.Popen[str], line: str) -> str:
+    """Return what a command prints. It has to succeed, and to say nothing of a token that was not asked for."""
     out, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, f"{line}\n{out}{errors}"
     assert "InvalidAuthToken" not in out + errors, f"{line}\n{out}{errors}"
+    return out
 
 
 @contextmanager
@@ -142,3 +143,8 @@ def test_the_commands_of_the_page_work_as_they_stand(tmp_path: Path) -> None:
         # Stopped in another terminal, resumed from the laptop, and stopped again.
         steps = stop_in_training(terminal, stop, terminal.start(ray_submit), runs, at_least=2)
         stop_in_training(terminal, stop, terminal.start(resume), runs, at_least=steps + 1)
+
+        # The Train tab of the dashboard lists the runs by their names.
+        url = "http://127.0.0.1:8265/api/train/v2/runs/v1"
+        listed = json.loads(terminal.run(f'curl --silent --header "Authorization: Bearer $(ray get-auth-token)" {url}'))
+        assert [train_run["name"] for train_run in listed["train_runs"]] == ["first", "first", run.name]

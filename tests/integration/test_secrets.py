@@ -31,6 +31,7 @@ PAGES = [
     "/api/jobs/",
     "/logical/actors",
     "/nodes?view=summary",
+    "/api/train/v2/runs/v1",
 ]
 LOOP = """
 def fail(run):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,24 @@ from raytrain.monitor.events import ReadersWait
 OURS, NEIGHBOUR = "0a000000", "0b000000"
 
 
+class Immediate:
+    """Asks at once and waits for the answer, which is the next one's in a thread."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, argument: Any) -> Any:
+        return self._function(argument)
+
+
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """An empty fake of Ray's placement group table, with no waiting time between two checks."""
     groups: dict[str, dict[str, str]] = {}
-    monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 0.0)
-    monkeypatch.setattr(capacity_check, "_POLL_EVERY_S", 0.0)
+    monkeypatch.setattr(capacity_check, "Background", Immediate)
+    monkeypatch.setattr(capacity_check, "head_answers", lambda timeout_s: True)
+    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 0.0)
+    monkeypatch.setattr(capacity_check, "POLL_EVERY_S", 0.0)
     monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: OURS))
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.5})
@@ -42,7 +56,7 @@ def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str
 def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
     table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 40.0)
+    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
     looks = iter([100.0, 105.0, 145.0])
     looked = wanted()
     monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
@@ -111,9 +125,8 @@ def test_data_tasks_that_find_no_room_are_reported_once_until_the_run_goes_on(
     readers = capacity_check.ReadersCheck((0.5, 0.25), events.append)
 
     def look(step: int) -> None:
-        for _ in range(3):  # each takes what the one before has asked for
+        for _ in range(2):
             readers.check(step)
-            wait([readers._ask._running])  # pyright: ignore ; the question is asked in a thread
 
     for _ in range(2):
         look(7)
@@ -124,4 +137,23 @@ def test_data_tasks_that_find_no_room_are_reported_once_until_the_run_goes_on(
     waiting.clear()
     look(8)
     assert len(events) == 2
-    readers.close()
+
+
+def test_a_head_that_does_not_answer_holds_up_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, is_over = threading.Event(), threading.Event()
+
+    def head_answers(timeout_s: float) -> bool:
+        asked.set()
+        return not is_over.wait()
+
+    monkeypatch.setattr(capacity_check, "POLL_EVERY_S", 0.0)
+    monkeypatch.setattr(capacity_check, "head_answers", head_answers)
+    questions_without_limit: list[str] = []
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: questions_without_limit.append("groups"))
+    looked = wanted()
+    looked.check()
+    assert asked.wait(60.0)
+    looked.check()
+    is_over.set()
+    looked.close()
+    assert not questions_without_limit

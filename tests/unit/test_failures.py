@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, UserCodeException, WorkerCrashedError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-from raytrain.errors import StorageError
-from raytrain.launch.ray.trainer import root_cause
+from raytrain import TrainConfig
+from raytrain.errors import CoordinatorLost, StorageError
+from raytrain.launch.ray.coordinator import needs_coordinator
+from raytrain.launch.ray.ray_errors import root_cause
 
 SENTENCE = "S3 does not know the access key …1db1; check AWS_ACCESS_KEY_ID."
 WITH_ITS_CAUSE = f"""obstore.exceptions.GenericError: Generic S3 error {{
@@ -63,3 +68,13 @@ def wrapped(text: str, cause: Exception) -> Exception:
 )
 def test_the_root_cause_is_one_line(error: Exception, reason: str) -> None:
     assert root_cause(error) == reason
+
+
+def test_a_coordinator_that_ray_has_ended_for_memory_is_started_again_and_says_why() -> None:
+    config, store = TrainConfig(data="images", name="run", batch_size=1), SimpleNamespace(url="runs/run")
+    prepared: Any = SimpleNamespace(config=config, name="run", store=store, loop=None)
+    with (
+        pytest.raises(CoordinatorLost, match="Ray has ended it because the machine's memory was nearly full"),
+        needs_coordinator(prepared),
+    ):
+        raise OutOfMemoryError("The actor was killed due to the node running low on memory.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,8 +65,8 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         ray.util.remove_placement_group(group)
 
 
-_PLACED_WITHIN_S = 40.0
-_POLL_EVERY_S = 5.0
+PLACED_WITHIN_S = 40.0
+POLL_EVERY_S = 5.0
 
 
 class CapacityCheck:
@@ -74,6 +74,7 @@ class CapacityCheck:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
+        self._ask = Background(_waiting_groups)  # a head that does not answer holds up nothing else
         self._throttle = Throttle()
         self._waiting_since: dict[str, float] = {}  # when each placement group that waits was first seen
         self._is_reported = False
@@ -84,18 +85,16 @@ class CapacityCheck:
         If the run has trained before (``is_starting`` is False), others may come and go: a line says that it waits, and
         it waits on. Workers without room hear of no request to stop, so that raises KeyboardInterrupt then.
         """
-        if not self._throttle.due("placement groups", _POLL_EVERY_S):
+        if not self._throttle.due("placement groups", POLL_EVERY_S):
             return
-        # The placement groups of this driver that are not placed yet: a group's ID ends with its driver's ID.
-        driver: str = ray.get_runtime_context().get_job_id()
-        groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-        waiting = {
-            group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(driver)
-        }
+        answer = self._ask(_ANSWER_WITHIN_S)
+        if answer is None:  # none yet, or the head does not answer
+            return
+        waiting, free = answer
         # A group that has been placed since is forgotten: if it waits again, its time begins anew.
         now = time.monotonic()
         since = self._waiting_since
-        waited_too_long = any(now - since[group_id] >= _PLACED_WITHIN_S for group_id in waiting & since.keys())
+        waited_too_long = any(now - since[group_id] >= PLACED_WITHIN_S for group_id in waiting & since.keys())
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
         if not waited_too_long:
             self._is_reported = self._is_reported and bool(waiting)
@@ -104,7 +103,7 @@ class CapacityCheck:
             raise KeyboardInterrupt
         if not is_starting and self._is_reported:
             return
-        placement, free = self._placement, ray.available_resources()
+        placement = self._placement
         wanted_by_worker = f"{placement.cpus:g} CPUs"
         unused = f"{free.get('CPU', 0.0):g} CPUs"
         if placement.device == "cuda":
@@ -119,6 +118,25 @@ class CapacityCheck:
         _log.warning("%sthe run goes on when there is room.", sentence)
         self._is_reported = True
 
+    def close(self) -> None:
+        """Look no more."""
+        self._ask.close(_ANSWER_WITHIN_S)
+
+
+def _waiting_groups(timeout_s: float) -> tuple[set[str], Mapping[str, float]] | None:
+    """Return this driver's placement groups that are not placed yet, and what the cluster has free.
+
+    None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
+    """
+    if not head_answers(timeout_s):
+        return None
+    driver: str = ray.get_runtime_context().get_job_id()  # with which the ID of each of its groups ends
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    waiting = {
+        group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(driver)
+    }
+    return waiting, ray.available_resources()
+
 
 class ReadersCheck:
     """Reports data tasks that find no room, because others use the CPUs that were left for them.
@@ -129,39 +147,43 @@ class ReadersCheck:
     def __init__(self, task_cpus: Collection[float], event: Callable[[Event], None]) -> None:
         self._task_cpus = task_cpus
         self._event = event
-        self._ask = Background(_cpus_of_waiting_task)
+        self._ask = Background(_waiting_task)
         self._throttle = Throttle()
         self._step, self._since = -1, 0.0  # the last step, and since when it is that and tasks wait
         self._is_reported = False
 
     def check(self, step: int) -> None:
         """Look every 5 s; report tasks that wait while the run stays at ``step`` for 40 s, once until it goes on."""
-        if not self._throttle.due("tasks", _POLL_EVERY_S):
+        if not self._throttle.due("tasks", POLL_EVERY_S):
             return
-        cpus, now = self._ask(self._task_cpus), time.monotonic()
-        if cpus is None:  # no answer yet
+        answer, now = self._ask(self._task_cpus), time.monotonic()
+        if answer is None:  # none yet
             return
+        cpus, free, all_cpus = answer
         if step != self._step or not cpus:
             self._step, self._since, self._is_reported = step, now, False
-        elif now - self._since >= _PLACED_WITHIN_S and not self._is_reported:
-            free, all_cpus = (known.get("CPU", 0.0) for known in (ray.available_resources(), ray.cluster_resources()))
-            if free < cpus:
-                self._event(ReadersWait(cpus, free, all_cpus))
-                self._is_reported = True
+        elif now - self._since >= PLACED_WITHIN_S and not self._is_reported and free < cpus:
+            self._event(ReadersWait(cpus, free, all_cpus))
+            self._is_reported = True
 
     def close(self) -> None:
         """Look no more."""
         self._ask.close(_ANSWER_WITHIN_S)
 
 
-def _cpus_of_waiting_task(task_cpus: Collection[float]) -> float:
-    """Return how many CPUs a data task takes that waits for room; 0 if none waits, or the head does not answer."""
+def _waiting_task(task_cpus: Collection[float]) -> tuple[float, float, float]:
+    """Return how many CPUs a data task takes that waits for room, and how many the cluster has free and in all.
+
+    Three zeros if none waits, or the head does not answer.
+    """
     with suppress(RayError):
-        return next((cpus for cpus in sorted(set(task_cpus)) if num_waiting_tasks(cpus, _ANSWER_WITHIN_S)), 0.0)
-    return 0.0
+        for cpus in sorted(set(task_cpus)):
+            if num_waiting_tasks(cpus, _ANSWER_WITHIN_S):
+                return cpus, ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
+    return 0.0, 0.0, 0.0
 
 
-_ASK_HEAD_EVERY_S = 5.0
+ASK_HEAD_EVERY_S = 5.0
 _ANSWER_WITHIN_S = 10.0
 
 
@@ -176,7 +198,7 @@ class HeadWatch:
 
     def poll(self) -> None:
         """Report what the last question brought, if it is new, and ask again."""
-        if not self._throttle.due("ask", _ASK_HEAD_EVERY_S):
+        if not self._throttle.due("ask", ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)
         if answered is None or answered == self._answers:

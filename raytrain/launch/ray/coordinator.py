@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorProxy
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import PlacementGroup
 
 from raytrain.errors import CoordinatorLost, RaytrainError, TrainingFailed, UsageError
@@ -33,6 +33,7 @@ from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
+from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
@@ -284,7 +285,7 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
     """
     try:
         yield
-    except RayActorError:
+    except LOST_ACTOR as error:
         config, name, url = prepared.config, prepared.name, prepared.store.url
         if not raylet_answers():
             again = "" if config.address in (None, "local") else "; start Ray again with `ray start`"
@@ -292,6 +293,8 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
             sentence = failure_sentence(config, reason, prepared.loop, command=command)
             raise TrainingFailed(sentence, {"name": name, "status": "failed", "run_dir": url}) from None
         reason = f"the process that coordinates {coordinated} has died"
+        if isinstance(error, OutOfMemoryError):
+            reason += ": Ray has ended it because the machine's memory was nearly full"
         sentence = failure_sentence(config, reason, prepared.loop, command=command)
         raise CoordinatorLost(sentence, name, url) from None
 
@@ -308,7 +311,7 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
         ) from None
     try:
         ray.get(coordinator.request_stop.remote(request))
-    except RayActorError:
+    except LOST_ACTOR:
         raise UsageError(
             f"The process that coordinates run {name!r} has just died, so that the request did not reach the run; "
             "leave --address out, and the request waits in the run's storage."
@@ -384,7 +387,7 @@ def serving_credentials(
     )
     try:
         yield lend_credentials(server, stores, scope)
-    except RayActorError:
+    except LOST_ACTOR:
         raise RaytrainError(
             "A process that works for this command in the cluster has died: it crashed, or something killed it, such "
             "as the system for lack of memory; start the command again."

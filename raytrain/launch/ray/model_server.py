@@ -38,11 +38,11 @@ from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.launch.ray.private_api import asks_for_token, bind_replica, can_bind_replica, check_serve
-from raytrain.launch.ray.trainer import root_cause
+from raytrain.launch.ray.ray_errors import root_cause
 from raytrain.monitor.stop_request import StopSignals
 
 _MAX_BYTES = 64 << 20  # of one image file
-_MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
+MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
 _MAX_PARTS, _MAX_PART_HEADERS = 64, 8 << 10  # of a form: parts up to its file, and bytes of the headers of each
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
@@ -129,8 +129,8 @@ class Replica:
                 self._held_bytes += len(chunk)
                 if len(content) > _MAX_BYTES:
                     raise RefusedRequest(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
-                if self._held_bytes > _MAX_HELD_BYTES:
-                    raise RefusedRequest(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
+                if self._held_bytes > MAX_HELD_BYTES:
+                    raise RefusedRequest(503, f"files of {MAX_HELD_BYTES >> 20} MiB are being read already; try again")
             return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
         finally:
             self._held_bytes -= len(content)

@@ -19,7 +19,13 @@ from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import RayMonitor, needs_coordinator, open_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, RaySharedImages
 from raytrain.launch.ray.head_queries import raylet_answers
-from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
+from raytrain.launch.ray.nodes import (
+    check_shared,
+    cluster_hardware,
+    decoder_problem_on_nodes,
+    fastest_on_nodes,
+    fastest_resizer_on_nodes,
+)
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import RayWorkerInputs, pickle_functions, work
 from raytrain.monitor.snapshot import Snapshot
@@ -29,6 +35,7 @@ from raytrain.training.run_spec import RunSpec
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # what a loop prints would be in both logs of its worker
+os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the dashboard of a cluster lists the run
 
 
 class RayLaunch:
@@ -48,7 +55,9 @@ class RayLaunch:
         if self._one_node:
             self.config = prepared.resolve(self.num_workers, device)
         else:
-            self.config = prepared.resolve(self.num_workers, device, fastest_on_nodes, fastest_resizer_on_nodes)
+            self.config = prepared.resolve(
+                self.num_workers, device, fastest_on_nodes, fastest_resizer_on_nodes, decoder_problem_on_nodes
+            )
         self._prepared = prepared
         self._cluster = cluster
 
@@ -74,6 +83,7 @@ class RayLaunch:
         prepared, plan = self._prepared, self._spec.plan
         with needs_coordinator(prepared), ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement)
+            opened.callback(self._capacity.close)
             coordinator, credentials, self._lender = open_coordinator(
                 prepared,
                 opened,
@@ -107,6 +117,8 @@ class RayLaunch:
                 coordinator,
                 self._placement,
                 str(folder),
+                name=prepared.name,
+                in_dashboard=self._cluster.own is None,  # one that this process has started has no dashboard
                 max_failures=self.config.max_failures,
                 one_node=self._one_node,
             )

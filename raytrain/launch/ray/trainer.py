@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import traceback
 import uuid
@@ -15,61 +14,28 @@ from typing import Any
 
 import ray
 from ray import PlacementGroupID
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from raytrain.errors import RaytrainError, UsageError
+from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coordinator
+from raytrain.launch.ray.head_queries import head_answers
 from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
+from raytrain.launch.ray.ray_errors import LOST_ACTOR, root_cause
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
 _log = logging.getLogger(__name__)
-_CLASS_OF_OURS = re.compile(r"^raytrain\.errors\.\w+: ")
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the one line that matters, out of the chain of exceptions that Ray wraps around it.
-
-    Example: of a RayTaskError whose text is a traceback of three processes, ``the bucket "photos" does not exist``.
-    """
-    # Our own errors are sentences already, and of a death Ray knows more than the exceptions around it.
-    cause: BaseException | None = error
-    while cause is not None:
-        # Ray's wrapper may be of the same class as what it wraps; Ray Train's names what it noticed.
-        wrapped = getattr(cause, "cause", None) or getattr(cause, "health_check_failure", None)
-        if isinstance(cause, RaytrainError) and wrapped is None:
-            return str(cause)
-        if isinstance(cause, (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)):
-            # Ray's own text is a paragraph about all that it may have been.
-            text = str(cause)
-            if "node has died" in text or "node was terminated" in text:
-                return "its machine is gone"
-            if "low on memory" in text:
-                return "Ray has ended its process because the machine's memory was nearly full"
-            return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
-        cause = wrapped or cause.__cause__
-
-    # If several workers have failed, the others mostly failed because the first one did.
-    failures = getattr(error, "worker_failures", None)
-    if failures:
-        return root_cause(failures[min(failures)])
-
-    # Anything else is a traceback, whose last line says what happened.
-    text = str(error)
-    if "UserCodeException" in text:  # Ray Data passes on what a task raised as text alone, followed by its own advice
-        text = text.rpartition("The above exception was the direct cause")[0]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return _CLASS_OF_OURS.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
 
 
 # A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
 _CALLBACKS_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+_DASHBOARD_CALLBACK = "StateManagerCallback"  # it tells the dashboard of a run, if Ray Train is asked to keep track
 _RESIZE_EVERY = "elastic_resize_monitor_interval_s"
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ENDS_WITHIN_S = 10.0
@@ -92,7 +58,7 @@ class TrainerThread:
     """Runs ``work`` on every worker of ``placement`` from now on, and again if it fails, up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
-    own notes in ``folder``.
+    own notes in ``folder``. With ``in_dashboard``, the Train tab of the cluster's dashboard lists the run by ``name``.
     """
 
     def __init__(
@@ -102,6 +68,8 @@ class TrainerThread:
         placement: Placement,
         folder: str,
         *,
+        name: str,
+        in_dashboard: bool,
         max_failures: int,
         one_node: bool,
     ) -> None:
@@ -118,6 +86,7 @@ class TrainerThread:
             reserved_prefix=self._reserved_prefix,
             grows=fewest < most,
             one_node=one_node,
+            in_dashboard=in_dashboard,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
                 use_gpu=placement.device == "cuda",
@@ -125,6 +94,7 @@ class TrainerThread:
                 **resizing,
             ),
             run_config=RunConfig(
+                name=name,
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=max_failures),
                 callbacks=[_FailureReporter(coordinator)],
@@ -136,7 +106,7 @@ class TrainerThread:
 
     def remember_reserved(self) -> None:
         """Ask the coordinator what the newest attempt has reserved. To be called now and then: it may die."""
-        with suppress(RayActorError):
+        with suppress(*LOST_ACTOR):
             self._reserved = ray.get(self._coordinator.reserved.remote())
 
     def end(self, *, cluster_ends: bool) -> None:
@@ -151,10 +121,10 @@ class TrainerThread:
         # What workers have reserved outlives a coordinator that has died: Ray keeps it for as long as this process is
         # in the cluster. Another attempt would find no room for its workers, or for reading images. By its name it is
         # found also if the coordinator died before it could say what it was.
-        if not cluster_ends:
+        if not cluster_ends and head_answers(_ENDS_WITHIN_S):
             if self._reserved is not None:
                 remove_placement_group(self._reserved)
-            with suppress(RayError):  # the head does not answer
+            with suppress(RayError):  # the head is gone since
                 _remove_placement_groups(self._reserved_prefix)
         self._thread.join(_ENDS_WITHIN_S)
 
@@ -178,18 +148,20 @@ class _Trainer(TorchTrainer):
         reserved_prefix: str,
         grows: bool,
         one_node: bool,
+        in_dashboard: bool,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
         self._reserved_prefix = reserved_prefix
         self._grows = grows
+        self._callbacks_left_out = _CALLBACKS_LEFT_OUT | (set() if in_dashboard else {_DASHBOARD_CALLBACK})
         # It tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
         self._settings = {WATCHER: "0"} if one_node and not grows else {}
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
-        return [callback for callback in defaults if type(callback).__name__ not in _CALLBACKS_LEFT_OUT]
+        return [callback for callback in defaults if type(callback).__name__ not in self._callbacks_left_out]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         """Run the controller in the coordinator's process, or in one of its own if this Ray has another controller."""

@@ -24,12 +24,12 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 
 import raytrain
 from raytrain.config.user_code import pickle_own_code, sending, trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
@@ -39,12 +39,12 @@ from raytrain.launch.ray.feed.block_cache import RemoteBlocks
 from raytrain.launch.ray.feed.ingest import ImageSet
 from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
+from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, NodeLeaving, Note
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
 
@@ -96,7 +96,7 @@ def _users_file(module: ModuleType) -> Path | None:
 
 @dataclass(frozen=True)
 class RayWorkerInputs:
-    """Where the workers of a run get its images, and where they report. Holds no secret."""
+    """Handles by which the workers of a run get its images, and report. Holds no secret."""
 
     images: Mapping[str, ImageSet]  # of each part
     orders: Mapping[str, CacheOrder]  # in which they are kept; those without one are streamed
@@ -178,6 +178,10 @@ class RayBatches:
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return self._batches(part, 0)
 
+    def key(self, sample: int) -> str:
+        manifest: Manifest = ray.get(self._inputs.images["train"].manifest)
+        return manifest.keys[sample].as_py()
+
     def _batches(self, dataset: str, first_step: int) -> Iterator[LocalBatch]:
         partition = self._partitions[dataset]
         if dataset in self._caches:
@@ -219,6 +223,12 @@ class RayReporter:
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
         self._coordinator.suspicious.remote(labels)
 
+    def skip(self, images: Sequence[SkippedImage]) -> None:
+        self._coordinator.skip.remote(images)
+
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._coordinator.decoded_on_cpu.remote(num_images, reason)
+
     def flush(self) -> None:
         # The flush itself runs beside the other calls, so it must not begin before the rows have arrived.
         ray.get(self._coordinator.received.remote())
@@ -237,7 +247,7 @@ class RayReporter:
         return True
 
     def _wait_for_stop_request(self) -> None:
-        with suppress(RayActorError):  # the run is over
+        with suppress(*LOST_ACTOR):  # the run is over
             while ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is None:
                 pass
             self._stop_requested.set()

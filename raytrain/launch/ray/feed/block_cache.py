@@ -14,7 +14,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_table
-from raytrain.launch.ray.trainer import root_cause
+from raytrain.launch.ray.ray_errors import root_cause
 
 _POLL_S = 10.0
 _FIRST_BLOCKS = 4  # read before anything else starts, so that the first steps have data, and the cores

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import ray
-from ray.exceptions import RayActorError
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
@@ -22,6 +21,7 @@ from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import Stream, start_feeders, stop_feeders
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import cluster_hardware
+from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.loader.image_cache import choose_cache, keeps_shared
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
@@ -59,8 +59,9 @@ class DataFeed:
                 store=store.with_lent_credentials(credentials),
                 format=format,
                 manifest=ray.put(manifest),
-                rows_per_block=manifest.rows_per_block(format.shape),
+                rows_per_block=manifest.rows_per_block(format.shape, as_files=format.as_files),
                 coordinator=coordinator,
+                file_bytes=manifest.mean_bytes if format.as_files else None,
             )
 
         data = self._data
@@ -140,7 +141,7 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
         """Return the images that no run can use; [] if the coordinator has died, of which :meth:`poll` tells."""
         try:
             return ray.get(self.coordinator.skipped_images.remote())
-        except RayActorError:
+        except LOST_ACTOR:
             return []
 
     def finish(self, status: EndStatus) -> None:

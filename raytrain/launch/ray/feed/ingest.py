@@ -31,11 +31,17 @@ class ImageSet:
     format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
     rows_per_block: int  # images in one block
-    coordinator: CoordinatorHandle  # is told of unreadable images and retried requests; knows where cached blocks are
+    coordinator: CoordinatorHandle  # gets unreadable images and retried requests; knows where cached blocks are
+    file_bytes: int | None = None  # mean of the files, if these are what the workers get
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block; of files, those of a mean one."""
+        return self.rows_per_block * (self.file_bytes or self.format.shape.num_bytes)
 
     def num_blocks_in(self, num_bytes: int, *, at_most: int) -> int:
         """Return how many blocks fit into ``num_bytes``: at least 1, and no more than ``at_most``."""
-        return max(1, min(at_most, num_bytes // (self.rows_per_block * self.format.shape.num_bytes)))
+        return max(1, min(at_most, num_bytes // self.block_bytes))
 
 
 TASKS_PER_CPU = 2  # of Ray Data: one fetches while another decodes, and it hears up to 0.1 s late that a task has ended
@@ -50,12 +56,12 @@ class DataCpus:
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks run at a time."""
+        """Number of tasks that run at a time."""
         return max(1, round(self.all / self.task))
 
     @property
     def streamed_task(self) -> float:
-        """How many CPUs a task of Ray Data takes."""
+        """CPUs that a task of Ray Data takes."""
         return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
 
 
@@ -118,15 +124,16 @@ def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
 
 
 def read_table(images: ImageSet, reader: ImageReader, draws: Int64s, epoch: int) -> pa.Table:
-    """Fetch and decode the images of ``draws``, int64 (n,), and report the unreadable ones to the coordinator.
+    """Read the images of ``draws``, int64 (n,), and report the unreadable ones to the coordinator.
 
-    Returns a table of n rows with the columns image (H*W*C bytes), label (below 0 if unreadable) and draw.
+    Returns a table of n rows with the columns image (H*W*C bytes, or a file), label (below 0 if unreadable) and draw;
+    of files also length.
     """
     # The manifest lies in shared memory, which a process that kept it between two blocks would not let go.
     manifest: Manifest = ray.get(images.manifest)
 
     # Buffers have room for a whole block, so that the last block of an epoch, which is smaller, can use one of them.
-    buffer = _buffers.take((images.rows_per_block * images.format.shape.num_bytes,))
+    buffer = None if images.format.as_files else _buffers.take((images.block_bytes,))
     block, skipped = reader.read_draws(manifest, draws, epoch, buffer)
 
     # The calls of the coordinator are not awaited: nothing here depends on their answers.

@@ -36,7 +36,7 @@ import ray
 import ray.data
 from ray.actor import ActorProxy
 from ray.data import DataContext, ExecutionResources
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from raytrain.data.blocks import Block, Prefetch, to_block
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -44,7 +44,7 @@ from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, Worker
 from raytrain.errors import RaytrainError
 from raytrain.launch.ray.feed.ingest import TASKS_PER_CPU, DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.private_api import PAUSE, on_this_node
-from raytrain.launch.ray.trainer import root_cause
+from raytrain.launch.ray.ray_errors import LOST_ACTOR, root_cause
 
 _POLL_S = 10.0
 _CLOSE_S = 10.0
@@ -62,7 +62,7 @@ class Stream:
 
     attempt: int  # number of the attempt, counted from 0 since the coordinator started
     number: int  # number of this attempt's passes over the data set, counted from 0
-    dataset: str  # train or test
+    dataset: str  # train, validation or test
     first_step: int
     num_workers: int
 
@@ -88,7 +88,7 @@ def stream_blocks(
             while True:
                 for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
                     yield to_block(ray.get(ref), images.format.shape)
-        except RayActorError:
+        except LOST_ACTOR:
             raise ConnectionError("the process that feeds it with images has died") from None
 
     blocks = Prefetch(take_blocks(), depth=2)
@@ -289,7 +289,7 @@ def _blocks_by_ray_data(
     # Two blocks for each task and each order: Ray Data starts no task while those that have ended wait for their turn
     # and fill the room. With half of it, cores were idle 6 % of the time that photographs were read.
     num_blocks = 2 * TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)
-    num_bytes = num_blocks * images.rows_per_block * images.format.shape.num_bytes
+    num_bytes = num_blocks * images.block_bytes
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
         # Another stream of this process may have changed the context, which Ray Data keeps per process.
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
