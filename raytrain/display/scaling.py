@@ -1,4 +1,4 @@
-"""A sweep over numbers of workers as people see it: accuracy against time, and images/s against workers."""
+"""A sweep over numbers of workers as people see it: the metric against time, and images/s against workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raytrain.display.curves import GREY, plain_axes, side_by_side, titled_figur
 from raytrain.display.run_tables import rows_table
 from raytrain.errors import option_name
 from raytrain.experiments.scaling import Scaling, Size, curve
-from raytrain.experiments.trials import SweepResult, as_typed, shown
+from raytrain.experiments.trial_results import SweepResult
+from raytrain.experiments.trials import as_typed, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def scaling_table(result: SweepResult) -> Table:
     """Return a row for each trial of a sweep over numbers of workers, those with the same other options together."""
     rows = [(scaling, size) for scaling in result.scaling for size in scaling.sizes]
     sizes = [size for _, size in rows]
-    target = result.scaling[0].target_accuracy
+    metric, target = _metric(result), result.scaling[0].target
     times = [size.seconds_to_target for size in sizes]
     return rows_table(
         *(
@@ -43,22 +44,22 @@ def scaling_table(result: SweepResult) -> Table:
         ("images/s", [format_optional(size.images_per_s, ",.0f") for size in sizes]),
         ("gain per\ndoubling", [format_optional(size.images_per_s_gain, "+.0%") for size in sizes]),
         (
-            "time to\naccuracy" if target is None else f"time to\n{target:.3f}",
+            f"time to\n{metric}" if target is None else f"time to\n{target:.3f}",
             [UNKNOWN if time is None else format_duration(time) for time in times],
         ),
         ("gain per\ndoubling", [format_optional(size.time_gain, "+.0%") for size in sizes]),
-        ("last test\naccuracy", [format_optional(size.validation_accuracy, ".4f") for size in sizes]),
+        (f"last\n{metric}", [format_optional(size.value, ".4f") for size in sizes]),
     )
 
 
 def scaling_plots(result: SweepResult) -> RenderableType:
-    """Return accuracy over the time of training, a line for each trial, and images/s over the workers."""
+    """Return the metric over the time of training, a line for each trial, and images/s over the workers."""
     finished = _finished(result)
-    accuracies: list[Series] = []
+    measured_lines: list[Series] = []
     for (scaling, size), style in zip(finished, run_styles(finished), strict=True):
-        tested = curve(result.histories[size.run], "evaluation")
+        evaluated = curve(result.histories[size.run], "evaluation", scaling.metric)
         label = " ".join(filter(None, [f"on {size.workers}", as_typed(scaling.values)]))
-        accuracies.append(Series(label, style, tested.seconds, tested.accuracies))
+        measured_lines.append(Series(label, style, evaluated.seconds, evaluated.values))
 
     # With linear scaling the measured dots lie on the line.
     speeds: list[Series] = []
@@ -68,25 +69,29 @@ def scaling_plots(result: SweepResult) -> RenderableType:
             speeds.append(Series("linear", "dim", workers, linear))
         speeds.append(Series(as_typed(scaling.values) or "measured", style, workers, measured, mark="●"))
     return side_by_side(
-        Plot("accuracy", accuracies, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
+        Plot(_metric(result), measured_lines, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
         Plot("images/s", speeds, _HEIGHT, last_x="{:,.0f} workers", legend="below"),
     )
 
 
 def scaling_sentences(result: SweepResult) -> Iterator[Text]:
-    """Yield what more workers gain, and how far the final accuracies lie apart, as far as it is known."""
+    """Yield what more workers gain, and how far the final values lie apart, as far as it is known."""
+    metric = _metric(result)
     for scaling in result.scaling:
         choice = f" with {as_typed(scaling.values)}" if scaling.values else ""
         gains = {
             "images/s": scaling.images_per_s_gain,
-            f"time to an accuracy of {scaling.target_accuracy or 0:.3f}": scaling.time_gain,
+            f"time to {_article(metric)} {metric} of {scaling.target or 0:.3f}": scaling.time_gain,
         }
         if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
             yield Text(f"Per doubling of the workers{choice}: {', '.join(known)}.", style="bold")
-        num_tested = sum(size.validation_accuracy is not None for size in scaling.sizes)
-        if num_tested > 1 and scaling.accuracy_spread is not None:
-            points = 100 * scaling.accuracy_spread
-            yield Text(f"The final accuracies{choice} lie within {points:.1f} percentage points.", style="bold")
+        num_evaluated = sum(size.value is not None for size in scaling.sizes)
+        if num_evaluated > 1 and scaling.spread is not None:
+            if scaling.metric == "accuracy":
+                apart = f"final accuracies{choice} lie within {100 * scaling.spread:.1f} percentage points"
+            else:
+                apart = f"final values of {metric}{choice} lie within {scaling.spread:.4f}"
+            yield Text(f"The {apart}.", style="bold")
 
 
 def scaling_figure(result: SweepResult) -> Figure:
@@ -102,13 +107,13 @@ def scaling_figure(result: SweepResult) -> Figure:
         if gain is not None and len(result.scaling) == 1:
             title = f"{gain:+.0%} per doubling of the workers"
             panel.set_title(title, loc="right", fontsize=10, color=GREY)
-    _draw_accuracies(over_time, result)
+    _draw_values(over_time, result)
     if any(size.images_per_s for _, size in _finished(result)):
         _draw_speeds(over_workers, result.scaling)
     return figure
 
 
-def _draw_accuracies(panel: Axes, result: SweepResult) -> None:
+def _draw_values(panel: Axes, result: SweepResult) -> None:
     """Draw a line for each trial, and a pale one of its training batches, over the time of training."""
     # The time is in the largest unit of which the longest run has at least three.
     finished = _finished(result)
@@ -118,21 +123,22 @@ def _draw_accuracies(panel: Axes, result: SweepResult) -> None:
     # The legend says when each trial reached the target.
     for number, (scaling, size) in enumerate(finished):
         colour, rows = f"C{number % 10}", result.histories[size.run]
-        trained, tested = curve(rows, "step"), curve(rows, "evaluation")
+        trained, evaluated = (curve(rows, kind, scaling.metric) for kind in ("step", "evaluation"))
         time = "" if size.seconds_to_target is None else f" {format_duration(size.seconds_to_target)}"
         label = "  ".join(filter(None, [format_count(size.workers, "worker"), as_typed(scaling.values), time]))
-        panel.plot(np.divide(trained.seconds, unit_s), trained.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+        panel.plot(np.divide(trained.seconds, unit_s), trained.values, color=colour, alpha=0.25, linewidth=0.8)
         panel.plot(
-            np.divide(tested.seconds, unit_s), tested.accuracies, color=colour, label=label, marker="o", markersize=3
+            np.divide(evaluated.seconds, unit_s), evaluated.values, color=colour, label=label, marker="o", markersize=3
         )
-    target = result.scaling[0].target_accuracy
+    target = result.scaling[0].target
     if target is not None:
         panel.axhline(target, color=GREY, linewidth=0.8, linestyle="--")
     title = "" if target is None else f"time to {target:.3f}"
-    panel.legend(title=title, alignment="left", loc="lower right", frameon=False)
+    corner = "upper right" if any(trial.is_lower_better for trial in result.trials) else "lower right"
+    panel.legend(title=title, alignment="left", loc=corner, frameon=False)
     panel.set_xlim(left=0)
     panel.set_xlabel(f"{unit} of training")
-    panel.set_ylabel("validation accuracy (pale: training batches)")
+    panel.set_ylabel(f"validation {_metric(result)} (pale: training batches)")
 
 
 def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
@@ -162,6 +168,15 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
     panel.legend(loc="upper left", frameon=False)
     panel.set_xlabel("workers")
     panel.set_ylabel("images/s")
+
+
+def _metric(result: SweepResult) -> str:
+    """Return the name of the metric that the trials are compared by, as people read it."""
+    return result.scaling[0].metric.replace("_", " ")
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
 
 
 def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:

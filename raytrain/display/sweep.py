@@ -16,9 +16,10 @@ from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, who
 from raytrain.display.event_text import stop_text
 from raytrain.display.run_tables import Column, command_line, rows_table, status_text, try_next
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
-from raytrain.display.terminal import LiveView
+from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
+from raytrain.experiments.trial_results import WAITING, SweepResult, TrialResult
+from raytrain.experiments.trials import PLAN, as_typed, shown
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.outcome import StopReason, resume_command, shell_command
@@ -27,13 +28,14 @@ from raytrain.runs.redact import one_line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from typing_extensions import Self
 
     from raytrain.config import TrainConfig
 
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
 _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
-_LINES_BESIDE_TRIALS = 7  # of the live table: headings, counts and the hint
+_LINES_BESIDE_TRIALS = 8  # of the live table: headings, the plan, counts and the hint
 _BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
 _PANELS_PER_ROW = 3  # of the plots over options
 _FEW_VALUES = 5  # up to so many values, each one is labelled
@@ -51,11 +53,24 @@ class SweepTerminalView(LiveView):
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console, "reading the data, starting the trials …")
         self._printed: dict[str, tuple[str, int, float | None]] = {}
+        self._plan = ""
+        self._plan_lines = startup_lines(self._keep_plan, PLAN)
+
+    def __enter__(self) -> Self:
+        self._plan_lines.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._plan_lines.__exit__(None, None, None)
+        super().__exit__(*exception)
+
+    def _keep_plan(self, line: str) -> None:
+        self._plan = line
 
     def update(self, trials: Sequence[TrialResult]) -> None:
         """Show how all trials stand."""
         if self._live is not None:
-            self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS), keep=False)
+            self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS, self._plan), keep=False)
             return
 
         # Plain lines: one for each trial that has changed since its last one.
@@ -82,8 +97,8 @@ def _trial_line(trial: TrialResult) -> str:
     return "  ".join(parts)
 
 
-def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
-    """Return a table of at most ``num_rows`` trials, and how many trials have each status."""
+def live_table(trials: Sequence[TrialResult], num_rows: int, plan: str = "") -> RenderableType:
+    """Return a table of at most ``num_rows`` trials, the sweep's ``plan``, and how many trials have each status."""
 
     # If there is no room for all: first trials that train, then ended ones, then waiting ones, each from the best on.
     def rank(trial: TrialResult) -> tuple[int, float]:
@@ -102,10 +117,11 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
     )
 
-    # Below it, on one line each: the counts, and what Ctrl-C does.
+    # Below it, on one line each: the plan, the counts, and what Ctrl-C does.
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
-    return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in (counts, _HINT)))
+    lines = (line for line in (plan, counts, _HINT) if line)
+    return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 def results_table(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:

@@ -1,10 +1,14 @@
-"""How training scales: what more workers gain in images/s and in time to an accuracy, by the histories of runs."""
+"""How training scales: what more workers gain in images/s and in time to an accuracy, by the histories of runs.
+
+In place of the accuracy, it may be any metric.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +16,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raytrain.config.evaluation import NAMED_METRICS
 from raytrain.runs.metric_row import Kind, MetricRow
 
-_TARGET_FRACTION = 0.95  # of the best final accuracy
+_FRACTIONS = ("accuracy", "balanced_accuracy", "macro_f1", "mean_average_precision", *NAMED_METRICS)
+_TARGET_MARGIN = 0.05  # by which the target is worse than the best final value
 _WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count
+
+
+class Compared(NamedTuple):
+    """The metric of ``--best``, by which runs are compared.
+
+    Example: ``Compared("loss", is_lower_better=True).score(0.5) == -0.5``
+    """
+
+    name: str = "accuracy"
+    is_lower_better: bool = False
+
+    @property
+    def better(self) -> str:
+        """Which of two values is the better one, as a word."""
+        return "smaller" if self.is_lower_better else "larger"
+
+    @property
+    def is_fraction(self) -> bool:
+        """True if no value lies above 1."""
+        return self.name in _FRACTIONS or re.fullmatch(r"top\d+", self.name) is not None
+
+    def score(self, value: float) -> float:
+        """Return a number that is larger for a better ``value``; of one that is NaN, the worst."""
+        return -math.inf if math.isnan(value) else -value if self.is_lower_better else value
+
+
+ACCURACY = Compared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +56,7 @@ class Size:
     """A run on some number of workers, and what it measured. What is not known is None.
 
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
-    ``seconds`` are those of training, and ``validation_accuracy`` is the last one. The gains are fractions per doubling
+    ``seconds`` are those of training, and ``value`` is the last one of the metric. The gains are fractions per doubling
     of the workers since the next smaller size: 0.7 is 70 % more.
     """
 
@@ -37,7 +70,7 @@ class Size:
     seconds: float | None = None
     seconds_to_target: float | None = None
     time_gain: float | None = None
-    validation_accuracy: float | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,44 +78,48 @@ class Scaling:
     """Runs that differ in their number of workers, ascending; the gains are fractions per doubling, over all sizes.
 
     ``values`` are those of the other options in which a sweep varies: each choice of them has a scaling of its own.
+    ``target`` is the value of ``metric`` that the runs are timed to, ``spread`` is how far their last values lie apart.
     """
 
     values: dict[str, Any]
-    target_accuracy: float | None
+    metric: str
+    target: float | None
     images_per_s_gain: float | None
     time_gain: float | None
-    accuracy_spread: float | None
+    spread: float | None
     sizes: tuple[Size, ...]
 
 
 class Curve(NamedTuple):
-    """Accuracies, and the seconds of training before each of them was measured."""
+    """Values of a metric, and the seconds of training before each of them was measured."""
 
     seconds: Sequence[float]
-    accuracies: Sequence[float]
+    values: Sequence[float]
 
 
 def scaling(
     runs: Sequence[Size],
     histories: Mapping[str, Sequence[MetricRow]],
-    target_accuracy: float | None = None,
+    target: float | None = None,
     values: Mapping[str, Any] | None = None,
+    metric: Compared = ACCURACY,
 ) -> Scaling:
     """Compare runs by their rows in ``histories``, which has those of the finished ones, by name.
 
-    ``target_accuracy`` is that on the validation images, by default :func:`default_target` of these runs.
+    ``target`` is a value of ``metric`` on the validation images, by default :func:`default_target` of these runs.
 
     Example: ``scaling([Size(run="a", workers=1, status="finished"), …], {"a": rows, …}).images_per_s_gain``
     """
     sizes = sorted(runs, key=lambda size: size.workers)
     finished = [size for size in sizes if size.run in histories]
-    target = default_target(histories[size.run] for size in finished) if target_accuracy is None else target_accuracy
+    if target is None:
+        target = default_target((histories[size.run] for size in finished), metric)
 
     # Two figures of each finished size, images/s and the seconds to the target, and how they change from size to size.
     workers = [size.workers for size in finished]
-    tests = [curve(histories[size.run], "evaluation") for size in finished]
+    tests = [curve(histories[size.run], "evaluation", metric.name) for size in finished]
     speeds = [images_per_s(histories[size.run]) for size in finished]
-    times = [None if target is None else seconds_to(target, test) for test in tests]
+    times = [None if target is None else seconds_to(target, test, metric) for test in tests]
     speed_gains, time_gains = _gains_since_previous(workers, speeds), _gains_since_previous(workers, times)
     measured = {
         size.run: dataclasses.replace(
@@ -92,36 +129,41 @@ def scaling(
             seconds=_seconds_of_steps(histories[size.run])[1][-1],
             seconds_to_target=times[number],
             time_gain=time_gains[number],
-            validation_accuracy=next(reversed(tests[number].accuracies), None),
+            value=next(reversed(tests[number].values), None),
         )
         for number, size in enumerate(finished)
     }
-    final = [test.accuracies[-1] for test in tests if test.accuracies]
+    final = [test.values[-1] for test in tests if test.values]
     return Scaling(
         values=dict(values or {}),
-        target_accuracy=target,
+        metric=metric.name,
+        target=target,
         images_per_s_gain=per_doubling(workers, speeds),
         time_gain=per_doubling(workers, times),
-        accuracy_spread=max(final) - min(final) if final else None,
+        spread=max(final) - min(final) if final else None,
         sizes=tuple(measured.get(size.run, size) for size in sizes),
     )
 
 
-def default_target(histories: Iterable[Sequence[MetricRow]]) -> float | None:
-    """Return 95 % of the best final accuracy, which all but poor runs reach; None if no run was tested."""
-    final = [test.accuracies[-1] for rows in histories if (test := curve(rows, "evaluation")).accuracies]
-    return _TARGET_FRACTION * max(final) if final else None
+def default_target(histories: Iterable[Sequence[MetricRow]], metric: Compared = ACCURACY) -> float | None:
+    """Return a value 5 % worse than the best final one, which all but poor runs reach; None if no run was tested."""
+    final = [test.values[-1] for rows in histories if (test := curve(rows, "evaluation", metric.name)).values]
+    if not final:
+        return None
+    best = max(final, key=metric.score)
+    return best + (_TARGET_MARGIN if metric.is_lower_better else -_TARGET_MARGIN) * abs(best)
 
 
-def curve(rows: Sequence[MetricRow], kind: Kind) -> Curve:
-    """Return the accuracies in the rows of one kind over the seconds of training.
+def curve(rows: Sequence[MetricRow], kind: Kind, metric: str = "accuracy") -> Curve:
+    """Return the values of a metric in the rows of one kind over the seconds of training.
 
     The seconds are those of the steps, including the time that they wait for data and for the first batch after a
     start. They do not include evaluations, nor the time between an interruption and the next start.
     """
-    measured = [(row.step, row.accuracy) for row in rows if row.kind == kind and row.accuracy is not None]
+    values = [(row.step, row.metrics.get(metric)) for row in rows if row.kind == kind]
+    measured = [(step, value) for step, value in values if value is not None]
     seconds = np.interp([step for step, _ in measured], *_seconds_of_steps(rows))
-    return Curve(seconds.tolist(), [accuracy for _, accuracy in measured])
+    return Curve(seconds.tolist(), [value for _, value in measured])
 
 
 def images_per_s(rows: Sequence[MetricRow]) -> float | None:
@@ -132,13 +174,15 @@ def images_per_s(rows: Sequence[MetricRow]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
-def seconds_to(target: float, measured: Curve) -> float | None:
+def seconds_to(target: float, measured: Curve, metric: Compared = ACCURACY) -> float | None:
     """Return the seconds until ``target`` was reached first, interpolated between two measurements; None if never."""
-    reached = next((number for number, accuracy in enumerate(measured.accuracies) if accuracy >= target), None)
+    scores = [metric.score(value) for value in measured.values]
+    wanted = metric.score(target)
+    reached = next((number for number, score in enumerate(scores) if score >= wanted), None)
     if reached is None:
         return None
     around = slice(max(0, reached - 1), reached + 1)
-    return float(np.interp(target, measured.accuracies[around], measured.seconds[around]))
+    return float(np.interp(wanted, scores[around], measured.seconds[around]))
 
 
 def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:

@@ -17,6 +17,11 @@ from raytrain.config.options import options_with, similar_options
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
 
+Sampler = Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"]
+"""Who chooses the points: every combination, chance, or a sampler of Optuna's."""
+Pruner = Literal["median", "successive-halving", "hyperband"]
+"""A pruner of Optuna's, which stops trials that are worse than others."""
+
 Value = float | int | bool | str
 Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`
 
@@ -127,9 +132,46 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
         drawn.setdefault(tuple(point.values()), point)
         if len(drawn) == trials:
             return list(drawn.values())
-    raise UsageError(
-        f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}."
+    raise too_many_trials(trials, len(drawn))
+
+
+def too_many_trials(trials: int, num_points: int) -> UsageError:
+    """Return the error for more ``trials`` than the space has points."""
+    return UsageError(
+        f"--trials is {trials}, and --vary describes {num_points} different points only; ask for at most {num_points}."
     )
+
+
+def num_points(space: Space) -> float:
+    """Return how many different points a space has: infinitely many if a range is not of whole numbers.
+
+    Example: ``num_points({"optimizer": ("sgd", "lion"), "epochs": Range(1, 3, log=False, whole=True)}) == 6``
+    """
+    sizes = (
+        len(set(domain))
+        if not isinstance(domain, Range)
+        else domain.high - domain.low + 1
+        if domain.whole
+        else math.inf
+        for domain in space.values()
+    )
+    return math.prod(sizes)
+
+
+def outermost_points(space: Space) -> list[Point]:
+    """Return points that have each value of a list, and both ends of a range: what is refused of any, they show.
+
+    Example: ``outermost_points({"epochs": (1, 2)}) == [{"epochs": 1}, {"epochs": 2}]``
+    """
+    values = {
+        name: tuple(int(end) if domain.whole else end for end in (domain.low, domain.high))
+        if isinstance(domain, Range)
+        else domain
+        for name, domain in space.items()
+    }
+    first: Point = {name: choices[0] for name, choices in values.items()}
+    others = [{**first, name: choice} for name, choices in values.items() for choice in choices[1:]]
+    return [first, *others]
 
 
 def are_points(value: object) -> bool:
@@ -153,7 +195,10 @@ def _sweepable_kinds() -> dict[str, Any]:
         hint = hints[name]
         allowed = [kind for kind in get_args(hint) if kind is not type(None) and get_origin(kind) is not Literal]
         allowed = [kind for kind in allowed if kind is not str] or allowed
-        kinds[name] = hint if hint in _KINDS or get_origin(hint) is Literal else allowed[0]
+        is_switch_with_words = bool in allowed and allowed != list(get_args(hint))  # such as compile
+        words = [kind for kind in get_args(hint) if get_origin(kind) is Literal]
+        is_one_kind = hint in _KINDS or get_origin(hint) is Literal
+        kinds[name] = hint if is_one_kind or is_switch_with_words else [*allowed, *words][0]
     return kinds
 
 
@@ -164,6 +209,10 @@ def _takes_text(name: str) -> bool:
 
 def _value(flag: str, text: str, kind: Any) -> Value:
     """Return the value that ``text`` is of ``kind``, a type or a Literal; raise UsageError if it is none."""
+    if bool in get_args(kind):  # beside words, such as those of compile
+        if text.lower() in _WORDS:
+            return _WORDS[text.lower()]
+        kind = next(part for part in get_args(kind) if get_origin(part) is Literal)
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise UsageError(f"--vary {flag}: {text!r} is none of {', '.join(get_args(kind))}.")

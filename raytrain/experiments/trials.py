@@ -1,47 +1,55 @@
-"""The trials of a sweep: their names, values and options, how each of them stands, and how it ended."""
+"""The trials of a sweep: their points, names and options, and the document that says which they are."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.scaling import Scaling
-from raytrain.experiments.search_space import Point, are_points, parse, points
-from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.documents import (
-    CONFIG,
-    SUMMARY,
-    SWEEP,
-    check_name,
-    open_run,
-    read_json,
-    run_store,
-    write_json,
+from raytrain.experiments.search_space import (
+    Point,
+    Pruner,
+    Sampler,
+    are_points,
+    num_points,
+    outermost_points,
+    parse,
+    points,
+    too_many_trials,
 )
-from raytrain.runs.history import read_metrics
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
+from raytrain.runs.documents import CONFIG, SWEEP, check_name, open_run, read_json, run_store, write_json
+from raytrain.runs.logs import STARTUP
 from raytrain.storage.store import Store
 from raytrain.training.evaluation_metrics import is_lower_better
 
-WAITING = "waiting"
+PLAN = STARTUP.getChild("plan")
+"""Gets one line: how a sweep will go."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The points that a sweep tries. It is stored in the sweep's folder, so that the sweep can be resumed."""
+    """The points that a sweep tries. It is stored in the sweep's folder, so that the sweep can be resumed.
+
+    ``sampler`` and ``pruner`` are Optuna's. With a sampler, each of ``trials`` points is chosen when a trial may start,
+    and ``points`` are those so far; without one, ``points`` are all.
+    """
 
     vary: tuple[str, ...]
     points: tuple[Point, ...]
+    trials: int | None = None
+    sampler: Sampler | None = None
+    pruner: Pruner | None = None
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there will be."""
+        return len(self.points) if self.trials is None else self.trials
 
     @property
     def varies_workers(self) -> bool:
@@ -73,108 +81,15 @@ class Trial:
         return run_store(self.config.storage, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialResult:
-    """How a trial stands or ended; ``value`` is the best of ``evaluations`` (epoch, ``metric``). Unknown is None."""
-
-    name: str
-    values: Point
-    run_dir: str
-    status: str = WAITING
-    metric: str = "accuracy"
-    """The metric of ``--best``, which the trials are compared by."""
-    is_lower_better: bool = False
-    value: float | None = None
-    accuracy: float | None = None
-    steps: int = 0
-    epoch: int | None = None
-    num_epochs: int | None = None
-    loss: float | None = None
-    images_per_s: float | None = None
-    seconds: float = 0.0
-    reason: str | StopReason | None = None
-    evaluations: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def score(self) -> float | None:
-        """Of ``value``, so that the larger score is the better trial."""
-        return None if self.value is None else -self.value if self.is_lower_better else self.value
-
-    def now(self, snapshot: Snapshot, evaluations: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial as its run stands at this moment, by the rows of all of its evaluations."""
-        latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
-        return dataclasses.replace(
-            self.measured(evaluations),
-            status=snapshot.status,
-            steps=result.steps if result else snapshot.step,
-            epoch=snapshot.epoch,
-            num_epochs=snapshot.num_epochs,
-            loss=latest and latest.loss,
-            images_per_s=latest and latest.images_per_s,
-            seconds=result.seconds if result else snapshot.elapsed_s,
-            reason=(result.error or result.stop_reason) if result else request,
-        )
-
-    def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial with what the ``rows`` of evaluations have measured, of which NaN counts as nothing."""
-        rows = list(rows)
-        values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
-        known = tuple((epoch, value) for epoch, value in values if value is not None and not math.isnan(value))
-        best = min if self.is_lower_better else max
-        return dataclasses.replace(
-            self,
-            value=best((value for _, value in known), default=None),
-            accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
-            evaluations=known,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoldsResult:
-    """Mean and deviation of the best values of a cross-validation: of ``num_measured`` of ``num_folds`` folds."""
-
-    values: Point
-    metric: str
-    num_folds: int
-    num_measured: int
-    mean: float | None
-    deviation: float | None
-    """Of the folds, with n - 1 in the denominator; None of fewer than two."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names.
-
-    Example::
-
-        result = raytrain.sweep(config, vary="learning-rate=0.01,0.1")
-        for trial in result.trials:
-            print(trial.name, trial.values, trial.metric, trial.value)
-    """
-
-    name: str
-    status: EndStatus
-    best: str | None
-    trials: tuple[TrialResult, ...]
-    run_dir: str
-    seconds: float
-    stop_reason: StopReason | None = None
-    scaling: tuple[Scaling, ...] = ()
-    """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
-    folds: tuple[FoldsResult, ...] = ()
-    """Mean and deviation over the folds, for each choice of the other options; empty without folds."""
-    histories: Mapping[str, Sequence[MetricRow]] = field(default_factory=dict[str, Sequence[MetricRow]], repr=False)
-    """The metrics of the finished trials, by name, if --vary has workers; the summary is without them."""
-
-    def summary(self) -> dict[str, Any]:
-        """Return the result as a dictionary of plain values."""
-        document = dataclasses.asdict(dataclasses.replace(self, histories={}))
-        del document["histories"]
-        return document
-
-
-def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
+def plan_sweep(
+    config: TrainConfig,
+    vary: Sequence[str],
+    trials: int | None,
+    *,
+    sampler: Sampler | None = None,
+    pruner: Pruner | None = None,
+    trust: bool = False,
+) -> Sweep:
     """Return the points of ``vary`` and ``trials``, or the stored ones of a sweep that is resumed.
 
     Raises UsageError if a stored one names code, unless ``trust`` or the options name it too.
@@ -186,24 +101,34 @@ def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, 
             raise UsageError(
                 "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
             )
-        return Sweep(vary=tuple(vary), points=tuple(points(parse(vary), trials, config.seed)))
+        return _new_sweep(vary, trials, sampler, pruner, config.seed)
 
     # A sweep that is resumed keeps its points, so --vary and --trials may only repeat them.
     store = open_run(config.storage, config.name or "")
     if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
     stored = read_sweep(store)
-    if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
+    if (vary and tuple(vary) != stored.vary) or trials not in (None, stored.num_trials):
         words = " ".join(stored.vary)
         raise UsageError(
-            f"Sweep {config.name!r} was started with --vary {words} and {len(stored.points)} trials; leave --vary and "
+            f"Sweep {config.name!r} was started with --vary {words} and {stored.num_trials} trials; leave --vary and "
             "--trials out to resume it, or start another sweep with another --name."
         )
+    drawn_by = stored.sampler if stored.sampler or sampler not in ("grid", "random") else sampler
+    if sampler not in (None, drawn_by) or pruner not in (None, stored.pruner):
+        about = f"--sampler {stored.sampler}" if stored.sampler else "points that were chosen at its start"
+        stopped_by = f"--pruner {stored.pruner}" if stored.pruner else "no --pruner"
+        raise UsageError(
+            f"Sweep {config.name!r} was started with {about} and {stopped_by}; leave --sampler and --pruner out to "
+            "resume it, or start another sweep with another --name."
+        )
 
-    # A stored point may name an own function, which runs only if this command names it too.
+    # A stored point, or one that is still to be chosen, may name an own function, which runs only if this command names
+    # it too.
     models = () if trust else parse(vary).get("model")
     named = {config.model, *(models if isinstance(models, tuple) else ())}
-    for point in stored.points:
+    space = parse(stored.vary) if stored.sampler else {}
+    for point in (*stored.points, *(outermost_points(space) if space else ())):
         model = str(point.get("model", config.model))
         if not trust and names_own_function(model) and model not in named:
             document = f"{config.storage}/{config.name}/{SWEEP}"
@@ -211,8 +136,44 @@ def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, 
     return stored
 
 
+def _new_sweep(
+    vary: Sequence[str], trials: int | None, sampler: Sampler | None, pruner: Pruner | None, seed: int
+) -> Sweep:
+    """Return a sweep that starts; raise UsageError if ``trials`` and ``sampler`` do not fit the space."""
+    space = parse(vary)
+    if sampler == "grid" and trials is not None:
+        raise UsageError(
+            f"--sampler grid trains every combination of values, and --trials is {trials}; omit one of them."
+        )
+    if sampler not in (None, "grid") and trials is None:
+        raise UsageError(f"--sampler {sampler} chooses points; say how many with --trials.")
+    if sampler in (None, "grid", "random"):
+        return Sweep(vary=tuple(vary), points=tuple(points(space, trials, seed)), pruner=pruner)
+
+    assert trials is not None
+    if trials < 1:
+        raise UsageError(f"--trials is {trials}; it must be at least 1.")
+    if (most := num_points(space)) < trials:
+        raise too_many_trials(trials, int(most))
+    for option, what in (("workers", "how training scales"), ("validation_fold", "each fold")):
+        if option in space:
+            raise UsageError(f"--sampler {sampler} chooses few points, and {what} is measured of all; omit --sampler.")
+    return Sweep(vary=tuple(vary), points=(), trials=trials, sampler=sampler, pruner=pruner)
+
+
+def examples_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
+    """Return the trials of a sweep; if its points are chosen later, trials on the outermost ones, to check and measure.
+
+    Raises UsageError as :func:`trials_of` does.
+    """
+    if sweep.sampler is None:
+        return trials_of(sweep, config, name)
+    chosen_later = tuple(outermost_points(parse(sweep.vary)))
+    return trials_of(dataclasses.replace(sweep, points=chosen_later, trials=None), config, name)
+
+
 def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
-    """Return the trials of the sweep called ``name``.
+    """Return the trials of the sweep called ``name``, on the points that it has so far.
 
     Raises UsageError if options are not allowed, or two trials have the same ones.
     """
@@ -223,23 +184,18 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
         )
     if config.elastic_workers or config.worker_load:
         raise UsageError(
-            "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
-            "--worker-load."
+            "--workers is how many workers each trial of a sweep trains on; give a number, and no --worker-load."
         )
-    metric, is_lower = config.best_metric, is_lower_better(config.best_metric, config)
     trials: list[Trial] = []
     seen: dict[TrainConfig, Trial] = {}
-    for trial_name, point in zip(trial_names(sweep, name), sweep.points, strict=True):
-        alone = int(config.workers) if sweep.trains_alone and config.workers != "auto" else 1
-        values: dict[str, Any] = {"workers": alone, **point}
-        options = dataclasses.replace(config, **values, name=trial_name, resume=False)
-        scaled = options.scaled_to(int(options.workers))
-        trial = Trial(check_name(trial_name), point, scaled, metric, is_lower)
+    for number, point in enumerate(sweep.points):
+        trial = trial_of(sweep, config, name, number, point)
         trials.append(trial)
 
         # Two points may be the same trial, if an option has no effect beside another. With workers that vary, 64 and
         # 32/worker are the same on two of them only, where both lines of the figures need a point.
-        twin = seen.setdefault(dataclasses.replace(options if sweep.varies_workers else scaled, name=None), trial)
+        unscaled: dict[str, Any] = {**point} if sweep.varies_workers else {}
+        twin = seen.setdefault(dataclasses.replace(trial.config, name=None, **unscaled), trial)
         if twin is not trial:
             both = " and ".join(as_typed(twice.values) for twice in (twin, trial))
             raise UsageError(
@@ -248,33 +204,19 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
     return trials
 
 
-def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
-    """Return mean and deviation over the folds of each choice of the other options, the best mean first."""
-    choices: dict[str, list[TrialResult]] = {}
-    for trial in trials:
-        others = {name: value for name, value in trial.values.items() if name != "validation_fold"}
-        choices.setdefault(as_typed(others), []).append(trial)
-    results: list[FoldsResult] = []
-    for of_choice in choices.values():
-        values = [trial.value for trial in of_choice if trial.value is not None]
-        results.append(
-            FoldsResult(
-                values={name: value for name, value in of_choice[0].values.items() if name != "validation_fold"},
-                metric=of_choice[0].metric,
-                num_folds=len(of_choice),
-                num_measured=len(values),
-                mean=statistics.mean(values) if values else None,
-                deviation=statistics.stdev(values) if len(values) > 1 else None,
-            )
-        )
-    sign = 1 if any(trial.is_lower_better for choice in choices.values() for trial in choice) else -1
-    return tuple(sorted(results, key=lambda result: (result.mean is None, sign * (result.mean or 0.0))))
+def trial_of(sweep: Sweep, config: TrainConfig, name: str, number: int, point: Point) -> Trial:
+    """Return a trial of the sweep called ``name``; raise UsageError if its options are not allowed."""
+    trial_name = check_name(trial_names(sweep, name)[number])
+    values: dict[str, Any] = {"workers": 1 if config.workers == "auto" else config.workers, **point}
+    options = dataclasses.replace(config, **values, name=trial_name, resume=False)
+    metric = config.best_metric
+    return Trial(trial_name, point, options.scaled_to(int(options.workers)), metric, is_lower_better(metric, config))
 
 
 def trial_names(sweep: Sweep, name: str) -> list[str]:
-    """Return the names of the trials of the sweep called ``name``, in the order of its points: NAME-00, NAME-01, …"""
-    width = max(2, len(str(len(sweep.points) - 1)))
-    return [f"{name}-{number:0{width}d}" for number in range(len(sweep.points))]
+    """Return the names of all trials of the sweep called ``name``, in the order of its points: NAME-00, NAME-01, …"""
+    width = max(2, len(str(sweep.num_trials - 1)))
+    return [f"{name}-{number:0{width}d}" for number in range(sweep.num_trials)]
 
 
 def names_of(storage: str, name: str) -> list[str]:
@@ -316,70 +258,16 @@ def check_names_free(trials: Iterable[Trial]) -> None:
             )
 
 
-def is_over(trial: TrialResult) -> bool:
-    """Return True if the trial has nothing left to do: it was finished, or stopped early."""
-    stopped_early = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
-    return trial.status == "finished" or (trial.status == "stopped" and stopped_early)
-
-
-def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
-    """Return the trials from best to worst; those that were not evaluated come last."""
-    return tuple(sorted(trials, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.name)))
-
-
-def stored_result(trial: Trial) -> TrialResult:
-    """Return how a trial ended, by the documents that it has written; one without documents waits."""
-    store = trial.store
-    waiting = TrialResult(
-        name=trial.name,
-        values=trial.values,
-        run_dir=store.url,
-        metric=trial.metric,
-        is_lower_better=trial.is_lower_better,
-    )
-    if not store.exists(CONFIG):
-        return waiting
-
-    # A trial whose process was killed has a history, and no summary.
-    summary = read_json(store, SUMMARY)
-    rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
-    return dataclasses.replace(
-        waiting.measured(rows),
-        status=summary.get("status", "interrupted"),
-        steps=summary.get("steps", 0),
-        seconds=summary.get("seconds", 0.0),
-        reason=summary.get("error") or stop_reason_of(summary),
-    )
-
-
 def read_sweep(store: Store) -> Sweep:
     """Return the document in the sweep's folder; UsageError if it is damaged, or a point sets what may not vary."""
     document = read_json(store, SWEEP)
-    if not matches(document.get("vary"), list[str]) or not are_points(document.get("points")):
+    trials, sampler, pruner = (document.get(name) for name in ("trials", "sampler", "pruner"))
+    has_points = matches(document.get("vary"), list[str]) and are_points(document.get("points"))
+    # A sweep has a number of trials of its own if, and only if, its points are chosen later.
+    has_trials = (isinstance(trials, int) and sampler is not None) or (trials is None and sampler is None)
+    are_known = sampler in (None, *get_args(Sampler)) and pruner in (None, *get_args(Pruner))
+    if not (has_points and has_trials and are_known and len(document["points"]) <= (trials or math.inf)):
         raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
-    return Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
-
-
-_FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as many
-
-
-class EarlyStopping:
-    """After 1/8, 1/4 and 1/2 of ``num_epochs``, a trial continues if it is in the upper half of those before it."""
-
-    def __init__(self, num_epochs: int) -> None:
-        self._lock = threading.Lock()
-        self._rungs: list[tuple[int, dict[str, float]]] = []  # epoch, and the scores there by trial; highest first
-        epoch = max(1, int(num_epochs * _FIRST_RUNG_FRACTION))
-        while epoch < num_epochs:
-            self._rungs.insert(0, (epoch, {}))
-            epoch *= 2
-
-    def is_worse(self, trial: str, epoch: int, score: float) -> bool:
-        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones."""
-        with self._lock:
-            rung = next((measured for first, measured in self._rungs if first <= epoch), None)
-            if rung is None or trial in rung:
-                return False
-            before = list(rung.values())
-            rung[trial] = score
-            return bool(before) and score < statistics.median(before)
+    return Sweep(
+        vary=tuple(document["vary"]), points=tuple(document["points"]), trials=trials, sampler=sampler, pruner=pruner
+    )

@@ -26,6 +26,7 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100  # of one request
 _STATUS = {"success": "FINISHED", "failed": "FAILED"}
 _STOP_TAG = "raytrain.stop"
 _URL_TAG = "raytrain.run"  # says which run of ours a run of MLflow is
+_SWEEP_TAG = "raytrain.sweep"  # by which the page of MLflow groups the trials of a sweep
 
 
 class MLflowTracker:
@@ -40,7 +41,7 @@ class MLflowTracker:
             if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
                 experiment = self._client.get_experiment_by_name(name)
                 experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-            tags = {_URL_TAG: run.store.url}
+            tags = {_URL_TAG: run.store.url, **({_SWEEP_TAG: run.sweep.name} if run.sweep else {})}
             mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
         self.run_id: str = mlflow_run.info.run_id
         self._client.update_run(self.run_id, status="RUNNING")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -16,10 +17,10 @@ from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.documents import SWEEP, open_run, read_config
+from raytrain.runs.documents import SWEEP, open_run, read_config, run_store
 from raytrain.runs.status import read_status
 from raytrain.runs.stored_rows import read_rows
-from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams
+from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, hyperparams
 from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
 
 Trackers: TypeAlias = "str | Tracker | Sequence[str | Tracker]"
@@ -114,7 +115,11 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
     events: list[Event] = []
-    tracked = TrackedRun(run, store)
+    # A trial is shown with the others of its sweep, as while it trains.
+    of_sweep: TrackedSweep | None = None
+    if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(os.fspath(storage), trial[1]).exists(SWEEP):
+        of_sweep = TrackedSweep(trial[1], run_store(os.fspath(storage), trial[1]))
+    tracked = TrackedRun(run, store, sweep=of_sweep)
     threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:
         thread.send(chain.from_iterable(read_rows(store)))  # which the thread reads as it sends

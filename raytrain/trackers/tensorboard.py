@@ -1,4 +1,4 @@
-"""A run as TensorBoard shows it: event files in the folder ``tensorboard`` of the run."""
+"""A run as TensorBoard shows it: event files in the folder ``tensorboard`` of the run, or of the sweep of a trial."""
 
 # tensorboardX is typed in parts only.
 # pyright: basic
@@ -23,13 +23,17 @@ _UPLOAD_EVERY_S = 30.0
 
 
 class TensorBoardTracker:
-    """Event files in the run's folder. Those of a run in S3 grow on this machine, and are copied there now and then."""
+    """Event files in the run's folder. Those of a run in S3 grow on this machine, and are copied there now and then.
+
+    Those of a trial are in its own folder within that of the sweep, so that TensorBoard shows all trials together.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
-        self.place = f"tensorboard --logdir {run.store.url}/{_FOLDER}"
-        self._store = run.store
-        self._local = TemporaryFolder() if "://" in run.store.url else None
-        self._folder = self._local.path if self._local else Path(run.store.url, _FOLDER)
+        self._store = run.sweep.store if run.sweep else run.store
+        self.place = f"tensorboard --logdir {self._store.url}/{_FOLDER}"
+        self._path = f"{_FOLDER}/{run.name}" if run.sweep else _FOLDER
+        self._local = TemporaryFolder() if "://" in self._store.url else None
+        self._folder = self._local.path if self._local else Path(self._store.url, self._path)
         # Files are named by the second: one of an earlier attempt must not be replaced, and is read first.
         self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{time.time_ns()}")
         self._throttle = Throttle()
@@ -65,4 +69,4 @@ class TensorBoardTracker:
 
     def _upload(self) -> None:
         for file in self._local.path.glob("events.*") if self._local else ():
-            self._store.put(f"{_FOLDER}/{file.name}", file.read_bytes())
+            self._store.put(f"{self._path}/{file.name}", file.read_bytes())

@@ -56,12 +56,24 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
+class TrackedSweep:
+    """A sweep by its name and storage: trackers show its trials together."""
+
+    name: str
+    store: Store
+
+
+@dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier attempt had there."""
+    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier attempt had there.
+
+    ``sweep`` is the one that it is a trial of, if any.
+    """
 
     name: str
     store: Store
     id: str | None = None
+    sweep: TrackedSweep | None = None
 
 
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:

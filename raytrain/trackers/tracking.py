@@ -26,12 +26,12 @@ from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.background import Throttle
-from raytrain.runs.documents import TRACKERS, known_fields, read_json, write_json
+from raytrain.runs.documents import TRACKERS, known_fields, read_json, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
-from raytrain.trackers.tracker import TrackedRun, Tracker, TrackerStatus, hyperparams, row_metrics
+from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, TrackerStatus, hyperparams, row_metrics
 
 GATHER_S = 2.0  # seconds between two groups of rows: a tracker may need a request for each group
 _MAX_GATHER_S = 30.0
@@ -62,13 +62,15 @@ class Tracking:
         store: Store,
         report: Callable[[Event], None],
         ask_to_stop: Callable[[StopReason], object] = lambda reason: None,
+        sweep: str | None = None,
     ) -> None:
         """Open the trackers of the run in ``store``, and queue the rows that came before.
 
         ``report`` gets an event about each tracker that opens or fails, ``ask_to_stop`` a stop that somebody has asked
-        for there. After :meth:`abort`, none is opened.
+        for there. ``sweep`` is the name of the sweep that the run is a trial of. After :meth:`abort`, none is opened.
         """
-        run, params = TrackedRun(config.name or "", store), hyperparams(config)
+        of_sweep = TrackedSweep(sweep, run_store(config.storage, sweep)) if sweep else None
+        run, params = TrackedRun(config.name or "", store, sweep=of_sweep), hyperparams(config)
         with self._lock:
             if self._has_ended:
                 return
@@ -123,7 +125,7 @@ class NamedTracker:
 
 
 class End(NamedTuple):
-    """How a run ended, and the path of its last checkpoint in its storage."""
+    """End of a run: its status for trackers, and the path of its last checkpoint in its storage."""
 
     status: TrackerStatus
     network: str | None = None
@@ -251,7 +253,7 @@ class TrackerThread:
         """Send the rows that are new, in groups.
 
         The position behind a group is written first, so that a kill repeats nothing. If the tracker fails, the position
-        goes back to the last row that it has: the last one that it took, or was told to save.
+        goes back to the last row that it has: the last one that it took, or that ``save`` has sent.
         """
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
         sent = self._position

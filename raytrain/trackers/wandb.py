@@ -30,6 +30,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "raytrain"),
             name=run.name,
+            group=run.sweep.name if run.sweep else None,  # W&B's own variable, or no group
             id=run.id,
             resume="allow",
             reinit="create_new",  # a notebook may have a run of its own

@@ -52,12 +52,13 @@ def tracked(
     end_within_s: float = 60.0,
     checkpoint: str | None = None,
     status: str = "finished",
+    sweep: str | None = None,
     **more: Any,
 ) -> list[str]:
     """Send a whole run to ``trackers`` and return what they reported: where they show the run, and why they failed."""
     events: list[Event] = []
     tracking = Tracking(open_trackers(trackers), end_within_s)
-    tracking.begin(options(**more), store, events.append)
+    tracking.begin(options(**more), store, events.append, sweep=sweep)
     tracking.update(snapshot(rows))
     tracking.finish(result(store, status=status, checkpoint=checkpoint and f"{store.url}/{checkpoint}"))
     return [event.place if isinstance(event, TrackerOpened) else str(event.fields()["reason"]) for event in events]

@@ -13,7 +13,7 @@ from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.hold_out import hold_out_fold
 from raytrain.errors import UsageError
-from raytrain.experiments.trials import TrialResult, mean_of_folds
+from raytrain.experiments.trial_results import TrialResult, mean_of_folds
 from raytrain.recipes import custom
 from tests.helpers.small_runs import make_images
 

@@ -13,16 +13,16 @@ from raytrain.runs.metric_row import MetricRow
 from tests.helpers.scaling_histories import history
 
 
-def compare(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float | None = None) -> Scaling:
+def compare(histories: Mapping[int, Sequence[MetricRow]], target: float | None = None) -> Scaling:
     """Compare runs by their number of workers."""
     sizes = [Size(run=f"sizes-{workers}", workers=workers, status="finished") for workers in histories]
     rows = {f"sizes-{workers}": rows for workers, rows in histories.items()}
-    return scaling(sizes, rows, target_accuracy)
+    return scaling(sizes, rows, target)
 
 
 def test_the_gain_per_doubling_is_reported_for_each_size_and_for_all() -> None:
     histories = {size: history(100 * 1.7**number, [0.5, 0.8, 0.9]) for number, size in enumerate((1, 2, 4, 8))}
-    compared = compare(histories, target_accuracy=0.8)
+    compared = compare(histories, target=0.8)
     assert [size.workers for size in compared.sizes] == [1, 2, 4, 8]
     assert [size.images_per_s for size in compared.sizes] == pytest.approx([100, 170, 289, 491.3])
     assert [size.images_per_s_gain for size in compared.sizes] == [None, *[pytest.approx(0.7)] * 3]
@@ -44,11 +44,11 @@ def test_worker_counts_may_be_any_numbers_in_any_order() -> None:
 
 def test_the_target_is_95_percent_of_the_best_final_accuracy_if_none_is_given() -> None:
     compared = compare({1: history(100, [0.4, 0.8]), 2: history(170, [0.3, 0.6]), 4: history(290, [0.7, 0.72])})
-    assert compared.target_accuracy == pytest.approx(0.76)
-    assert [size.validation_accuracy for size in compared.sizes] == [0.8, 0.6, 0.72]
+    assert compared.target == pytest.approx(0.76)
+    assert [size.value for size in compared.sizes] == [0.8, 0.6, 0.72]
     assert [size.seconds_to_target for size in compared.sizes] == [pytest.approx(10 + 0.9 * 10), None, None]
     assert compared.time_gain is None
-    assert compared.accuracy_spread == pytest.approx(0.2)
+    assert compared.spread == pytest.approx(0.2)
 
 
 def test_evaluations_and_interruptions_do_not_count_as_training_time() -> None:
@@ -82,10 +82,10 @@ def test_the_speed_is_the_median_after_the_first_tenth_of_the_steps() -> None:
 
 def test_unknown_values_are_none() -> None:
     nothing = compare({})
-    assert (nothing.sizes, nothing.target_accuracy, nothing.images_per_s_gain) == ((), None, None)
+    assert (nothing.sizes, nothing.target, nothing.images_per_s_gain) == ((), None, None)
     untested = compare({1: [row for row in history(100, [0.5]) if row.kind == "step"]})
     (size,) = untested.sizes
-    assert (size.images_per_s, size.validation_accuracy, size.seconds_to_target, untested.target_accuracy) == (
+    assert (size.images_per_s, size.value, size.seconds_to_target, untested.target) == (
         100,
         None,
         None,

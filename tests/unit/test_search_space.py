@@ -49,6 +49,18 @@ def test_a_number_that_may_also_be_a_word_varies_as_a_number() -> None:
     assert [point["accumulate"] for point in points(parse(["accumulate=1,2"]), None, seed=0)] == [1, 2]
 
 
+def test_a_switch_that_may_also_be_a_word_varies_as_both() -> None:
+    space = parse(["compile=no,reduce-overhead", "channels-last=auto,true", "gradient-dtype=bfloat16"])
+    assert space == {
+        "compile": (False, "reduce-overhead"),
+        "channels_last": ("auto", True),
+        "gradient_dtype": ("bfloat16",),
+    }
+    assert are_points([{"compile": True}, {"compile": "default"}]) and not are_points([{"compile": "fast"}])
+    with pytest.raises(UsageError, match=r"--vary compile: 'fast' is none of default, reduce-overhead"):
+        parse(["compile=fast"])
+
+
 def test_a_number_may_be_one_for_each_worker() -> None:
     sweep = plan_sweep(config(), ["workers=1,2", "batch-size=32/worker,64"], None)
     assert sweep.points[0] == {"workers": 1, "batch_size": "32/worker"} and are_points(list(sweep.points))
@@ -129,11 +141,17 @@ def test_an_invalid_sweep_is_refused(vary: list[str], trials: int | None, senten
 
 
 def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
-    sweep = plan_sweep(config(workers=3), ["batch-size=32,64", "learning-rate=0.5"], None)
-    first, second = trials_of(sweep, config(workers=3), "s")
+    sweep = plan_sweep(config(), ["batch-size=32,64", "learning-rate=0.5"], None)
+    first, second = trials_of(sweep, config(), "s")
     assert (first.name, second.name) == ("s-00", "s-01")
     assert (second.config.batch_size, second.config.learning_rate, second.config.workers) == (64, 0.5, 1)
     assert (second.config.name, second.values) == ("s-01", {"batch_size": 64, "learning_rate": 0.5})
+
+
+def test_workers_are_those_of_each_trial() -> None:
+    options = config(workers=3)
+    trials = trials_of(plan_sweep(options, ["batch-size=32/worker,64"], None), options, "s")
+    assert [(trial.config.workers, trial.config.batch_size) for trial in trials] == [(3, 96), (3, 64)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,7 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
         (["batch-size=32,32/worker"], {}, "result in the same options"),
         (["workers=1,2,2"], {}, "workers=2 and workers=2 result in the same options"),
         (["workers=2/worker"], {}, "--workers is '2/worker'"),
-        (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many trials"),
+        (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many workers each trial"),
     ],
 )
 def test_a_trial_with_invalid_options_is_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:

@@ -14,7 +14,8 @@ import raytrain
 from raytrain import TrainConfig, UsageError
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
-from raytrain.experiments.trials import TrialResult
+from raytrain.experiments import trial_run
+from raytrain.experiments.trial_results import TrialResult
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
@@ -92,7 +93,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accuracy], Trainer]
 
     def use(accuracy: Accuracy) -> Trainer:
         trainer = Trainer(accuracy)
-        monkeypatch.setattr(sweep_module, "start_run", trainer)
+        monkeypatch.setattr(trial_run, "start_run", trainer)
         return trainer
 
     return use
@@ -232,7 +233,7 @@ def test_each_trial_that_trains_at_the_same_time_has_a_gpu_of_its_own(
         both_train.wait()
         return trainer(config, start)
 
-    monkeypatch.setattr(sweep_module, "start_run", wait_for_the_other)
+    monkeypatch.setattr(trial_run, "start_run", wait_for_the_other)
     raytrain.sweep(options(images, tmp_path, device="cuda:2,5", workers="auto"), vary=["seed=0,1"])
     assert sorted(trainer.devices) == ["cuda:2", "cuda:5"]
 

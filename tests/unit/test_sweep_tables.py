@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
-from raytrain.experiments.trials import SweepResult, TrialResult
+from raytrain.experiments.trial_results import SweepResult, TrialResult
 from raytrain.recipes import custom
-from tests.hostile.stored_runs import make_run
+from tests.helpers.stored_runs import make_run
 
 
 def statuses(*changed: TrialResult) -> list[TrialResult]:

@@ -13,17 +13,9 @@ import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.cli.commands import COMMANDS
 from raytrain.experiments.sweep import sweep
-from raytrain.experiments.trials import (
-    EarlyStopping,
-    Trial,
-    best_first,
-    check_names_free,
-    is_over,
-    plan_sweep,
-    stored_result,
-    trials_of,
-    write_sweep,
-)
+from raytrain.experiments.trial_results import best_first, is_over, stored_result
+from raytrain.experiments.trial_run import EarlyStopping
+from raytrain.experiments.trials import Trial, check_names_free, plan_sweep, trials_of, write_sweep
 from raytrain.launch.train import train
 from raytrain.runs.documents import METRICS, SUMMARY, run_store, write_config, write_json
 from raytrain.runs.outcome import StopReason
@@ -131,7 +123,9 @@ def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None
 def test_the_python_function_has_the_options_of_the_command() -> None:
     of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"config", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
-    assert of_command == {"vary", "trials", "folds", "early_stopping", "target_accuracy", "trust"}
+    assert of_command == {
+        *("vary", "trials", "sampler", "pruner", "folds", "early_stopping", "target", "notify_trials", "trust")
+    }
     assert of_command < set(of_function)
     assert of_function["early_stopping"].default is True
 

@@ -21,7 +21,8 @@ import raytrain
 from raytrain import TrainConfig, UsageError
 from raytrain.display.sweep import results_table, sweep_figure
 from raytrain.experiments import sweep as sweep_module
-from raytrain.experiments.trials import SweepResult, TrialResult
+from raytrain.experiments import trial_run
+from raytrain.experiments.trial_results import SweepResult, TrialResult
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
@@ -99,8 +100,8 @@ def swept(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr(sweep_module, "open_machines", lambda _: nullcontext(lambda: found))
 
     def sweep(trainer: Trainer, vary: str = "workers=1,2,4", **more: Any) -> SweepResult:
-        monkeypatch.setattr(sweep_module, "start_run", trainer)
-        target = more.pop("target_accuracy", None)
+        monkeypatch.setattr(trial_run, "start_run", trainer)
+        target = more.pop("target", None)
         measured = {
             "mean": (0.5, 0.5, 0.5),
             "std": (0.2, 0.2, 0.2),
@@ -108,7 +109,7 @@ def swept(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         base = {"name": "sizes", "backend": "local", "workers": "auto", "batch_size": "8/worker"}
         options = small_config(images, tmp_path / "runs", **{**base, **measured, **more})
         words = [] if options.resume else vary.split()
-        return raytrain.sweep(options, vary=words, target_accuracy=target, view=trainer.view, signals=trainer.signals)
+        return raytrain.sweep(options, vary=words, target=target, view=trainer.view, signals=trainer.signals)
 
     return sweep
 
@@ -122,21 +123,21 @@ def test_trials_train_one_after_the_other_each_alone_on_its_workers(swept: Calla
     assert [size.learning_rate for size in scaling.sizes] == pytest.approx([0.1, 0.2, 0.4])
     assert [size.images_per_s for size in scaling.sizes] == pytest.approx([1000, 1700, 2890])
     assert (scaling.values, scaling.images_per_s_gain) == ({}, pytest.approx(0.7))
-    assert scaling.target_accuracy == pytest.approx(0.855)
+    assert scaling.target == pytest.approx(0.855)
 
 
 def test_each_choice_of_the_other_options_scales_by_itself_to_the_same_accuracy(
     swept: Callable[..., SweepResult],
 ) -> None:
     trainer = Trainer()
-    result = swept(trainer, "workers=1,2 batch-size=8/worker,16", target_accuracy=0.8)
+    result = swept(trainer, "workers=1,2 batch-size=8/worker,16", target=0.8)
     assert [started[1:3] for started in trainer.started] == [(1, 8), (1, 16), (2, 16), (2, 16)]
     assert [scaling.values for scaling in result.scaling] == [{"batch_size": "8/worker"}, {"batch_size": 16}]
     assert [[size.run for size in scaling.sizes] for scaling in result.scaling] == [
         ["sizes-00", "sizes-02"],
         ["sizes-01", "sizes-03"],
     ]
-    assert {scaling.target_accuracy for scaling in result.scaling} == {0.8}
+    assert {scaling.target for scaling in result.scaling} == {0.8}
     page = seen(result)
     assert "Per doubling of the workers with batch-size=8/worker: images/s +70%" in page
     over_time, over_workers = sweep_figure(result).axes
@@ -188,8 +189,8 @@ def test_a_trial_that_was_finished_elsewhere_needs_no_room_here(
         ("workers=0,1", {}, "--workers is 0"),
         ("workers=auto", {}, "'auto' is not a whole number"),
         ("workers=1,2", {"workers": 2}, "omit --workers and --worker-load"),
-        ("workers=1,2", {"target_accuracy": 95}, "--target-accuracy is 95; it must lie above 0 and be at most 1"),
-        ("seed=1,2", {"target_accuracy": 0.5}, "--target-accuracy is 0.5; .*such as --vary workers=1,2,4"),
+        ("workers=1,2", {"target": 95}, "--target is 95; it is a value of accuracy, above 0 and at most 1"),
+        ("seed=1,2", {"target": 0.5}, "--target is 0.5; .*such as --vary workers=1,2,4"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
@@ -253,7 +254,7 @@ def test_the_summary_has_the_scaling_and_not_the_histories(swept: Callable[..., 
         ("sweep --vary workers=1,2 --vary seed=0,0", "seed=0 and workers=1 seed=0 result in the same options"),
         ("sweep --vary workers=1,2 batch-size=x/worker", "--batch-size is 'x/worker'; give a number of images"),
         ("sweep --vary workers=1,2 --workers 2", "omit --workers and --worker-load"),
-        ("sweep --vary workers=1,2 --target-accuracy 95", "--target-accuracy is 95; it must lie above 0"),
+        ("sweep --vary workers=1,2 --target 95", "--target is 95; it is a value of accuracy"),
         ("study --workers 1 2", "There is no command 'study'"),
     ],
 )

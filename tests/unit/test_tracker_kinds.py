@@ -24,7 +24,7 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.trackers.mlflow import MLflowTracker
 from raytrain.trackers.prometheus import PrometheusTracker
-from raytrain.trackers.tracker import TrackedRun
+from raytrain.trackers.tracker import TrackedRun, TrackedSweep
 from raytrain.trackers.wandb import WandbTracker
 from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
@@ -82,6 +82,14 @@ def test_tensorboard_shows_the_images_of_the_last_evaluation(store: Store) -> No
     assert sorted(reader.Tags()["images"]) == pictures
     [shown] = reader.Images("validation/most_wrong")
     assert (shown.step, shown.width) == (4, 328)
+
+
+def test_tensorboard_shows_the_trials_of_a_sweep_together(store: Store) -> None:
+    storage = str(Path(store.url).parent)
+    [place] = tracked(store, ["tensorboard"], step_rows(1, 3), sweep="rates", storage=storage)
+    assert place == f"tensorboard --logdir {storage}/rates/tensorboard"
+    assert [step for step, _ in scalars(f"{storage}/rates/tensorboard/first", "train/loss")] == [1, 2, 3]
+    assert not list(store.list("tensorboard"))
 
 
 def test_tensorboards_files_of_a_run_in_s3_are_beside_it(s3: Any, tmp_path: Path) -> None:
@@ -169,6 +177,14 @@ def test_mlflow_shows_the_images_of_the_last_evaluation(store: Store, mlflow: An
     assert sorted((name, step[-1]) for name, step in pictures) == [(name, "4") for name in names]
 
 
+def test_mlflow_groups_the_trials_of_a_sweep_by_a_tag(store: Store, mlflow: Any) -> None:
+    [of_sweep] = tracked(store, ["mlflow"], step_rows(1, 2), sweep="rates", storage=str(Path(store.url).parent))
+    assert mlflow.get_run(run_id(of_sweep)).data.tags["raytrain.sweep"] == "rates"
+    store.delete("trackers/mlflow.json")
+    [alone] = tracked(store, ["mlflow"], step_rows(1, 2))
+    assert "raytrain.sweep" not in mlflow.get_run(run_id(alone)).data.tags
+
+
 def test_a_tag_of_mlflow_stops_a_run_and_not_its_resume(store: Store, mlflow: Any) -> None:
     tracker = MLflowTracker(TrackedRun("first", store))
     assert not tracker.stop_requested()
@@ -194,6 +210,20 @@ def test_the_stop_button_of_wandb_stops_the_run(store: Store, tmp_path: Path, mo
     assert tracker.stop_requested()
     tracker.finalize("success")
     wandb.teardown()  # it keeps the folder of the first run of a process
+
+
+def test_wandb_groups_the_trials_of_a_sweep(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def refuse(**values: Any) -> Any:
+        started.append(values)
+        raise RuntimeError("no W&B here")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    for sweep in (TrackedSweep("rates", store), None):
+        with pytest.raises(RuntimeError):
+            WandbTracker(TrackedRun("rates-00", store, sweep=sweep))
+    assert [values["group"] for values in started] == ["rates", None]
 
 
 def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

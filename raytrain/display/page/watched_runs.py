@@ -15,6 +15,7 @@ from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import run_info_json
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.experiments.find_rate import stored_suggestion
+from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
@@ -36,9 +37,12 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options
 from raytrain.runs.status import read_status
+from raytrain.training.evaluation_metrics import is_lower_better
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from raytrain.config import TrainConfig
 
 _NUM_CURVES, _NUM_POINTS = 100, 200  # that the list of runs shows
 _READ_EVERY_S = 1.0
@@ -121,6 +125,7 @@ class WatchedRuns:
             {
                 "suspicious": suspicious,
                 "config": config,
+                "metric": _metric_json(_compared(config)),
                 "unused_options": unused,
                 "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
@@ -192,6 +197,7 @@ class HomeRuns(StoredRuns):
         super().__init__(storage, [])
         self._opening = threading.Lock()
         self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the heartbeat that they are of
+        self._compared: dict[str, Compared] = {}  # what each run is compared by
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return what a viewer gets first; without a choice it is the list of runs."""
@@ -226,18 +232,34 @@ class HomeRuns(StoredRuns):
                 {
                     **run_info_json(run),
                     "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
-                    "accuracies": self._accuracies(run) if number < _NUM_CURVES else [],
+                    "metric": _metric_json(self._compared.setdefault(run.name, _compared(run.config))),
+                    "measured": self._measured(run) if number < _NUM_CURVES else [],
                 }
                 for number, run in enumerate(runs)
             ],
         }
 
-    def _accuracies(self, run: RunInfo) -> list[float | None]:
-        """Return the accuracy of each evaluation, which is read again only if the run has gone on."""
+    def _measured(self, run: RunInfo) -> list[float | None]:
+        """Return what each evaluation measured of the run's metric; read again only if the run has gone on."""
         read_at, curve = self._curves.get(run.name, (None, []))
         if read_at != run.status.heartbeat_at:
             with suppress(RaytrainError):
                 rows = read_metrics(run_store(self.storage, run.name).fail_fast(), ignore)
-                curve = plain([row.accuracy for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
+                metric = self._compared[run.name].name
+                curve = plain([row.metrics.get(metric) for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
             self._curves[run.name] = run.status.heartbeat_at, curve
         return curve
+
+
+def _compared(config: TrainConfig | None) -> Compared:
+    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read."""
+    if config is None:
+        return ACCURACY
+    is_lower = False
+    with suppress(RaytrainError, ImportError):  # a class of torchmetrics that is not there
+        is_lower = is_lower_better(config.best_metric, config)
+    return Compared(config.best_metric, is_lower)
+
+
+def _metric_json(metric: Compared) -> dict[str, Any]:
+    return {**metric._asdict(), "is_fraction": metric.is_fraction}

@@ -56,6 +56,13 @@ export class Chart {
     this.rescale();
   }
 
+  /** Show another heading, and values in another format. */
+  retitle({ title, format }) {
+    this.title = title;
+    this.format = format;
+    this.element.querySelector("h3").textContent = title;
+  }
+
   toggleLog() {
     this.log = !this.log;
     this.logButton.setAttribute("aria-pressed", String(this.log));

@@ -2,14 +2,11 @@
 
 import { Chart, swatch } from "./chart.js";
 import { smooth } from "./curves.js";
-import { el, fill, formatNumber, formatOption, formatPercent } from "./format.js";
+import { bestOf, el, fill, formatMetric, formatNumber, formatOption } from "./format.js";
 import { ParallelCoordinates } from "./parallel_coordinates.js";
 
 const NUM_COLORS = 8;
-const CURVES = [
-  { title: "Training loss", kind: "step", name: "loss" },
-  { title: "Validation accuracy", kind: "evaluation", name: "accuracy", format: formatPercent },
-];
+const ACCURACY = { name: "accuracy", is_lower_better: false, is_fraction: true };
 const NOT_COMPARED = new Set(["name", "storage", "resume", "address", "track", "tag", "note"]); // where a run is, not what it does
 
 export class Comparison {
@@ -19,7 +16,9 @@ export class Comparison {
     this.select = select;
     this.runs = new Map(); // name → { view, color, config }
     this.selected = null;
-    this.charts = CURVES.map((curve) => new Chart({ title: curve.title, format: curve.format ?? formatNumber, sync: "comparison", onZoom: (range) => { this.range = range; this.draw(); } }));
+    this.metric = null; // that all runs are compared by
+    this.charts = ["Training loss", ""].map((title) => new Chart({ title, sync: "comparison", onZoom: (range) => { this.range = range; this.draw(); } }));
+    this.compareBy(ACCURACY);
     this.range = null;
     this.body = el("tbody");
     this.head = el("tr");
@@ -36,9 +35,9 @@ export class Comparison {
   /** Take what a message said about the run that `view` shows. */
   apply(message, view) {
     if (!this.runs.has(message.run)) {
-      const run = { view, color: `--run-${this.runs.size % NUM_COLORS}`, config: null };
+      const run = { view, color: `--run-${this.runs.size % NUM_COLORS}`, config: null, metric: null };
       this.runs.set(message.run, run);
-      this.api.documents(message.run).then(({ config, unused_options }) => { run.config = used(config, unused_options); this.schedule(); }).catch(() => {});
+      this.api.documents(message.run).then(({ config, metric, unused_options }) => { run.config = used(config, unused_options); run.metric = metric; this.schedule(); }).catch(() => {});
     }
     this.schedule();
   }
@@ -48,10 +47,20 @@ export class Comparison {
     this.pending ??= requestAnimationFrame(() => { this.pending = null; this.draw(); });
   }
 
+  /** Compare by the metric of --best if that is the same of all runs, otherwise by the accuracy. */
+  compareBy(metric) {
+    if (metric.name === this.metric?.name) return;
+    this.metric = metric;
+    this.charts[1].retitle({ title: `Validation ${metric.name.replaceAll("_", " ")}`, format: (value) => formatMetric(metric, value) });
+  }
+
   draw() {
-    CURVES.forEach(({ kind, name }, i) => this.charts[i].show(this.series(kind, name), { range: this.range }));
+    const metrics = new Map([...this.runs.values()].filter(({ metric }) => metric).map(({ metric }) => [metric.name, metric]));
+    this.compareBy(metrics.size === 1 ? [...metrics.values()][0] : ACCURACY);
+    this.charts[0].show(this.series("step", "loss"), { range: this.range });
+    this.charts[1].show(this.series("evaluation", this.metric.name), { range: this.range });
     const options = this.differing();
-    this.coordinates.show([...this.runs].map(([name, run]) => ({ name, values: Object.fromEntries(options.map((option) => [option, run.config?.[option]])), score: best(run.view) })), options);
+    this.coordinates.show([...this.runs].map(([name, run]) => ({ name, values: Object.fromEntries(options.map((option) => [option, run.config?.[option]])), score: this.best(run.view) })), options, this.metric);
     this.drawTable(options);
   }
 
@@ -73,8 +82,10 @@ export class Comparison {
   }
 
   drawTable(options) {
-    fill(this.head, ...["Run", "Status", "Progress", ...options.map((name) => name.replaceAll("_", "-")), "Best accuracy", "Images/s"].map((name) => el("th", { scope: "col" }, name)));
-    const order = [...this.runs].sort(([, a], [, b]) => (best(b.view) ?? -1) - (best(a.view) ?? -1));
+    fill(this.head, ...["Run", "Status", "Progress", ...options.map((name) => name.replaceAll("_", "-")), this.bestTitle(), "Images/s"].map((name) => el("th", { scope: "col" }, name)));
+    const sign = this.metric.is_lower_better ? -1 : 1;
+    const score = ({ view }) => { const value = this.best(view); return value === null ? -Number.MAX_VALUE : sign * value; };
+    const order = [...this.runs].sort(([, a], [, b]) => score(b) - score(a));
     fill(this.body, ...order.map(([name, run]) => this.row(name, run, options)));
   }
 
@@ -88,9 +99,19 @@ export class Comparison {
       el("td", { class: "state" }, el("span", { class: "pill", "data-status": state.status }, state.status)),
       el("td", { class: "progress", "data-title": "Progress" }, el("progress", { max: 1, value: state.step / state.num_steps })),
       ...options.map((option) => el("td", { "data-title": option.replaceAll("_", "-") }, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
-      el("td", { class: "accuracy", "data-title": "Best accuracy" }, formatPercent(best(view))),
+      el("td", { class: "accuracy", "data-title": this.bestTitle() }, formatMetric(this.metric, this.best(view))),
       el("td", { "data-title": "Images/s" }, formatNumber(state.latest?.images_per_s)),
     );
+  }
+
+  /** The best value that was measured on the validation images. */
+  best(view) {
+    const { mean = [], low = mean, high = mean } = view.curves.evaluation.get(this.metric.name) ?? {};
+    return bestOf(this.metric, this.metric.is_lower_better ? low : high);
+  }
+
+  bestTitle() {
+    return `Best ${this.metric.name.replaceAll("_", " ")}`;
   }
 
   choose(name) {
@@ -108,11 +129,4 @@ export class Comparison {
 /** The options of a run without those that its own loop does not use. */
 function used(config, unused) {
   return config && Object.fromEntries(Object.entries(config).filter(([name]) => !unused.includes(name)));
-}
-
-/** The best accuracy on the validation images. */
-function best(view) {
-  const { mean = [], high = mean } = view.curves.evaluation.get("accuracy") ?? {};
-  const known = high.filter((value) => value != null);
-  return known.length ? Math.max(...known) : null;
 }

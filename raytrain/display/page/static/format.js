@@ -48,6 +48,18 @@ export function formatPercent(value) {
   return value == null ? UNKNOWN : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 2 : 1)} %`;
 }
 
+/** The best of the known values of a metric, which has a `name` and says whether it `is_lower_better`; null if none is known. */
+export function bestOf({ is_lower_better }, values) {
+  const known = values.filter((value) => value != null);
+  if (!known.length) return null;
+  return is_lower_better ? Math.min(...known) : Math.max(...known);
+}
+
+/** A value of a metric: a fraction in percent, another one as a number. */
+export function formatMetric({ is_fraction }, value) {
+  return is_fraction ? formatPercent(value) : formatNumber(value);
+}
+
 /** As in 4 s, 12 min 5 s, 3 h 20 min. */
 export function formatDuration(seconds) {
   if (seconds == null) return UNKNOWN;

@@ -1,6 +1,6 @@
 // The list of all runs: searched, sorted by any column, those of a sweep grouped, each a link to the page of the run.
 
-import { el, fill, formatDate, formatDuration, formatModel, formatNumber, formatPercent, formatRate, svg, UNKNOWN } from "./format.js";
+import { bestOf, el, fill, formatDate, formatDuration, formatMetric, formatModel, formatNumber, formatRate, svg, UNKNOWN } from "./format.js";
 
 const REFRESH_MS = 3000;
 const WIDTH = 90, HEIGHT = 22;
@@ -9,8 +9,8 @@ const WIDTH = 90, HEIGHT = 22;
 // run below each other, with the heading before the content.
 const COLUMNS = [
   { title: "State", name: "state", cell: state, key: ({ status }) => status, ascending: true },
-  { title: "Best accuracy", name: "accuracy", cell: (run) => (score(run) < 0 ? UNKNOWN : formatPercent(score(run))), key: score },
-  { title: "", name: "curve", cell: (run) => sparkline(run.accuracies) },
+  { title: "Best", name: "accuracy", cell: bestCell, key: score },
+  { title: "", name: "curve", cell: sparkline },
   { title: "Model", name: "model", cell: (run) => el("span", { title: run.model }, formatModel(run.model)), key: ({ model }) => model ?? "", ascending: true },
   { title: "Epochs", name: "epochs", cell: epochs, key: ({ epoch }) => epoch },
   { title: "Rate", name: "rate", cell: (run) => (looksForRate(run) ? "rising" : formatRate(run.learning_rate)), key: ({ learning_rate }) => Number.parseFloat(learning_rate) },
@@ -19,6 +19,7 @@ const COLUMNS = [
   { title: "Time", name: "time", cell: ({ seconds }) => formatDuration(seconds), key: ({ seconds }) => seconds },
   { title: "Last active", name: "date", cell: (run) => el("time", { datetime: run.heartbeat_at, title: run.heartbeat_at }, formatDate(run.heartbeat_at)), key: ({ heartbeat_at }) => Date.parse(heartbeat_at) },
 ];
+const BEST = COLUMNS[1]; // of the metric that all runs are compared by; if these are several, each cell names its own
 const NAME = { title: "Run", name: "name", key: ({ name }) => name, ascending: true };
 
 export class Home {
@@ -55,6 +56,8 @@ export class Home {
         if (JSON.stringify(answer) !== this.answer) {
           this.answer = JSON.stringify(answer);
           this.runs = answer.runs;
+          const metrics = new Set(answer.runs.map(({ metric }) => metric.name));
+          BEST.title = metrics.size > 1 ? "Best" : `Best ${[...metrics][0] ?? "accuracy"}`.replaceAll("_", " ");
           const groups = new Set(answer.runs.map(({ group }) => group)); // a sweep has a folder of its own beside its runs
           const count = answer.runs.filter(({ name }) => !groups.has(name)).length;
           fill(this.note, count ? `${count === 1 ? "1 run" : `${count} runs`} in ${answer.storage}` : `There are no runs in ${answer.storage} yet.`);
@@ -77,7 +80,7 @@ export class Home {
     // A sweep is one line, which stands where its best run does; a search shows the runs themselves.
     const groups = new Map();
     if (!words.length) for (const run of found) if (run.group) groups.set(run.group, [...(groups.get(run.group) ?? []), run]);
-    const leaders = new Map([...groups].map(([name, runs]) => [runs.reduce((a, b) => (score(b) > score(a) ? b : a)), name]));
+    const leaders = new Map([...groups].map(([name, runs]) => [runs.reduce((a, b) => ((score(b) ?? -Infinity) > (score(a) ?? -Infinity) ? b : a)), name]));
     const single = found.filter((run) => leaders.has(run) || (!groups.has(run.group) && !groups.has(run.name)));
     const lines = this.sorted(single).flatMap((run) => (leaders.has(run) ? this.group(leaders.get(run), run, groups.get(run.group)) : [this.row(run)]));
     fill(this.body, ...lines);
@@ -101,7 +104,7 @@ export class Home {
   /** The runs in the chosen order; those whose value is unknown come last. */
   sorted(runs) {
     const { column, descending } = this.order;
-    const known = (value) => value !== undefined && value !== null && !Number.isNaN(value) && value !== -1;
+    const known = (value) => value !== undefined && value !== null && !Number.isNaN(value);
     const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
     return [...runs].sort((first, second) => {
       const a = column.key(first), b = column.key(second);
@@ -120,7 +123,7 @@ export class Home {
       [...this.body.querySelectorAll("button")].find(({ dataset }) => dataset.group === name)?.focus();
     };
     const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
-    const about = `${runs.length} runs${score(best) < 0 ? "" : `, best ${best.name}`}`;
+    const about = `${runs.length} runs${score(best) === null ? "" : `, best ${best.name}`}`;
     const line = this.row({ ...best, name, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
     return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
   }
@@ -147,9 +150,21 @@ export class Home {
   }
 }
 
-/** The best accuracy of a run, -1 if none is known. */
+/** The best value of the metric of a run, null if none is known. */
+function best({ metric, measured, validation_accuracy }) {
+  return bestOf(metric, metric.name === "accuracy" ? [...measured, validation_accuracy] : measured);
+}
+
+/** A number that is larger for a better run; null if none is known. */
 function score(run) {
-  return Math.max(-1, run.validation_accuracy ?? -1, ...run.accuracies.map((value) => value ?? -1));
+  const value = best(run);
+  return value === null ? null : run.metric.is_lower_better ? -value : value;
+}
+
+function bestCell(run) {
+  const value = best(run), name = run.metric.name.replaceAll("_", " ");
+  if (value === null) return UNKNOWN;
+  return BEST.title === "Best" ? `${name} ${formatMetric(run.metric, value)}` : formatMetric(run.metric, value);
 }
 
 function searchable({ name, recipe, model, status, tags, note, optimizer }) {
@@ -175,13 +190,13 @@ function epochs({ epoch, num_epochs, epochs }) {
   return num_epochs ? `${formatNumber(epoch)} of ${formatNumber(num_epochs)}` : formatNumber(epochs);
 }
 
-/** The accuracies of a run's evaluations as a small line; a dot if there is one. */
-function sparkline(values) {
-  const known = values.filter((value) => value != null);
+/** What a run's evaluations measured, as a small line; a dot if there is one. */
+function sparkline({ metric, measured }) {
+  const known = measured.filter((value) => value != null);
   if (!known.length) return null;
   const low = Math.min(...known), span = Math.max(...known) - low || 1;
   const points = known.map((value, i) => [2 + ((WIDTH - 4) * i) / Math.max(1, known.length - 1), HEIGHT - 3 - ((HEIGHT - 6) * (value - low)) / span]);
-  const about = `from ${formatPercent(known[0])} to ${formatPercent(known.at(-1))}`;
+  const about = `from ${formatMetric(metric, known[0])} to ${formatMetric(metric, known.at(-1))}`;
   return svg(
     "svg",
     { width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "sparkline", role: "img", "aria-label": about },

@@ -1,6 +1,6 @@
-// Parallel coordinates: one vertical axis for each option that differs, and one for the accuracy; a line for each run.
+// Parallel coordinates: one vertical axis for each option that differs, and one for the metric; a line for each run.
 
-import { el, fill, formatNumber, formatPercent, svg } from "./format.js";
+import { el, fill, formatMetric, formatNumber, svg } from "./format.js";
 
 const HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 56;
 const MIN_DISTANCE = 110; // of two axes: their titles have room
@@ -15,8 +15,9 @@ export class ParallelCoordinates {
     this.element = el("figure", { class: "chart coordinates", hidden: true }, el("figcaption", {}, el("h3", {}, "What makes the difference"), el("div", { class: "values" }, "a line is a run, the better the stronger")), this.frame);
   }
 
-  /** Show `runs`, each with `name`, `values` by option and `score`, the best accuracy or null. */
-  show(runs, options) {
+  /** Show `runs`, each with `name`, `values` by option and `score`, the best value of the `metric` or null. */
+  show(runs, options, metric) {
+    this.metric = metric;
     this.element.hidden = runs.length < 2 || !options.length;
     this.runs = runs;
     this.options = options;
@@ -27,10 +28,10 @@ export class ParallelCoordinates {
     if (this.element.hidden) return;
     const { runs, options } = this, width = Math.max(this.frame.clientWidth, 2 * SIDE + MIN_DISTANCE * options.length);
     this.picture.setAttribute("width", width);
-    const axes = [...options.map((option) => axis(option.replaceAll("_", "-"), runs.map(({ values }) => values[option]), formatNumber)), axis("best accuracy", runs.map(({ score }) => score), formatPercent)];
+    const axes = [...options.map((option) => axis(option.replaceAll("_", "-"), runs.map(({ values }) => values[option]), formatNumber)), axis(`best ${this.metric.name.replaceAll("_", " ")}`, runs.map(({ score }) => score), (value) => formatMetric(this.metric, value))];
     axes.forEach((one, i) => { one.x = SIDE + ((width - 2 * SIDE) * i) / (axes.length - 1); });
     const scores = axes.at(-1);
-    const lines = runs.map(({ name, values, score }) => ({ name, rank: score == null ? 0 : 1 - scores.place(score), points: axes.map((one, i) => [one.x, one.place(i < options.length ? values[options[i]] : score)]) }));
+    const lines = runs.map(({ name, values, score }) => ({ name, rank: score == null ? 0 : this.metric.is_lower_better ? scores.place(score) : 1 - scores.place(score), points: axes.map((one, i) => [one.x, one.place(i < options.length ? values[options[i]] : score)]) }));
     fill(this.picture, ...lines.sort((a, b) => a.rank - b.rank).map((line) => this.line(line)), ...axes.flatMap(drawAxis));
   }
 

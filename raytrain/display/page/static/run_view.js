@@ -117,9 +117,10 @@ export class RunView {
     const workers = state.num_workers === 1 ? "1 worker" : `${state.num_workers} workers`;
     const skipped = state.num_skipped ? `${formatNumber(state.num_skipped)} images skipped` : null;
     const retried = state.num_retries ? `${formatNumber(state.num_retries)} requests retried` : null;
+    const onCpu = state.num_decoded_on_cpu ? `${formatNumber(state.num_decoded_on_cpu)} images decoded on the CPU` : null;
     const dollars = state.dollars == null ? null : `$${state.dollars.toFixed(state.dollars < 1 ? 4 : 2)}`;
     const energy = state.gpu_kwh == null ? null : `${state.gpu_kwh.toFixed(2)} kWh`;
-    fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, dollars, energy, skipped, retried, state.problem].filter(Boolean).join(" · "));
+    fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, dollars, energy, skipped, retried, onCpu, state.problem].filter(Boolean).join(" · "));
     this.bar.value = state.status === "finished" ? 1 : state.step / state.num_steps;
     const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
     const waiting = state.status === "starting" ? "waiting for the workers … · " : "";

@@ -1,0 +1,369 @@
+"""A sweep from its first trial to its last: who trains when, what is written down, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, cast
+
+from raytrain.config import ResolvedConfig
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError
+from raytrain.experiments.optuna_study import SweepStudy
+from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
+from raytrain.experiments.search_space import Point, parse
+from raytrain.experiments.trial_results import (
+    SweepResult,
+    TrialResult,
+    best_first,
+    is_over,
+    mean_of_folds,
+    message_of_sweep,
+)
+from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
+from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, trial_of, trials_of, write_sweep
+from raytrain.launch.notification import Notification, notify_target
+from raytrain.launch.placement import Placement, device_kind, gpus
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
+from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.background import Background
+from raytrain.runs.documents import STUDY, SUMMARY, write_json
+from raytrain.runs.history import read_metrics
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import StopReason
+from raytrain.training.evaluation_metrics import measured_metrics
+
+SweepView = Callable[[Sequence[TrialResult]], None]
+"""Shows a sweep: called about twice a second with how all of its trials stand."""
+
+_log = logging.getLogger("raytrain")
+_POLL_EVERY_S = 0.5
+
+
+class SweepSession:
+    """A sweep that trains while the session is open. Raises UsageError if the machines have too little.
+
+    ``trials`` are those whose points are known, ``examples`` what is known of all, ``placement`` is the layout of those
+    that train ``at_once``.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        planned: Sweep,
+        trials: Sequence[Trial],
+        examples: Sequence[Trial],
+        at_once: int,
+        placement: Placement,
+        loop: Loop | None,
+        *,
+        early_stopping: bool,
+        target: float | None,
+        notify_trials: bool,
+    ) -> None:
+        self._prepared: PreparedRun = prepared
+        self._planned: Sweep = planned
+        self._at_once = at_once
+        self._placement = placement
+        self._loop = loop
+        self._target = target
+        self._notify_trials = notify_trials
+        self._notification = Notification(notify_target(prepared.config))
+        # The plan of each trial, by its options as its run will have them, apart from how it computes.
+        configs: list[ResolvedConfig] = []
+        for trial in examples:
+            run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
+            num_workers = int(trial.config.workers)
+            configs.append(
+                run.resolve(
+                    num_workers,
+                    placement.device,
+                    lambda _: "float32",
+                    lambda: "pillow",
+                    suits_channels_last=lambda: False,
+                )
+            )
+        plans = [prepared.data.plan(config) for config in configs]
+        self._num_steps = sum(plan.num_steps for plan in plans) * planned.num_trials // len(plans)
+
+        # All trials read the same images, and are compared as they go; but for those whose speed is compared, each of
+        # which reads its own, and trains to its end.
+        self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
+        num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
+        compares = early_stopping and planned.pruner is None and not planned.trains_alone
+        early = EarlyStopping(num_epochs if compares else 0)  # which compares nothing in 0 epochs
+        metric = Compared(examples[0].metric, examples[0].is_lower_better)
+        self._judge = Judge(metric, early, self._open_study(metric, num_epochs, trials))
+
+        # A trial that has documents already goes on, or counts as it ended. The others wait in a queue.
+        self._lock = threading.Lock()
+        self._runs: list[TrialRun] = []
+        self._waiting: deque[TrialRun] = deque()
+        if self._judge.study is not None and len(self._judge.study.points) > len(trials):
+            # A point that was chosen right before the sweep was killed is in the study's log alone.
+            self._planned = planned = dataclasses.replace(planned, points=tuple(self._judge.study.points))
+            trials = trials_of(planned, prepared.config, prepared.name)
+        for trial in trials:
+            self._add(trial)
+        self._is_stopping = False
+        self._recorder = RunRecorder(prepared.store, self._num_steps)
+        self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
+        self._is_concluded = False
+        self._gpus: SimpleQueue[str | None] = SimpleQueue()  # of each trial that trains at the same time
+        for chosen_gpus in self._divide_gpus():
+            self._gpus.put(chosen_gpus)
+
+    @property
+    def _workers_per_trial(self) -> int:
+        return self._placement.num_workers // self._at_once
+
+    def _divide_gpus(self) -> list[str | None]:
+        """Return the numbers of the GPUs of this machine for each trial that trains at the same time.
+
+        None where others decide: Ray on its own ones, and a trial that trains alone takes as many as it needs.
+        """
+        config, workers = self._prepared.config, self._workers_per_trial
+        if config.backend == "ray" or self._placement.device == "cpu" or self._planned.trains_alone:
+            return [None] * self._at_once
+        named = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = named.split(",") if named else [str(number) for number in range(len(gpus()))]
+        return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
+
+    def _open_study(self, metric: Compared, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
+        """Return the study of a sweep that uses Optuna, which knows the points of all ``trials``.
+
+        That of a sweep that resumes has all that it had, unless its log does not fit the sweep.
+        """
+        planned, prepared = self._planned, self._prepared
+        if planned.sampler is None and planned.pruner is None:
+            return None
+        open_study = partial(
+            SweepStudy,
+            prepared.store,
+            parse(planned.vary),
+            sampler=planned.sampler,
+            pruner=planned.pruner,
+            seed=prepared.config.seed,
+            is_lower_better=metric.is_lower_better,
+            num_epochs=num_epochs,
+        )
+        study, points = open_study(is_resumed=prepared.config.resume), [trial.values for trial in trials]
+        if study.points[: len(points)] != points[: len(study.points)] or len(study.points) > planned.num_trials:
+            _log.warning(
+                "%s/%s does not fit the trials of sweep %r: what the sampler and the pruner know begins anew, with the "
+                "trials themselves.",
+                prepared.store.url,
+                STUDY,
+                prepared.name,
+            )
+            study = open_study(is_resumed=False)
+        for point in points[len(study.points) :]:
+            study.give(point)
+        return study
+
+    def _add(self, trial: Trial) -> TrialRun:
+        """Add a trial that will train, unless it is over."""
+        run = TrialRun(len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._notify_trials)
+        self._runs.append(run)
+        if not is_over(run.result):
+            self._waiting.append(run)
+        return run
+
+    def __enter__(self) -> SweepSession:
+        """Make the sweep known, and start reading the images and as many trials as there is room for."""
+        with ExitStack() as opened:
+            self._images: Any
+            if self._config.backend == "local":
+                from raytrain.launch.shared_images import SharedImages
+
+                self._images = opened.enter_context(SharedImages(self._prepared, self._config, self._num_steps))
+            else:
+                from raytrain.launch.ray.feed.data_feed import RaySharedImages
+
+                shared = RaySharedImages(self._prepared, self._config, self._placement, self._num_steps)
+                self._images = opened.enter_context(shared)
+            self._prepared.data.write(self._prepared.store)
+            write_sweep(self._prepared.store, self._planned)
+            self._recorder.begin(self._prepared.config)
+
+            # A thread for each trial that trains at once, which takes the next one after it.
+            PLAN.info("%s", self._plan_text())
+            threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="trial")
+            self._ended = [threads.submit(self._train_in_turn) for _ in range(self._at_once)]
+            opened.callback(threads.shutdown, cancel_futures=True)
+            self._opened = opened.pop_all()  # nothing failed, so __exit__ closes it
+        return self
+
+    def _plan_text(self) -> str:
+        """Return how the sweep will go, in one line."""
+        planned, workers, config = self._planned, self._workers_per_trial, self._prepared.config
+        kind = device_kind(config.accelerator_type, self._placement.device)
+        kind = kind if workers > 1 else kind.removesuffix("s")
+        of_each = "each on its own workers" if planned.varies_workers else f"each on {workers} {kind}"
+        chosen = "" if planned.sampler is None else f", chosen by {planned.sampler}"
+        pruned = "" if planned.pruner is None else f", stopped early by {planned.pruner}"
+        compared = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
+        return (
+            f"{planned.num_trials} trials{chosen}{pruned}, {self._at_once} at once, {of_each}; compared by {compared}"
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._is_stopping = True
+        for run in self._runs:
+            run.aborted = True
+        self._opened.close()
+        if not self._is_concluded:
+            status = "interrupted" if kind is KeyboardInterrupt else "failed"
+            with suppress(RaytrainError):  # the reason why the sweep ends matters more
+                self._recorder.write_status(status)
+            name = self._prepared.name
+            self._notification.send({"text": f"Sweep {name} was {status}", "name": name, "status": status})
+        self._notification.wait()
+
+    def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
+        """Return when all trials have ended; raise TrainingFailed if the sweep failed as a whole."""
+        with closing(self._documents):
+            while wait(self._ended, _POLL_EVERY_S).not_done:
+                snapshot = self._poll(view, signals)[0]
+                # A request to stop comes from a viewer, from storage or from a signal. Each trial gets it.
+                if (request := snapshot.stop_request or self._documents(snapshot)) is not None:
+                    signals.request_stop(request)
+                if signals.stop_request is not None:
+                    self._is_stopping = True
+                    for run in self._runs:
+                        run.signals.request_stop(signals.stop_request)
+        for ended in self._ended:
+            ended.result()  # raises what has kept a thread from its next trial
+        if self._judge.study is not None:
+            self._judge.study.close()
+
+        # The sweep failed if nothing could be trained; a stop counts only if it left something to do.
+        snapshot, failure = self._poll(view, signals)
+        trials = best_first(run.result for run in self._runs)
+        failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
+        histories = {
+            run.trial.name: read_metrics(run.trial.store)
+            for run in self._runs
+            if self._planned.varies_workers and run.result.status == "finished"
+        }
+        is_complete = len(trials) == self._planned.num_trials and all(is_over(trial) for trial in trials)
+        stopped = signals.stop_request is not None and not is_complete
+        result = SweepResult(
+            name=self._prepared.name,
+            status="failed" if failed else "stopped" if stopped else "finished",
+            best=next((trial.name for trial in trials if trial.value is not None), None),
+            trials=trials,
+            run_dir=self._prepared.store.url,
+            seconds=round(time.monotonic() - started_at, 2),
+            stop_reason=signals.stop_request if stopped else None,
+            scaling=self._scalings(histories) if self._planned.varies_workers else (),
+            folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
+            histories=histories,
+        )
+        self._images.finish(result.status)
+        write_json(self._prepared.store, SUMMARY, result.summary())
+        self._recorder.write_status(result.status, snapshot)
+        self._is_concluded = True
+        self._notification.send(message_of_sweep(result, failure))
+        if failure is not None:
+            again = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
+            raise TrainingFailed(f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {again}", result.summary())
+        return result
+
+    def _train_in_turn(self) -> None:
+        """Train one trial after the other, as long as there are any."""
+        while (run := self._next_run()) is not None:
+            if self._planned.trains_alone:
+                run.train(None, None)
+                continue
+            chosen_gpus, workers = self._gpus.get(), self._workers_per_trial
+            try:
+                placement = dataclasses.replace(self._placement, num_workers=workers, min_workers=workers)
+                run.train(chosen_gpus, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
+            finally:
+                self._gpus.put(chosen_gpus)
+
+    def _next_run(self) -> TrialRun | None:
+        """Return the trial that trains next; None if there is none, or the sweep stops.
+
+        If a sampler chooses the points, it does so now, by what is known of the trials before.
+        """
+        with self._lock:
+            if self._is_stopping:
+                return None
+            if self._waiting:
+                return self._waiting.popleft()
+            planned, config, name = self._planned, self._prepared.config, self._prepared.name
+            number = len(self._runs)
+            if planned.sampler is None or number == planned.num_trials:
+                return None
+
+            def is_allowed(point: Point) -> bool:
+                with suppress(UsageError):
+                    trial = trial_of(planned, config, name, number, point)
+                    if self._loop is None and config.loop is None:
+                        trial.config.check_metrics(measured_metrics(trial.config))
+                    return True
+                return False
+
+            assert self._judge.study is not None
+            point = self._judge.study.choose(is_allowed)
+            if point is None:  # there are fewer than were asked for
+                self._planned = dataclasses.replace(planned, trials=number)
+                write_sweep(self._prepared.store, self._planned)
+                return None
+            self._planned = dataclasses.replace(planned, points=(*planned.points, point))
+            write_sweep(self._prepared.store, self._planned)
+            run = self._add(trial_of(planned, config, name, number, point))
+            if self._is_stopping:  # meanwhile: the trial waits
+                return None
+            self._waiting.remove(run)
+            return run
+
+    def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
+        """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
+        results = [run.result for run in self._runs]
+        if view is not None:
+            with signals.outlive_terminal():
+                view(results)
+        snapshot, failure = self._images.poll()
+        training = sum(result.status == "running" for result in results)
+        steps = sum(result.steps for result in results)
+        return dataclasses.replace(snapshot, status="running", step=steps, num_workers=training), failure
+
+    def _record(self, snapshot: Snapshot) -> StopReason | None:
+        """Write the documents that are due, in the background; return a stop request that lay in storage."""
+        if self._judge.study is not None:
+            self._judge.study.write()
+        self._recorder.heartbeat(snapshot)
+        return self._recorder.stop_request()
+
+    def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
+        """Return what more workers gain, for each choice of the other options. All are timed to the same value."""
+        sizes: dict[str, list[Size]] = {}
+        choices: dict[str, Point] = {}
+        for run in self._runs:
+            config = run.trial.config
+            others = {name: value for name, value in run.trial.values.items() if name != "workers"}
+            size = Size(
+                run=run.trial.name,
+                workers=int(config.workers),
+                status=run.result.status,
+                batch_size=cast(int, config.batch_size),  # scaled to the workers
+                learning_rate=cast("float | None", config.learning_rate),
+            )
+            choices.setdefault(as_typed(others), others)
+            sizes.setdefault(as_typed(others), []).append(size)
+        metric = self._judge.metric
+        target = default_target(histories.values(), metric) if self._target is None else self._target
+        return tuple(scaling(sizes[choice], histories, target, others, metric) for choice, others in choices.items())

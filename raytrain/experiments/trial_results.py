@@ -1,0 +1,217 @@
+"""How each trial of a sweep stands and how it ended, and the result of the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain.experiments.scaling import Scaling
+from raytrain.experiments.search_space import Point
+from raytrain.experiments.trials import Trial, as_typed
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.documents import CONFIG, SUMMARY, read_json
+from raytrain.runs.history import read_metrics
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
+from raytrain.runs.redact import one_line, redact
+
+WAITING = "waiting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """How a trial stands or ended; ``value`` is the best of ``evaluations`` (epoch, ``metric``). Unknown is None."""
+
+    name: str
+    values: Point
+    run_dir: str
+    status: str = WAITING
+    metric: str = "accuracy"
+    """The metric of ``--best``, which the trials are compared by."""
+    is_lower_better: bool = False
+    value: float | None = None
+    accuracy: float | None = None
+    steps: int = 0
+    epoch: int | None = None
+    num_epochs: int | None = None
+    loss: float | None = None
+    images_per_s: float | None = None
+    seconds: float = 0.0
+    reason: str | StopReason | None = None
+    evaluations: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def score(self) -> float | None:
+        """Of ``value``, so that the larger score is the better trial."""
+        return None if self.value is None else -self.value if self.is_lower_better else self.value
+
+    def now(self, snapshot: Snapshot, evaluations: Iterable[MetricRow]) -> TrialResult:
+        """Return the same trial as its run stands at this moment, by the rows of all of its evaluations."""
+        latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
+        return dataclasses.replace(
+            self.measured(evaluations),
+            status=snapshot.status,
+            steps=result.steps if result else snapshot.step,
+            epoch=snapshot.epoch,
+            num_epochs=snapshot.num_epochs,
+            loss=latest and latest.loss,
+            images_per_s=latest and latest.images_per_s,
+            seconds=result.seconds if result else snapshot.elapsed_s,
+            reason=(result.error or result.stop_reason) if result else request,
+        )
+
+    def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
+        """Return the same trial with what the ``rows`` of evaluations have measured, of which NaN counts as nothing."""
+        rows = list(rows)
+        values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
+        known = tuple((epoch, value) for epoch, value in values if value is not None and not math.isnan(value))
+        best = min if self.is_lower_better else max
+        return dataclasses.replace(
+            self,
+            value=best((value for _, value in known), default=None),
+            accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
+            evaluations=known,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldsResult:
+    """Mean and deviation of the best values of a cross-validation: of ``num_measured`` of ``num_folds`` folds."""
+
+    values: Point
+    metric: str
+    num_folds: int
+    num_measured: int
+    mean: float | None
+    deviation: float | None
+    """Of the folds, with n - 1 in the denominator; None of fewer than two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names.
+
+    Example::
+
+        result = raytrain.sweep(config, vary="learning-rate=0.01,0.1")
+        for trial in result.trials:
+            print(trial.name, trial.values, trial.metric, trial.value)
+    """
+
+    name: str
+    status: EndStatus
+    best: str | None
+    trials: tuple[TrialResult, ...]
+    run_dir: str
+    seconds: float
+    stop_reason: StopReason | None = None
+    scaling: tuple[Scaling, ...] = ()
+    """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
+    folds: tuple[FoldsResult, ...] = ()
+    """Mean and deviation over the folds, for each choice of the other options; empty without folds."""
+    histories: Mapping[str, Sequence[MetricRow]] = field(default_factory=dict[str, Sequence[MetricRow]], repr=False)
+    """The metrics of the finished trials, by name, if --vary has workers; the summary is without them."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return the result as a dictionary of plain values."""
+        document = dataclasses.asdict(dataclasses.replace(self, histories={}))
+        del document["histories"]
+        return document
+
+
+def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
+    """Return mean and deviation over the folds of each choice of the other options, the best mean first."""
+    choices: dict[str, list[TrialResult]] = {}
+    for trial in trials:
+        others = {name: value for name, value in trial.values.items() if name != "validation_fold"}
+        choices.setdefault(as_typed(others), []).append(trial)
+    results: list[FoldsResult] = []
+    for of_choice in choices.values():
+        values = [trial.value for trial in of_choice if trial.value is not None]
+        results.append(
+            FoldsResult(
+                values={name: value for name, value in of_choice[0].values.items() if name != "validation_fold"},
+                metric=of_choice[0].metric,
+                num_folds=len(of_choice),
+                num_measured=len(values),
+                mean=statistics.mean(values) if values else None,
+                deviation=statistics.stdev(values) if len(values) > 1 else None,
+            )
+        )
+    sign = 1 if any(trial.is_lower_better for choice in choices.values() for trial in choice) else -1
+    return tuple(sorted(results, key=lambda result: (result.mean is None, sign * (result.mean or 0.0))))
+
+
+def is_stopped_early(trial: TrialResult) -> bool:
+    """Return True if the trial has stopped because others are better."""
+    is_reason = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
+    return trial.status == "stopped" and is_reason
+
+
+def is_over(trial: TrialResult) -> bool:
+    """Return True if the trial has nothing left to do: it was finished, or stopped early."""
+    return trial.status == "finished" or is_stopped_early(trial)
+
+
+def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[str, Any]:
+    """Return the facts of a sweep's end, with the ``text`` of a message; no secret is in them.
+
+    Example: ``message_of_sweep(result)["text"] == "Sweep rates finished: rates-03 is the best of 8, …"``
+    """
+    text = f"Sweep {result.name} {result.status}"
+    best = next((trial for trial in result.trials if trial.name == result.best), None)
+    if best is not None and best.value is not None:
+        about = f"{best.metric.replace('_', ' ')} {best.value:.4f}"
+        text += f": {best.name} is the best of {len(result.trials)}, {about} with {as_typed(best.values)}"
+    text += f". {failure}" if failure else ""
+    facts = {
+        "text": text,
+        "name": result.name,
+        "status": result.status,
+        "best": result.best,
+        "metric": best and best.metric,
+        "value": best and best.value,
+        "trials": len(result.trials),
+        "seconds": result.seconds,
+        "run_dir": result.run_dir,
+        "error": failure,
+    }
+    return {
+        name: one_line(redact(value)) if isinstance(value, str) else value
+        for name, value in facts.items()
+        if value is not None
+    }
+
+
+def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
+    """Return the trials from best to worst; those that were not evaluated come last."""
+    return tuple(sorted(trials, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.name)))
+
+
+def stored_result(trial: Trial) -> TrialResult:
+    """Return how a trial ended, by the documents that it has written; one without documents waits."""
+    store = trial.store
+    waiting = TrialResult(
+        name=trial.name,
+        values=trial.values,
+        run_dir=store.url,
+        metric=trial.metric,
+        is_lower_better=trial.is_lower_better,
+    )
+    if not store.exists(CONFIG):
+        return waiting
+
+    # A trial whose process was killed has a history, and no summary.
+    summary = read_json(store, SUMMARY)
+    rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
+    return dataclasses.replace(
+        waiting.measured(rows),
+        status=summary.get("status", "interrupted"),
+        steps=summary.get("steps", 0),
+        seconds=summary.get("seconds", 0.0),
+        reason=summary.get("error") or stop_reason_of(summary),
+    )

@@ -1,0 +1,125 @@
+"""A trial of a sweep as an ordinary run, and those who judge whether it is worse than the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+
+from raytrain.errors import RaytrainError
+from raytrain.experiments.optuna_study import SweepStudy
+from raytrain.experiments.scaling import Compared
+from raytrain.experiments.trial_results import TrialResult, is_over, is_stopped_early, stored_result
+from raytrain.experiments.trials import Trial
+from raytrain.launch.prepare import Loop, RunGroup, TrainRequest
+from raytrain.launch.train import start_run
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import CONFIG
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import StopReason
+
+_FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as many
+
+
+class EarlyStopping:
+    """After 1/8, 1/4 and 1/2 of ``num_epochs``, a trial continues if it is in the upper half of those before it."""
+
+    def __init__(self, num_epochs: int) -> None:
+        self._lock = threading.Lock()
+        self._rungs: list[tuple[int, dict[str, float]]] = []  # epoch, and the scores there by trial; highest first
+        epoch = max(1, int(num_epochs * _FIRST_RUNG_FRACTION))
+        while epoch < num_epochs:
+            self._rungs.insert(0, (epoch, {}))
+            epoch *= 2
+
+    def is_worse(self, trial: str, epoch: int, score: float) -> bool:
+        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones."""
+        with self._lock:
+            rung = next((measured for first, measured in self._rungs if first <= epoch), None)
+            if rung is None or trial in rung:
+                return False
+            before = list(rung.values())
+            rung[trial] = score
+            return bool(before) and score < statistics.median(before)
+
+
+class Judge:
+    """Says which trials are worse than the others: by halves, or as the sweep's study in Optuna does."""
+
+    def __init__(self, metric: Compared, early: EarlyStopping, study: SweepStudy | None) -> None:
+        self.metric = metric
+        self.study = study
+        self._early = early
+
+    def is_worse(self, number: int, name: str, epoch: int, value: float) -> bool:
+        """Note what was measured of a trial; True if it is to stop early."""
+        is_worse = self._early.is_worse(name, epoch, self.metric.score(value))
+        return (self.study is not None and self.study.is_worse(number, epoch, value)) or is_worse
+
+    def end(self, number: int, result: TrialResult) -> None:
+        """Note how a trial ended, if it has nothing left to do."""
+        if self.study is not None and is_over(result):
+            self.study.end(number, result.value, is_pruned=is_stopped_early(result))
+
+
+class TrialRun:
+    """One trial: an ordinary run, in a thread, watched by its view and stopped by its signals; ``aborted`` kills it."""
+
+    def __init__(self, number: int, trial: Trial, sweep: str, loop: Loop | None, judge: Judge, notifies: bool) -> None:
+        self.trial = trial
+        self._number = number
+        self._sweep = sweep
+        self._loop = loop
+        self._notifies = notifies
+        self.result = stored_result(trial)
+        self.aborted = False
+        self._judge = judge
+        self.signals = StopSignals()  # a trial that waits, and is asked to stop, does not start
+        self._evaluations: dict[int, MetricRow] = {}  # by step
+        if is_over(self.result):
+            for epoch, value in self.result.evaluations:
+                judge.is_worse(number, trial.name, epoch, value)  # the others are compared with it
+            judge.end(number, self.result)
+
+    def train(self, gpus: str | None, group: RunGroup | None) -> None:
+        """Train until the trial ends, beside those of its ``group``, or alone. One that fails raises nothing."""
+        if self.aborted or self.signals.stop_request is not None:
+            return
+        try:
+            config = dataclasses.replace(self.trial.config, resume=self.trial.store.exists(CONFIG))
+            if config.backend == "ray":  # this process is in the cluster already
+                config = dataclasses.replace(config, address=None)
+            elif group is not None:  # its part of this machine
+                device = config.device if gpus is None else f"cuda:{gpus}"
+                config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
+            request = TrainRequest(
+                loop=self._loop,
+                view=self._follow,
+                signals=self.signals,
+                group=group,
+                sweep=self._sweep,
+                notifies=self._notifies,
+            )
+            start_run(config, request)
+            self._judge.end(self._number, self.result)
+        except KeyboardInterrupt:
+            self.result = dataclasses.replace(self.result, status="interrupted")
+        except Exception as error:
+            reason = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
+            self.result = dataclasses.replace(self.result, status="failed", reason=reason)
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Note how the run stands, as its view, and stop it if it is worse than the others."""
+        if self.aborted:
+            raise KeyboardInterrupt
+        if snapshot.first_row == 0:
+            self._evaluations.clear()
+        for row in snapshot.rows:
+            if row.kind == "evaluation":
+                self._evaluations[row.step] = row
+                value = row.metrics.get(self.trial.metric)
+                if value is not None and self._judge.is_worse(self._number, self.trial.name, row.epoch, value):
+                    reason = StopReason("early_stopping", metric=self.trial.metric, value=value, count=row.epoch)
+                    self.signals.request_stop(reason)
+        self.result = self.result.now(snapshot, self._evaluations.values())
