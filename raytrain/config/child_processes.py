@@ -39,11 +39,11 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
     """Return how ``value`` is made in another process; NotImplemented to have it pickled as usual."""
     if not isinstance(value, (type, FunctionType)):
         return NotImplemented
-    found = None
+    named = None  # what the other process would find by the name
     with suppress(AttributeError):
-        found = operator.attrgetter(value.__qualname__)(sys.modules.get(value.__module__))
+        named = operator.attrgetter(value.__qualname__)(sys.modules.get(value.__module__))
     files = own_files()
-    if found is not value:
+    if named is not value:
         return _from_value, (pickle_own_code(value), files)
     if (path := files.get(value.__module__)) is not None:
         return _from_file, (value.__module__, path, value.__qualname__)

@@ -29,7 +29,7 @@ class DataOptions:
     test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
     """Images to measure once, at the end; without other images for validation, they are for validation instead."""
     labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
-    """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet), also in a bucket: rows of images; column split splits."""
+    """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet) or its URL: a row per image; column split: its part."""
     validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = None
     """Label file of the validation images, which are below --validation-data, or else below --data."""
     test_labels: Annotated[str | None, Mark.SHARED_PLACE] = None

@@ -43,7 +43,7 @@ class EvaluationOptions:
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
-        """What evaluations measure besides what they always do: ``metrics``, and what ``best`` and ``until`` name."""
+        """Further metrics of each evaluation: ``metrics``, and those that ``best`` and ``until`` name."""
         chosen = self.best, self.target and self.target[0]
         named = [*self.metrics, *(name for name in chosen if name is not None and _NAMED.fullmatch(name))]
         return tuple(dict.fromkeys(named))

@@ -18,7 +18,7 @@ _DEVICE = r"auto|cpu|cuda|cuda:(\d+(,\d+)*|[A-Za-z][\w-]*)"
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour costs, in dollars: of each machine, or of each GPU, by a part of its name."""
+    """Prices of an hour in dollars: of each machine, or of each GPU by a part of its name."""
 
     per_machine: float | None = None
     by_gpu: tuple[tuple[str, float], ...] = ()
@@ -29,8 +29,8 @@ class Prices:
 
         Example: ``Prices.parse(["A100=1.8"]).of_gpu("NVIDIA A100-SXM4-80GB") == 1.8``
         """
-        found = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+)", text) for text in texts]
-        parts = [(match[1], float(match[2])) for match in found if match]
+        matched = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+)", text) for text in texts]
+        parts = [(match[1], float(match[2])) for match in matched if match]
         of_gpus = tuple((gpu, price) for gpu, price in parts if gpu)
         if len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
             raise UsageError(

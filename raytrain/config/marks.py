@@ -1,4 +1,4 @@
-"""What an option is like: marks in the annotation of its field, each read where it matters.
+"""Marks of options: properties in the annotation of a field, each read where it matters.
 
 Everything about an option stands in one place, its field: its type and limits, its default, its help, and its marks::
 

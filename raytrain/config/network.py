@@ -22,6 +22,8 @@ Resize = Literal["stretch", "crop", "pad"]
 CropFraction = Annotated[float, Interval(gt=0, le=1)]
 Interpolation = Literal["bilinear", "bicubic"]
 Resizer = Literal["pillow", "cykooz"]
+Decoder = Literal["cpu", "gpu"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 DEFAULT_SIZE: Size = (224, 224)
 
@@ -66,7 +68,10 @@ class NetworkOptions:
     """How pixels are computed if an image is resized; by default as timm's weights want it, or bilinear."""
     resizer: Annotated[Literal["auto", Resizer], Mark.DECIDED_AT_START] = "auto"
     """Library that resizes JPEGs for training, bilinearly. auto: cykooz-resizer if all nodes have it, else Pillow,
-    which is slower; pixels differ by up to 1 of 255. Other images, such as those for testing, are resized by Pillow."""
+    which is slower; pixels differ by up to 1 of 255. All other images are resized by Pillow."""
+    decoder: Annotated[Literal["auto", Decoder], Mark.DECIDED_AT_START] = "auto"
+    """What decodes JPEGs for training. gpu: each worker's GPU, which needs raytrain[gpu-decoder]; the workers then get
+    files in place of pixels. auto: gpu if all workers can, else cpu. All other images are decoded by CPUs."""
     mean: Annotated[tuple[float, ...] | None, Mark.DECIDED_AT_START] = None
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
     std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = None
@@ -79,10 +84,14 @@ class NetworkOptions:
     batch_norm: Annotated[Literal["sync", "aggregate", "frozen"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = "sync"
     """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics;
     frozen with the statistics of the initial weights, which stay as they are."""
-    channels_last: Annotated[bool, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = False
-    """Store images and weights in channels-last memory format, which is faster on most hardware."""
-    compile: Annotated[bool, Mark.SWEEPABLE] = False
-    """Compile the network with torch.compile."""
+    channels_last: Annotated[bool | Literal["auto"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.DECIDED_AT_START] = (
+        "auto"
+    )
+    """Store images and weights in channels-last memory format; without a value: on. auto: on GPUs, for networks of
+    convolutions that --model names and that take such images."""
+    compile: Annotated[bool | CompileMode, Mark.SWEEPABLE] = False
+    """Compile the network with torch.compile, in a mode of it; without a value: default. reduce-overhead records CUDA
+    graphs, which small networks gain by; max-autotune tries more kernels, and records them, too."""
     gradient_checkpointing: Annotated[bool, Mark.SWEEPABLE] = False
     """Compute parts of the network twice, to need less memory."""
 
@@ -97,6 +106,11 @@ class NetworkOptions:
             except (ValueError, SyntaxError, MemoryError, RecursionError):
                 options[name] = text
         return options
+
+    @property
+    def compile_mode(self) -> CompileMode | None:
+        """The mode in which the network is compiled; None if it is not."""
+        return "default" if self.compile is True else self.compile or None
 
     @property
     def full_image_size(self) -> ImageSize:

@@ -141,6 +141,8 @@ class OptimisationOptions:
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
     accumulate: Annotated[PositiveInt | Literal["auto"], Mark.SWEEPABLE, TakenBy("batch.microbatches")] = 1
     """Compute each global batch in this many microbatches, one by one, to need less memory; auto: as few as fit."""
+    gradient_dtype: Annotated[Literal["bfloat16"] | None, Mark.SWEEPABLE] = None
+    """bfloat16: gradients travel between the workers at half the bytes, and are added up in float32."""
     max_steps: Annotated[PositiveInt | None, Mark.SWEEPABLE] = None
     """Finish after this many steps, even in the middle of an epoch."""
     max_time: Annotated[str | None, "TIME", Mark.SWEEPABLE] = None
@@ -153,7 +155,7 @@ class OptimisationOptions:
 
     @property
     def is_range_test(self) -> bool:
-        """True if the learning rate rises to find a good one: then no checkpoint is kept, and the end is not tested."""
+        """True if the learning rate rises to find a good one: then no checkpoint is kept, and nothing is evaluated."""
         return self.learning_rate_schedule.shape == "rising"
 
     @property

@@ -22,6 +22,7 @@ from raytrain.config.marks import Mark, Synonym, TakenBy
 from raytrain.config.network import (
     DEFAULT_SIZE,
     CropFraction,
+    Decoder,
     ImageSize,
     Interpolation,
     NetworkOptions,
@@ -58,7 +59,7 @@ class RunOptions:
     loop: Annotated[str | None, Mark.COMMON, Mark.OWN_CODE, Mark.OF_LAUNCHER] = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     seed: Annotated[int, Mark.SWEEPABLE] = 0
-    """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
+    """Seed of the initial weights, the sample order, the augmentation and the images held out for validation."""
     log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 10
     """Steps between rows of the metrics history."""
     track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE] = ()
@@ -159,6 +160,8 @@ class TrainConfig(
         std: tuple[float, ...],
         fastest_precision: Precision = "float32",
         fastest_resizer: Resizer = "pillow",
+        fastest_decoder: Decoder = "cpu",
+        channels_last: bool = False,
     ) -> ResolvedConfig:
         """Return the options of a run that starts, with everything decided.
 
@@ -184,6 +187,10 @@ class TrainConfig(
             options["precision"] = fastest_precision
         if self.resizer == "auto":
             options["resizer"] = fastest_resizer
+        if self.decoder == "auto":
+            options["decoder"] = fastest_decoder
+        if self.channels_last == "auto":
+            options["channels_last"] = channels_last
         # An elastic run keeps its range, so that a resumed one may have another number of workers.
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
@@ -228,11 +235,22 @@ def _check_sections_fit(config: TrainConfig) -> None:
             "and needs at least two epochs to grow in."
         )
 
-    # Random crops of the originals decode other pixels in each epoch, so there is nothing to keep in memory.
-    if config.cache == "memory" and config.crops_originals:
+    # Random crops of the originals decode other pixels in each epoch: only files can be kept in memory.
+    if config.cache == "memory" and config.crops_originals and config.decoder != "gpu":
         raise UsageError(
             "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
-            "1.15 to cut the crops from images in memory, or omit --cache memory."
+            "1.15 to cut the crops from images in memory, or --decoder gpu to keep files there, or omit --cache memory."
+        )
+    if config.decoder == "gpu" and config.transforms is not None:
+        raise UsageError(
+            f"--decoder is gpu, and --transforms {config.transforms} changes images on the CPU, before they reach a "
+            "GPU; omit one of them."
+        )
+
+    # Whoever computes in float64 wants digits that bfloat16 does not have.
+    if config.gradient_dtype == "bfloat16" and config.precision == "float64":
+        raise UsageError(
+            "--gradient-dtype is bfloat16, which keeps 8 of the 53 bits of --precision float64; omit one of them."
         )
 
     # An image that is shifted by its whole side is gone. Without --image-size, the model decides on it later.
@@ -310,3 +328,5 @@ class ResolvedConfig(TrainConfig):
     crop_fraction: CropFraction = 0.875
     interpolation: Interpolation = "bilinear"
     resizer: Resizer = "pillow"
+    decoder: Decoder = "cpu"
+    channels_last: bool = False

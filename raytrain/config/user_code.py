@@ -35,12 +35,15 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
     Example: ``load_function("--loop", "my_loop.py:train")``
     """
+    # Import the module; an error on the way is the user's, in one sentence.
     place, _, function_name = name.rpartition(":")
     if not place:
         raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
     with in_one_sentence(f"{option} {name} cannot be imported"):
         if place.endswith(".py"):
-            module = _import_file(option, Path(place))
+            if not Path(place).is_file():
+                raise _no_file(option, Path(place))
+            module = import_own_file(place)
         else:
             try:
                 module = importlib.import_module(place)
@@ -49,6 +52,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
                     raise  # the module exists, but something that it imports does not
                 raise _no_module(option, name, error.name) from None
 
+    # Take the function from it.
     function = getattr(module, function_name, None)
     if function is None:
         raise no_function(option, name, dir(module))
@@ -57,13 +61,6 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
             f"{option} {name}: {function_name} in {place} is of type {type(function).__name__}, no function."
         )
     return function
-
-
-def _import_file(option: str, path: Path) -> ModuleType:
-    """Import the file that ``option`` names; raise UsageError if there is none."""
-    if not path.is_file():
-        raise _no_file(option, path)
-    return import_own_file(path)
 
 
 _OWN = "raytrain_own_"  # begins the name of a module that is imported from a file: it must not hide one of that name

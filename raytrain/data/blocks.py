@@ -1,7 +1,8 @@
-"""Blocks of decoded images, as Arrow tables too; a data set of them; and local batches, assembled from them ahead.
+"""Blocks of images, as Arrow tables too; a data set of them; and local batches, assembled from them ahead.
 
-Images are decoded in blocks, because a task or a message for each would cost more than its decoding. A worker gets its
-blocks in one of two ways. A stream brings the blocks of its own order: :func:`batches_from_stream` cuts them where a
+Images are read in blocks, because a task or a message for each would cost more than its decoding. They are decoded in
+them, or remain files, which the worker decodes (:class:`Files`); both go the same way. A worker gets its blocks in one
+of two ways. A stream brings the blocks of its own order: :func:`batches_from_stream` cuts them where a
 local batch ends. A cache holds the blocks of the whole data set, in an order that no epoch shares:
 :func:`batches_from_cache` picks the images of a local batch out of all of them. :class:`Prefetch` does either ahead.
 """
@@ -13,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,10 +30,59 @@ from raytrain.data.plan.permutation import Int64s
 
 
 @dataclass(frozen=True)
-class Block:
-    """Decoded images that are moved together. A label below 0 marks an image that could not be read."""
+class Files:
+    """Files of n images, each a part of one array, in place of an array of n decoded images.
 
-    images: npt.NDArray[np.uint8]  # (n, H, W, C)
+    As of such an array, ``files[rows]`` are some of them, by a slice, indices or a mask, without a copy.
+
+    Example:
+        >>> files = Files(np.frombuffer(b"abcde", np.uint8), np.array([0, 2]), np.array([2, 3]))
+        >>> files[1:].contents()
+        [b'cde']
+    """
+
+    data: Pixels  # (bytes,)
+    starts: Int64s  # (n,)
+    lengths: Int64s  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, rows: Any) -> Files:
+        return Files(self.data, self.starts[rows], self.lengths[rows])
+
+    def put(self, index: int, content: Pixels) -> None:
+        """Write the content of a file at its start."""
+        start = self.starts[index]
+        self.data[start : start + len(content)] = content
+        self.lengths[index] = len(content)
+
+    def contents(self) -> list[bytes]:
+        """Return a copy of each file."""
+        parts = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return [self.data[start : start + length].tobytes() for start, length in parts]
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Files]) -> Files:
+        """Copy the files of all ``pieces`` into one array, one after the other."""
+        lengths = np.concatenate([piece.lengths for piece in pieces])
+        ends = np.cumsum(lengths)
+        files = cls(np.empty(ends[-1] if len(ends) else 0, np.uint8), ends - lengths, lengths)
+        parts = [
+            piece.data[start : start + length]
+            for piece in pieces
+            for start, length in zip(piece.starts.tolist(), piece.lengths.tolist(), strict=True)
+        ]
+        if parts:
+            np.concatenate(parts, out=files.data)
+        return files
+
+
+@dataclass(frozen=True)
+class Block:
+    """Images that are moved together. A label below 0 marks an image that could not be read."""
+
+    images: Any  # decoded ones, uint8 (n, H, W, C), or Files
     labels: Int64s  # (n,)
     draws: Int64s  # (n,), see BatchPlan.draws
 
@@ -54,17 +104,30 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     """Return the block in a table of :func:`to_table`, without a copy."""
     table = table.combine_chunks()  # without a copy of the only chunk, as a column's own method makes
     column = table.column("image").chunk(0)
+    labels, draws = numbers(table.column("label")), numbers(table.column("draw"))
+    if "length" in table.column_names:
+        _, starts, data = column.buffers()
+        starts = np.frombuffer(starts, np.int64)[column.offset : column.offset + len(column)]
+        return Block(Files(np.frombuffer(data, np.uint8), starts, numbers(table.column("length"))), labels, draws)
     pixels = np.frombuffer(column.buffers()[1], np.uint8)
     start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
-    images = pixels[start:stop].reshape(-1, *shape)
-    return Block(images, numbers(table.column("label")), numbers(table.column("draw")))
+    return Block(pixels[start:stop].reshape(-1, *shape), labels, draws)
 
 
 def to_table(block: Block) -> pa.Table:
-    """Return a block as a table, without a copy: the columns are image (H*W*C bytes), label and draw."""
-    kind = pa.binary(block.images[0].size)
-    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(block.images), [None, pa.py_buffer(block.images)])
-    return pa.table({"image": column, "label": number_array(block.labels), "draw": number_array(block.draws)})
+    """Return a block as a table, without a copy: the columns are image (H*W*C bytes), label and draw.
+
+    A file is in the column image, too, which may end with undefined bytes after the ``length`` that another column has.
+    """
+    images = block.images
+    numbers_of = {"label": number_array(block.labels), "draw": number_array(block.draws)}
+    if isinstance(images, Files):  # one after the other, as they are read
+        starts = np.append(images.starts, len(images.data))
+        buffers = [None, pa.py_buffer(starts), pa.py_buffer(images.data)]
+        column = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(images), buffers)
+        return pa.table({"image": column, "length": number_array(images.lengths), **numbers_of})
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(images[0].size), len(images), [None, pa.py_buffer(images)])
+    return pa.table({"image": column, **numbers_of})
 
 
 class Buffers:
@@ -126,16 +189,21 @@ class CachedBlocks:
         # Each block is asked for once: the places in the batch, sorted by row, fall into runs of one block.
         order = np.argsort(rows, kind="stable")
         numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
-        images: npt.NDArray[np.uint8] | None = None
+        images: Pixels | None = None
+        files: list[Files] = []
         labels = np.empty(len(draws), np.int64)
         for number, targets in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
             block = self._block(number)
             sources = rows[targets] - number * self._rows_per_block
+            labels[targets] = block.labels[sources]
+            if isinstance(block.images, Files):
+                files.append(block.images[sources])
+                continue
             if images is None:
                 images = self._buffers.take((len(draws), *block.images.shape[1:]))
             images[targets] = block.images[sources]
-            labels[targets] = block.labels[sources]
-        assert images is not None
+        if images is None:  # files came in the order of their blocks
+            return Block(Files.joined(files)[np.argsort(order)], labels, draws)
         return Block(images, labels, draws)
 
 
@@ -172,11 +240,26 @@ class LocalBatch:
     """One worker's slice of a global batch, without the images that could not be read."""
 
     batch: GlobalBatch
-    images: npt.NDArray[np.uint8]  # (m, H, W, C)
+    images: Any  # uint8 (m, H, W, C), an array, or a tensor if a device has decoded them; or Files
     labels: Int64s  # (m,)
     samples: Int64s  # (m,), indices into the manifest
     draws: Int64s  # (m,), what random numbers depend on: see BatchPlan.draws
     microbatch_sizes: tuple[int, ...]  # how many of the m are in each microbatch
+
+    def without(self, unreadable: npt.NDArray[np.bool_]) -> LocalBatch:
+        """Return the batch without the images, (m,), that are ``unreadable``."""
+        if not unreadable.any():
+            return self
+        kept = ~unreadable
+        microbatches = np.split(kept, np.cumsum(self.microbatch_sizes)[:-1])
+        return replace(
+            self,
+            images=self.images[kept],
+            labels=self.labels[kept],
+            samples=self.samples[kept],
+            draws=self.draws[kept],
+            microbatch_sizes=tuple(int(rows.sum()) for rows in microbatches),
+        )
 
 
 def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_step: int) -> Iterator[LocalBatch]:
@@ -198,8 +281,12 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
         # Rows of one block are used where they are; those of several are copied into one array.
         rows = pieces[0] if pieces else _NO_ROWS
         if len(pieces) > 1:
-            images = buffers.take((sum(map(len, pieces)), *pieces[0].images.shape[1:]))
-            np.concatenate([piece.images for piece in pieces], out=images)
+            parts: list[Any] = [piece.images for piece in pieces]
+            if isinstance(parts[0], Files):
+                images = Files.joined(parts)
+            else:
+                images = buffers.take((sum(map(len, pieces)), *parts[0].shape[1:]))
+                np.concatenate(parts, out=images)
             labels = np.concatenate([piece.labels for piece in pieces])
             rows = Block(images, labels, np.concatenate([piece.draws for piece in pieces]))
         yield _local_batch(partition, batch, rows)
@@ -215,14 +302,8 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
 
 def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block) -> LocalBatch:
     """Return the local batch of these rows, without the images that could not be read."""
-    microbatch_sizes: Sequence[int] = partition.microbatch_sizes(batch)
-    images, labels, draws = rows.images, rows.labels, rows.draws
-    readable = labels >= 0
-    if not readable.all():
-        images, labels, draws = images[readable], labels[readable], draws[readable]
-        microbatch_sizes = [int(rows.sum()) for rows in np.split(readable, np.cumsum(microbatch_sizes)[:-1])]
-    samples = samples_of(draws, partition.plan.num_samples)
-    return LocalBatch(batch, images, labels, samples, draws, tuple(microbatch_sizes))
+    samples, sizes = samples_of(rows.draws, partition.plan.num_samples), partition.microbatch_sizes(batch)
+    return LocalBatch(batch, rows.images, rows.labels, samples, rows.draws, sizes).without(rows.labels < 0)
 
 
 class Prefetch(Iterator[T]):

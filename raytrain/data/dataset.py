@@ -72,17 +72,15 @@ class Dataset:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes of all decoded training images, and of all validation images."""
-        train_bytes = len(self.train) * self.train_format.shape.num_bytes
+        """Bytes of all training images, decoded or as files, and of all validation images, decoded."""
+        train_bytes = int(self.train.sizes_bytes.sum())
+        if not self.train_format.as_files:
+            train_bytes = len(self.train) * self.train_format.shape.num_bytes
         return train_bytes, len(self.validation) * self.evaluation_format.shape.num_bytes
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """Return the global batches of a run with these options."""
         return training_plan(config, self.train)
-
-    def validation_plan(self, num_workers: int) -> BatchPlan:
-        """Return the batches in which ``num_workers`` workers evaluate the validation images."""
-        return evaluation_plan(self.validation, num_workers)
 
     def read_by(self, config: ResolvedConfig) -> Dataset:
         """Return the same images, decoded as a run with these options decided."""
@@ -153,19 +151,19 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         tables["train"] = tables["train"].with_parts(below)
 
     # A run that resumes has manifests. They are used unless other images or labels are asked for now.
-    found = _stored_parts(run_store) if run_store else {}
-    stored_train = found.get("train")
+    manifests = _stored_parts(run_store) if run_store else {}
+    stored_train = manifests.get("train")
     asked_for: set[tuple[str, str]] = set()
     for part, store in stores.items():
         table = tables.get(part, tables.get("train"))
         digest = table.digest if table else ""
         asked_for.add((store.url, digest_of_pattern(config.label_pattern) if config.label_pattern else digest))
-    if {(manifest.url, manifest.labels_digest) for manifest in found.values()} != asked_for:
+    if {(manifest.url, manifest.labels_digest) for manifest in manifests.values()} != asked_for:
         if config.label_pattern is not None:
             bad = config.max_bad_fraction
             tables |= {part: table_by_pattern(stores[part], config.label_pattern, columns, bad) for part in stores}
-        found = labelled_parts(config, stores, tables)
-    train, validation, test = found["train"], found["validation"], found.get("test")
+        manifests = labelled_parts(config, stores, tables)
+    train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
     format = evaluation_format(config)
     mean, std = config.mean, config.std
@@ -191,11 +189,11 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 def _stored_parts(run_store: Store) -> dict[Part, Manifest]:
     """Return the manifests that a run has stored; none if it is new."""
     documents: dict[Part, str] = {"train": MANIFEST, "validation": VALIDATION_MANIFEST, "test": TEST_MANIFEST}
-    found: dict[Part, Manifest] = {}
+    manifests: dict[Part, Manifest] = {}
     for part, document in documents.items():
         with suppress(FileNotFoundError):
-            found[part] = Manifest.from_parquet(run_store.get(document))
-    return found if "validation" in found else {}
+            manifests[part] = Manifest.from_parquet(run_store.get(document))
+    return manifests if "validation" in manifests else {}
 
 
 def evaluation_plan(images: Manifest, num_workers: int) -> BatchPlan:
@@ -235,16 +233,18 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
 
 def training_format(config: TrainConfig) -> ImageFormat:
     """Return how images are decoded for training: at random parts, or with a margin if random crops are cut later."""
-    shape, cropping = evaluation_format(config)
+    shape, cropping, _ = evaluation_format(config)
     resizer = "pillow" if config.resizer == "auto" else config.resizer
     cropping = replace(cropping, resizer=resizer)
+    as_files = config.decoder == "gpu"
     if not config.random_resized_crop:
-        return ImageFormat(shape, cropping)
+        return ImageFormat(shape, cropping, as_files)
     height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
     crop_seed = config.seed if config.crops_originals else None
     return ImageFormat(
         ImageShape(height, width, config.channels),
         Cropping(crop_seed=crop_seed, interpolation=cropping.interpolation, resizer=resizer),
+        as_files,
     )
 
 
@@ -253,7 +253,7 @@ def measure_mean_std(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
-    images = readable_images(store, chosen, *format)
+    images = readable_images(store, chosen, format.shape, format.cropping)
     sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
     for image in images:
         values = image.reshape(-1, format.shape.channels) / 255

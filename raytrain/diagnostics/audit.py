@@ -24,7 +24,7 @@ from raytrain.storage.store import Store
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """How the samples of the traced steps of one epoch were used. ``epoch`` is counted from 1."""
+    """Use of the samples in the traced steps of one epoch. ``epoch`` is counted from 1."""
 
     epoch: int
     planned: int  # samples that these steps should have used; with balanced sampling, each as often as it was drawn
@@ -42,7 +42,7 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What :func:`audit` found in the steps ``first_step`` to ``last_step``, which are those with a trace."""
+    """Result of :func:`audit` for the steps ``first_step`` to ``last_step``, which are those with a trace."""
 
     run: str
     first_step: int

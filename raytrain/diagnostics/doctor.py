@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What :func:`diagnose` found. Contains no secret.
+    """Findings of :func:`diagnose`. Contains no secret.
 
     ``failures`` prevent training, ``warnings`` do not. ``placement`` is that of ``--workers auto``, None if the cluster
     is too small for any. ``all_reduce`` is None on a single node, and if a node did not answer.

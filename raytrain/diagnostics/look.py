@@ -29,8 +29,7 @@ from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, 
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.launch.suspicious_pictures import read_pictures
 from raytrain.runs.documents import new_name, plain, run_store
-from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.suspicious_labels import NUM_SHOWN
+from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
@@ -48,7 +47,7 @@ _MAX_SIDE = 256  # height and width, in pixels, beyond which images are made sma
 
 @dataclass(frozen=True)
 class ClassCount:
-    """How many images a class has."""
+    """Number of images of a class in each part."""
 
     name: str
     training: int
@@ -72,7 +71,7 @@ class MinMedianMax(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSample:
-    """What ``images`` random images are like."""
+    """Formats and sizes of ``images`` random images, and those that cannot be read."""
 
     images: int
     formats: dict[str, int]
@@ -103,7 +102,7 @@ class SuspiciousImages:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookResult:
-    """What a data set has: its classes, its files, and its first images as a network would see them."""
+    """Contents of a data set: its classes, its files, and its first images as a network would see them."""
 
     title: str
     data: str
@@ -135,7 +134,7 @@ class LookResult:
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | None = None) -> LookResult:
-    """Look at the images that a run with these options would be trained and tested on. Trains and writes nothing.
+    """Look at the images that a run with these options would be trained and evaluated on. Trains and writes nothing.
 
     No more files are read after ``limit_s`` seconds; the result says how many were. Of a run that is there, which
     ``config`` resumes, it has the images whose labels look wrong, and ``write_labels`` is a label file to write. Raises
@@ -187,7 +186,7 @@ def _suspicious_images(
         return None
     files = write_labels(ranked, data, write_to) if write_to is not None else {}
     rows = tuple(row for row in ranked.table.slice(0, _MAX_SUSPICIOUS).to_pylist() if row["draws"])
-    pixels = read_pictures(data, ranked.samples[: min(NUM_SHOWN, len(rows))].tolist(), _MAX_SIDE)
+    pixels = read_pictures(data, ranked.samples[: min(NUM_SUSPICIOUS_SHOWN, len(rows))].tolist(), _MAX_SIDE)
     return SuspiciousImages(rows, tuple(pixels), files)
 
 
@@ -248,16 +247,17 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     """Read the images of ``draws``, (n,), in a process of its own, and augment them as the first step would."""
     plan = data.plan(config)
-    with ImageReader(data.train_store, *data.train_format, isolated=True) as reader:
+    shape, cropping, _ = data.train_format  # not as files: they are decoded here, whatever --decoder says
+    with ImageReader(data.train_store, shape, cropping, isolated=True) as reader:
         block, _ = reader.read_draws(data.train, draws, epoch=0)
     readable = block.labels >= 0
     images, labels, draws = block.images[readable], block.labels[readable], draws[readable]
     samples = samples_of(draws, plan.num_samples)
     local = LocalBatch(plan.batch(0), images, labels, samples, draws, (len(draws),))
-    own = load_optional("--transforms", config.transforms)
-    if own is not None:
-        local = replace(local, images=UserTransforms(config, own)(images, draws, epoch=0))
-    augment = Augment(config, crops=own is None)
+    users_transforms = load_optional("--transforms", config.transforms)
+    if users_transforms is not None:
+        local = replace(local, images=UserTransforms(config, users_transforms)(images, draws, epoch=0))
+    augment = Augment(config, crops=users_transforms is None)
     return to_batch(local, augment, torch.device("cpu"), training=True, label_sets=_label_sets(data))
 
 

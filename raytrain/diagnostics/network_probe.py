@@ -54,7 +54,7 @@ def interface_of(address: str) -> Interface | None:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """How fast all nodes together added up a tensor with ``backend``, as a bus bandwidth; else why they could not."""
+    """Bus bandwidth at which all nodes together added up a tensor with ``backend``; else the ``problem``."""
 
     backend: str
     num_nodes: int

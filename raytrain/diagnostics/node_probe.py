@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 _NUM_OBJECTS_READ = 48
 _TORCH_TIMEOUT_S = 60.0
-_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 _WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # with it, each node would have a problem of its own
-_TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
+TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What every node checks. Contains no secret: the stores and ``lent`` fetch credentials on the node."""
+    """Stores that every node checks. Contains no secret: the stores and ``lent`` fetch credentials on the node."""
 
     data: Store | None = None
     storage: Store | None = None
@@ -52,7 +52,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ReadSpeed:
-    """How fast a node listed and read a few dozen images or packed shards."""
+    """Speed at which a node listed and read a few dozen images or packed shards."""
 
     listing_s: float
     num_images: int
@@ -69,13 +69,13 @@ class Disk:
 
     @property
     def used_fraction(self) -> float:
-        """How full it is, from 0 to 1."""
+        """Used fraction of the disk, from 0 to 1."""
         return 1 - self.free_bytes / self.total_bytes
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node found; None for what failed or was not checked. ``problems`` are sentences that say what to do."""
+    """Report of a node; None for what failed or was not checked. ``problems`` are sentences that say what to do."""
 
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...]
@@ -95,11 +95,15 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     started = time.time()
     problems: dict[str, None] = {}  # ordered, each sentence once
     data, storage = request.data, request.storage
+
+    # What the machine has.
     own_gpus = gpus()
     disk = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
     shm_bytes = None
     with suppress(OSError):
         shm_bytes = shutil.disk_usage("/dev/shm").total
+
+    # What it can do; an attempt that fails adds a sentence to the problems.
     if own_gpus and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
     return NodeReport(
@@ -193,7 +197,7 @@ def _check_writable(store: Store) -> bool:
 def _check_torch() -> None:
     """Compute on the first GPU; raise UsageError with torch's words if that fails."""
     try:
-        python_with_all_gpus(["-c", _TORCH_CHECK], _TORCH_TIMEOUT_S)
+        python_with_all_gpus(["-c", TORCH_CHECK], _TORCH_TIMEOUT_S)
     except UsageError as error:
         raise UsageError(
             f"torch cannot compute on the GPUs ({error}); install an NVIDIA driver and a torch that fit each other."
@@ -211,7 +215,7 @@ class Node(ClusterNode):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What the node found wrong, or why it has not answered, as sentences that say what to do."""
+        """Problems that the node found, or why it has not answered, as sentences that say what to do."""
         return self.report.problems if self.report else (self.error or "",)
 
     def devices(self) -> dict[str, Any]:
@@ -228,7 +232,7 @@ def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     Example: ``probe_nodes(ProbeRequest())`` probes their hardware and software alone.
     """
     asked = time.time()
-    results = run_on_each_node(lambda node: probe_node(request, node), _TIMEOUT_S)
+    results = run_on_each_node(lambda node: probe_node(request, node), TIMEOUT_S)
     answered = time.time()
     nodes: list[Node] = []
     for result in results:

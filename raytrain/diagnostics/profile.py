@@ -27,9 +27,9 @@ from raytrain.config.values import Location
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
-from raytrain.training.batch import Batch
+from raytrain.training.batch import Batch, Epoch
 from raytrain.training.optimizer_steps import optimizer_hooks
-from raytrain.training.run import WAIT_FOR_DATA, Epoch, Run
+from raytrain.training.run import WAIT_FOR_DATA, Run
 
 Interval = tuple[float, float]  # start and end, in microseconds
 PHASES = ("waiting for data", "copy and augmentation", "forward", "backward", "all-reduce", "optimizer", "other")
@@ -38,7 +38,7 @@ _MANY_EPOCHS = 1000  # the loop ends the run, not the plan; an epoch may have a 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Where the time of a step goes, on average over the profiled steps."""
+    """Time of a step by phases, on average over the profiled steps."""
 
     workers: tuple[dict[str, float], ...]  # seconds of each phase, for each worker
     traces: tuple[str, ...]  # A Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it
@@ -147,7 +147,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Ranges:
-    """What one worker did in its profiled steps."""
+    """Intervals of one worker's profiled steps, by what it did in them."""
 
     steps: Sequence[Interval]
     waits: Sequence[Interval]  # for the next batch

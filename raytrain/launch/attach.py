@@ -41,6 +41,7 @@ from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.prepare import PreparedRun, TrainRequest, check_named, check_named_code, prepare, settle_options
 from raytrain.launch.session import RunSession
+from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
 from raytrain.loader.process_images import ProcessImages, machine_cache
 from raytrain.loader.transform_processes import transformed
@@ -49,9 +50,8 @@ from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
@@ -110,7 +110,7 @@ def _code_of(frame: FrameType) -> Callable[[Run], None]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedInputs:
-    """What process 0 sends the others of a run; ``key`` is that of their messages."""
+    """Record that process 0 sends to the others of a run; ``key`` is that of their messages."""
 
     config: ResolvedConfig
     data: Dataset
@@ -237,13 +237,14 @@ def _prepare_on_first(
     Raises UsageError or StorageError on all processes.
     """
     launch: AttachedLaunch | None = None
+    problem = next(filter(None, group.gather(gpu_decoder_problem(device.type))), None)
 
     def prepare_run() -> AttachedInputs:
         nonlocal launch
         tracked = replace(request, trackers=open_trackers(config.track, trackers))
         prepared = opened.enter_context(prepare(settle_options(config), tracked))
         _, world_size = group.rank_and_size()
-        resolved = prepared.resolve(world_size, device.type)
+        resolved = prepared.resolve(world_size, device.type, decoder_problem=lambda _: problem)
         launch = AttachedLaunch(prepared, resolved, world_size)
         return AttachedInputs(
             config=resolved,
@@ -371,6 +372,9 @@ class MessageReporter:
     def retried(self, num_requests: int) -> None:
         self._messages.send(self._topic, ["retried", num_requests])
 
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._messages.send(self._topic, ["decoded_on_cpu", num_images, reason])
+
     def stop_requested(self) -> bool:
         """Return whether this process has got a signal. The worker asks for others' requests only worker 0."""
         request = self._signals.stop_request
@@ -485,6 +489,8 @@ class AttachedLaunch:
                 coordinator.skip([SkippedImage.from_json(image) for image in images])
             case ["retried", int(num_requests)]:
                 coordinator.retried(num_requests)
+            case ["decoded_on_cpu", int(num_images), str(reason)]:
+                coordinator.decoded_on_cpu(num_images, reason)
             case ["stop", request]:
                 coordinator.request_stop(StopReason.from_json(request))
             case ["fail", str(reason), True]:

@@ -61,7 +61,7 @@ CHOICES = {
 
 
 class Images(NamedTuple):
-    """What the images are like, as far as it decides on options."""
+    """Properties of the images that decide on options."""
 
     number: int  # of training images
     classes: int
@@ -72,7 +72,7 @@ class Images(NamedTuple):
 
 
 class Network(NamedTuple):
-    """What the network is like, as far as it decides on options."""
+    """Properties of the network that decide on options."""
 
     batch_norm: bool
     grouped: bool  # it has convolutions of groups, such as depthwise ones
@@ -247,6 +247,8 @@ def look_at_network(config: TrainConfig, images: Images) -> Network:
 def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, Any]) -> list[str]:
     """Return at most five lines that say which of the open options were ``chosen``, as flags, and why."""
     plain = auto()
+
+    # Why: one reason for each subject.
     if config.weights is not None:
         of_network = "they are photographs, and the weights know ImageNet's"
         if "weights" not in config.open_options:
@@ -268,6 +270,8 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
         "length": f"so many steps suffice for {images.number:,} images",
         "images": of_changes,
     }
+
+    # What: the options that are not as the recipe has them, in one line for each subject.
     sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
     lines = [f"Chosen for {sizes}; any flag that you give stays:"]
     for subject, names in CHOICES.items():

@@ -24,7 +24,7 @@ _WAIT_IN_DIFFERENT_PLACES = (
 
 @dataclass
 class Ending:
-    """How a run ends, as far as it is known.
+    """End of a run, as far as it is known.
 
     Attributes:
         is_checked: the network, its weights and the options fit together, so that the run may be written down.
@@ -44,7 +44,7 @@ class Ending:
 
     @property
     def has_come(self) -> bool:
-        """Whether the workers have nothing more to report."""
+        """True if the workers have nothing more to report."""
         return self.outcome is not None or self.error is not None
 
     @property
@@ -61,7 +61,7 @@ class Ending:
 class Coordinator(RunMonitor):
     """The monitor of the run in ``store``, which also hears from its workers how they end.
 
-    ``known`` is what :class:`RunMonitor` is told of the run from the start.
+    ``known`` are the other arguments of :class:`RunMonitor`.
     """
 
     def __init__(self, name: str, store: Store, **known: Any) -> None:

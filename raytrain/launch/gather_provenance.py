@@ -39,7 +39,7 @@ _STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=normal", "
 
 
 class Gathering:
-    """What an attempt is made of, while it is found out.
+    """Provenance of an attempt, while it is found out.
 
     Example:
         >>> gathering = Gathering(config, loop=None, first_step=0)
@@ -54,7 +54,9 @@ class Gathering:
 
         # Of a function that was given as such, the lines that travel to the workers: its file may be a notebook.
         sources = source_lines(loop) if loop is not None else {}
-        self._code = {each.title: "".join(each.lines[line] for line in sorted(each.lines)) for each in sources.values()}
+        self._code = {
+            source.title: "".join(source.lines[line] for line in sorted(source.lines)) for source in sources.values()
+        }
         for file in files:
             with suppress(OSError, UnicodeDecodeError):
                 self._code.setdefault(file.name, file.read_text())
@@ -127,9 +129,9 @@ class GitStatus:
 
         A file that git does not track is a change only if it is one of the user's code.
         """
-        given = os.environ.get(COMMIT_VARIABLE)
+        submitted = os.environ.get(COMMIT_VARIABLE)
         with suppress(ValueError):
-            document = json.loads(given or "")
+            document = json.loads(submitted or "")
             if matches(document, dict[str, Any]) and matches(document.get("changed_files"), list[str]):
                 return document.get("commit"), document["changed_files"]
         if self._process is None:

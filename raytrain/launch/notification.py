@@ -27,8 +27,8 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.runs.redact import keep_secret, one_line, redact
 
 _log = logging.getLogger("raytrain")
-_WEBHOOK_WITHIN_S = 5.0
-_COMMAND_WITHIN_S = 20.0
+WEBHOOK_WITHIN_S = 5.0
+COMMAND_WITHIN_S = 20.0
 _MAX_REASON = 200  # characters of an error message
 _FACTS = (
     *("name", "status", "steps", "epochs", "validation_accuracy", "test_accuracy", "seconds", "dollars", "gpu_kwh"),
@@ -96,7 +96,7 @@ class Notification:
         if self._target is None or self._thread is not None:
             return
         is_url = re.match("https?://", self._target) is not None
-        self._within_s = _WEBHOOK_WITHIN_S if is_url else _COMMAND_WITHIN_S
+        self._within_s = WEBHOOK_WITHIN_S if is_url else COMMAND_WITHIN_S
         call = _post if is_url else _run_command
         self._thread = threading.Thread(target=self._send, args=(call, message), daemon=True, name="notification")
         self._thread.start()
@@ -127,7 +127,7 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
     headers = {"Content-Type": "application/json", "User-Agent": "raytrain"}
     request = Request(url, json.dumps(message).encode(), headers, method="POST")
     try:
-        with urlopen(request, timeout=_WEBHOOK_WITHIN_S) as answer:
+        with urlopen(request, timeout=WEBHOOK_WITHIN_S) as answer:
             answer.read(1)
     except HTTPError as error:
         return f"the webhook answered {error.code} {error.reason}"
@@ -149,12 +149,12 @@ def _run_command(command: str, message: dict[str, Any]) -> str | None:
         start_new_session=True,
     )
     try:
-        _, errors = process.communicate(timeout=_COMMAND_WITHIN_S)
+        _, errors = process.communicate(timeout=COMMAND_WITHIN_S)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return f"the command has not ended within {_COMMAND_WITHIN_S:.0f} s"
+        return f"the command has not ended within {COMMAND_WITHIN_S:.0f} s"
     if process.returncode == 0:
         return None
     last = errors.decode(errors="replace").strip().rpartition("\n")[2]

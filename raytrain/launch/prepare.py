@@ -14,16 +14,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.marks import Mark
-from raytrain.config.network import Precision, Resizer, timm_name
+from raytrain.config.network import Decoder, Precision, Resizer, timm_name
 from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
 from raytrain.launch.notification import notify_target
 from raytrain.launch.placement import Placement, fastest_precision
+from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.recipes import RECIPES
@@ -64,7 +66,7 @@ Loop = Callable[["Run"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """What several runs of this process share that train at once, each with one worker.
+    """What several runs of this process share that train at once, each on its own workers.
 
     ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend shares them.
     """
@@ -76,7 +78,7 @@ class RunGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What the caller of :func:`raytrain.train` wants besides the options.
+    """Wishes of the caller of :func:`raytrain.train` besides the options.
 
     Attributes:
         loop: the caller's own training loop, if any.
@@ -87,6 +89,8 @@ class TrainRequest:
         restarting: this process has trained the run before, and lost its coordinator: requests to stop the run that are
             in storage are still valid.
         group: the group of the runs beside which it trains, if any.
+        sweep: the name of the sweep that it is a trial of, if any.
+        notifies: whether ``--notify`` tells how it ends.
         command: what trains it: the function of :mod:`raytrain` that resumes it, in the sentence of a failure.
     """
 
@@ -97,6 +101,8 @@ class TrainRequest:
     started_at: float = field(default_factory=time.monotonic)
     restarting: bool = False
     group: RunGroup | None = None
+    sweep: str | None = None
+    notifies: bool = True
     command: str = "train"
 
 
@@ -111,6 +117,9 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
     from raytrain.training.model_names import check_model_name, check_optimizer_name
 
     check_named(config)
+    if config.decoder == "gpu" and config.device_type == "cpu":
+        choose_decoder(config, gpu_decoder_problem("cpu"))
+    _check_recordable(config, config.device_type)
     # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
     if loop is None and config.loop is None:
         config.check_learning_rate()
@@ -124,6 +133,15 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
         check_module("--loop", config.loop)
         check_named_function("--loop", config.loop, is_loop=True)
     check_named_code(config)
+
+
+def _check_recordable(config: TrainConfig, device: str) -> None:
+    """Raise UsageError if ``--compile`` asks for CUDA graphs on a CPU; ``device`` may be auto."""
+    if config.compile_mode == "reduce-overhead" and device == "cpu":
+        raise UsageError(
+            "--compile is reduce-overhead, which records CUDA graphs, and this run trains on CPUs; give --compile "
+            "default, or train on a GPU."
+        )
 
 
 def check_named_code(config: TrainConfig) -> None:
@@ -245,6 +263,8 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
         config,
         precision=before.precision if config.precision == "auto" else config.precision,
         resizer=before.resizer if config.resizer == "auto" else config.resizer,
+        decoder=before.decoder if config.decoder == "auto" else config.decoder,
+        channels_last=before.channels_last if config.channels_last == "auto" else config.channels_last,
         **{option: getattr(before, option) for option in undecided},
     )
 
@@ -330,6 +350,21 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     )
 
 
+def choose_decoder(config: TrainConfig, problem: str | None) -> Decoder:
+    """Return what decodes the training images of a run whose workers' GPUs have a ``problem`` with it, or None.
+
+    Raises UsageError if they have, and ``--decoder gpu`` asks for them.
+    """
+    if config.decoder == "gpu" and problem is not None:
+        raise UsageError(
+            f"--decoder is gpu, by this command or as the run began, and {problem}; give --decoder cpu, with which "
+            "pixels differ by some of 255."
+        )
+    if config.decoder == "auto":
+        return "cpu" if problem else "gpu"
+    return config.decoder
+
+
 def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) -> tuple[TrainConfig, Dataset]:
     """Return the images that ``config`` names, and the options with all that the images and the weights decide.
 
@@ -400,11 +435,26 @@ class PreparedRun(TrainRequest):
         device: str,
         fastest_precision: Callable[[str], Precision] = fastest_precision,
         fastest_resizer: Callable[[], Resizer] = fastest_resizer,
+        decoder_problem: Callable[[str], str | None] | None = None,
+        suits_channels_last: Callable[[], bool] | None = None,
     ) -> ResolvedConfig:
         """Return the options with everything decided.
 
-        The last two functions, which may ask all nodes of a cluster, are only called if the options are ``auto``.
+        The functions, which may ask all nodes of a cluster, are only called if their options need them; the last one,
+        which builds the network of the options, only on a GPU.
         """
+        # The runs of a group share images, which each of them would decode.
+        problem = "its runs share decoded images" if self.group and self.config.decoder == "auto" else None
+        if self.config.transforms is not None:
+            problem = "--transforms changes images on the CPU"
+        if problem is None and self.config.decoder != "cpu":
+            problem = (decoder_problem or gpu_decoder_problem)(device)
+        decoder = choose_decoder(self.config, problem)
+        if device == "cuda" and self.config.decoder == "auto" and problem is not None:
+            STARTUP.info("images are decoded by the CPUs: %s", problem)
+
+        _check_recordable(self.config, device)
+        suits = suits_channels_last or self._suits_channels_last
         resolved = self.config.resolve(
             name=self.name,
             num_workers=num_workers,
@@ -414,6 +464,8 @@ class PreparedRun(TrainRequest):
             fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
             # The runs of a group share decoded images.
             fastest_resizer=fastest_resizer() if self.config.resizer == "auto" and not self.group else "pillow",
+            fastest_decoder=decoder,
+            channels_last=device == "cuda" and self.config.channels_last == "auto" and suits(),
         )
 
         # Allowed, as a small data set is a good first test, but hardly ever meant.
@@ -424,6 +476,24 @@ class PreparedRun(TrainRequest):
                 f"{num_images:,}",
             )
         return resolved
+
+    def _suits_channels_last(self) -> bool:
+        """Return whether ``--channels-last auto`` is on, on a GPU, and report it.
+
+        It is off for a loop that does not build the network of the options, and for scripts that train by themselves.
+        """
+        from raytrain.config.user_code import load_optional
+        from raytrain.training.memory_format import suits_channels_last  # imports torch, as the workers do meanwhile
+        from raytrain.training.unused_options import names_in_code
+
+        loop: Any = self.loop or load_optional("--loop", self.config.loop)
+        while isinstance(loop, partial) and loop.func.__module__.startswith("raytrain."):  # profile's, around another
+            loop = loop.keywords.get("loop")
+        builds_network = self.command != "attach" and (loop is None or "build_model" in names_in_code(loop))
+        is_on = builds_network and suits_channels_last(self.config, len(self.data.train.classes))
+        if is_on and self.group is None:
+            STARTUP.info("images and weights are channels last, as a network of convolutions is faster so on a GPU …")
+        return is_on
 
     def scope(self) -> Scope | None:
         """Return what lent credentials are good for: reading the images, and the run's own place. None: no limit."""

@@ -58,7 +58,7 @@ class Launch(Protocol):
     config: ResolvedConfig
     num_workers: int
     ends_workers: bool
-    """Whether a stop that comes before the workers train may end them at once."""
+    """True if a stop that comes before the workers train may end them at once."""
 
     def start(self) -> Coordinator:
         """Start the workers, and what they read and report to.
@@ -86,7 +86,7 @@ class Launch(Protocol):
 
 
 class RunPhase(Enum):
-    """How far a session has come with its run."""
+    """Phase of a session and its run."""
 
     UNKNOWN = auto()
     """Nothing of the run is in storage."""
@@ -117,7 +117,7 @@ class RunSession:
         self._recorder = RunRecorder(
             prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
         )
-        self._notification = Notification(notify_target(prepared.config) if prepared.group is None else None)
+        self._notification = Notification(notify_target(prepared.config) if prepared.notifies else None)
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
         self._max_dollars = prepared.config.max_cost
         self._reported_gpus: set[str] = set()  # without a price
@@ -195,23 +195,24 @@ class RunSession:
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
         """Write the documents that are due, in the background; return a stop request that lay in storage."""
-        self._make_known()
-        self._record_provenance()
+        self._write_first_documents()
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
-    def _make_known(self) -> None:
-        """Write the first documents of the run, once. A stop request in storage stays if this process restarts it."""
+    def _write_first_documents(self) -> None:
+        """Make the run known by its first documents, and write what this attempt is made of; each once."""
+        # A stop request in storage stays if this process restarts the run.
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
             prepared.data.write(prepared.store)
             self._recorder.begin(self._launch.config, restarting=prepared.restarting)
             ask_to_stop = prepared.signals.request_stop
-            self._tracking.begin(self._launch.config, prepared.store, self._monitor.event, ask_to_stop)
+            self._tracking.begin(
+                self._launch.config, prepared.store, self._monitor.event, ask_to_stop, sweep=prepared.sweep
+            )
             self._phase = RunPhase.RECORDED
 
-    def _record_provenance(self) -> None:
-        """Write what this attempt is made of, once, and report what is different from the attempt before."""
+        # What is different from the attempt before is an event.
         if (gathering := self._gathering) is None:
             return
         self._gathering = None
@@ -259,8 +260,7 @@ class RunSession:
         self._recording.close()
         unless_failed = suppress(*([StorageError] if outcome.error else []))
         with unless_failed:
-            self._make_known()
-            self._record_provenance()
+            self._write_first_documents()
         self._phase = RunPhase.CONCLUDED
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
         result = self._recorder.result(outcome, snapshot, self._launch.num_workers)

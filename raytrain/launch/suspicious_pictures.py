@@ -19,7 +19,7 @@ from raytrain.data.images.resize import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import SUSPICIOUS_LABELS, plain, write_json
-from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.runs.metric_row import SuspiciousLabel
 from raytrain.storage.store import Store
 
 _MAX_SIDE = 96  # pixels
@@ -46,7 +46,13 @@ class SuspiciousPictures:
             return
         train = self._data.train
         with suppress(RaytrainError):  # a picture is not worth the run
-            self._read([label.sample for label in labels])
+            # Those that are in memory are not read again: most stay the same from one evaluation to the next.
+            samples = [label.sample for label in labels]
+            self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
+            if new := [sample for sample in samples if sample not in self._image_of]:
+                pictures = read_pictures(self._data, new, _MAX_SIDE)
+                urls = [None if pixels is None else png_url(pixels) for pixels in pictures]
+                self._image_of.update(zip(new, urls, strict=True))
             rows = [
                 {
                     "key": train.keys[label.sample].as_py(),
@@ -62,20 +68,13 @@ class SuspiciousPictures:
             write_json(self._store, SUSPICIOUS_LABELS, plain({"step": snapshot.step, "labels": rows}))
             self._written = labels
 
-    def _read(self, samples: Sequence[int]) -> None:
-        """Read the images that are not in memory, most of which stay the same from one evaluation to the next."""
-        self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
-        if new := [sample for sample in samples if sample not in self._image_of]:
-            pictures = read_pictures(self._data, new, _MAX_SIDE)
-            self._image_of.update(zip(new, (None if each is None else png_url(each) for each in pictures), strict=True))
-
 
 def read_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
     """Return training images, up to ``max_side`` pixels wide and high, each uint8 (H, W, C); None if it is unreadable.
 
     Raises StorageError.
     """
-    (height, width, channels), cropping = data.evaluation_format
+    (height, width, channels), cropping, _ = data.evaluation_format
     factor = min(1.0, max_side / max(height, width))
     shape = ImageShape(max(1, round(height * factor)), max(1, round(width * factor)), channels)
     with ImageReader(data.train_store, shape, cropping, isolated=True) as reader:

@@ -241,7 +241,7 @@ class RunHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended, one way or another."""
+        """True if the run has ended, one way or another."""
         return self._result.done()
 
     def stop(self, reason: str = "stop() of its handle") -> None:

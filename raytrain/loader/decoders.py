@@ -4,8 +4,9 @@ After each of the hundreds of calls that are a step of a network on a GPU, a thr
 interpreter's lock. Eight of them made a step of ResNet-50 on an H100 2.5 times as long.
 
 A block goes this way: the worker takes a part of the memory that it shares with the processes, and sends the number of
-the block and of the part to one of them. A thread there decodes into the part, and sends back the shape and the labels.
-Pixels are never copied. The worker uses a part again once nobody has an array of it.
+the block and of the part to one of them. A thread there decodes into the part, and sends back the shape and the labels;
+or it reads files into the part, and sends back where each of them is. Neither pixels nor files are copied. The worker
+uses a part again once nobody has an array of it.
 
 All messages go through one pipe for each process. To the worker: the answer to a block, ``(number, answer)``, or a
 report of images that cannot be used, ``(None, report)``. From the worker: a block to read, ``_HEARD`` when a report has
@@ -39,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config.user_code import describe
-from raytrain.data.blocks import Block, lend
+from raytrain.data.blocks import Block, Files, lend
 from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.machine import cores
@@ -192,11 +193,13 @@ class Decoders(AbstractContextManager["Decoders"]):
                     self.report(*answer)
                 elif waiting := self._waiting.pop(number, None):
                     future, pixels, draws = waiting
-                    if isinstance(answer, Exception):
-                        future.set_exception(answer)
-                    else:
-                        shape, labels = answer
-                        future.set_result(Block(pixels[: int(np.prod(shape))].reshape(shape), labels, draws))
+                    match answer:
+                        case Exception():
+                            future.set_exception(answer)
+                        case starts, lengths, labels:
+                            future.set_result(Block(Files(pixels, starts, lengths), labels, draws))
+                        case shape, labels:
+                            future.set_result(Block(pixels[: int(np.prod(shape))].reshape(shape), labels, draws))
             except Exception as error:  # what the reporter raises
                 self._fail(error)
             if number is None:
@@ -267,7 +270,9 @@ class _Server:
                 traceback.print_exception(error)
                 answer = RuntimeError(describe(error))
         else:
-            answer = block.images.shape, block.labels
+            images = block.images
+            where = (images.starts, images.lengths) if isinstance(images, Files) else (images.shape,)
+            answer = *where, block.labels
         self._send(number, answer)
 
     def _report(self, skipped: list[SkippedImage], num_retries: int) -> None:

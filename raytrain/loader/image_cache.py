@@ -1,7 +1,8 @@
 """Choice of a run's cache: decoded in memory, as files on a disk, or none.
 
 Decoded images are the fastest and take the most room: 150 kB for one of 224 pixels. Files of a bucket on a disk of the
-machine save the network, but are decoded again in each epoch. With ``--cache auto``, images that are used only once are
+machine save the network, but are decoded again in each epoch. If the workers' GPUs decode, files are what is kept in
+memory, and each epoch may cut other crops out of them. With ``--cache auto``, images that are used only once are
 streamed; the validation images are used in each evaluation.
 """
 
@@ -15,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.dataset import Dataset
+from raytrain.data.dataset import Dataset, evaluation_plan
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
@@ -34,7 +35,7 @@ class ImageCache:
     """What a machine keeps of a run's images.
 
     Attributes:
-        train: the order in which decoded training images are kept; None if they are streamed.
+        train: the order in which training images are kept, decoded or as files; None if they are streamed.
         validation: the same of the validation images.
         disk: where files of a bucket are kept; None if they are not.
         folder: where the processes of this machine find the decoded images; those in Ray's object store aren't there.
@@ -77,12 +78,16 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
     train_bytes, validation_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
         raise UsageError(
-            f"--cache is memory, and the decoded images take {(train_bytes + validation_bytes) / 1e9:.1f} GB while a "
+            f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e9:.1f} GB there while a "
             f"machine has {memory_bytes / 1e9:.1f} GB for them; use --cache auto."
         )
     plan = data.plan(config)
-    train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
-    validation = CacheOrder(data.validation_plan(1), 0, data.validation.rows_per_block(data.evaluation_format.shape))
+    as_files = data.train_format.as_files
+    rows_per_block = data.train.rows_per_block(data.train_format.shape, as_files=as_files)
+    train = CacheOrder(plan, first_step, rows_per_block)
+    validation = CacheOrder(
+        evaluation_plan(data.validation, 1), 0, data.validation.rows_per_block(data.evaluation_format.shape)
+    )
 
     # What the user has chosen.
     if config.cache == "disk":
@@ -90,10 +95,11 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
     if config.cache != "auto":
         return ImageCache(train, validation) if config.cache == "memory" else ImageCache()
 
-    # Decoded training images are worth their room if they are used in more than one epoch, and do not change with it.
+    # Training images are worth their room if they are used in more than one epoch, and do not change with it.
     room_bytes = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
-    keeps_train = used_again and not config.crops_originals and train_bytes + validation_bytes <= room_bytes
+    stays_same = as_files or not config.crops_originals
+    keeps_train = used_again and stays_same and train_bytes + validation_bytes <= room_bytes
 
     # Otherwise their files, if any is read twice: several blocks need images of the same packed shard.
     read_again = used_again or data.train.packing is not None
@@ -131,5 +137,6 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
     """Return whether runs that train at once on the same images keep them decoded in ``memory_bytes``, once for all."""
-    fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
+    stays_same = data.train_format.as_files or not config.crops_originals
+    fits = stays_same and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
     return config.cache == "memory" or (config.cache == "auto" and fits)

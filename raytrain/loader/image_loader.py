@@ -33,6 +33,7 @@ from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, traini
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError, did_you_mean
+from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
 from raytrain.loader.process_images import ProcessImages, machine_cache
 from raytrain.loader.transform_processes import transformed
@@ -45,7 +46,7 @@ from raytrain.training.device_batches import DeviceBatches
 _log = logging.getLogger("raytrain")
 
 _OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
-    *("image_size", "channels", "resize", "crop_fraction", "interpolation", "resizer", "mean", "std"),
+    *("image_size", "channels", "resize", "crop_fraction", "interpolation", "resizer", "decoder", "mean", "std"),
     *("channels_last", "seed", "epochs"),
 )
 _ENDLESS = 1_000_000  # epochs, if the loader is not told how many there are
@@ -111,7 +112,9 @@ class ImageLoader:
         self._transforms = transforms
         if isinstance(transforms, str):
             options["transforms"] = transforms
-        self._config, self._data = _list_together(_options(os.fspath(data), batch_size, options), self._group)
+        asked = _options(os.fspath(data), batch_size, options)
+        self._asked_decoder = asked.decoder
+        self._config, self._data = _list_together(asked, self._group)
         self._plan = training_plan(self._config, self._data.train)
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
@@ -256,17 +259,31 @@ class ImageLoader:
                 "call torch.distributed.init_process_group() first, and leave out rank and world_size."
             )
 
+        config, data = self._with_decoder(device)
         cache = machine_cache(config, data, self._next_step, group, self._opened)
         images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped)
         self._source = self._opened.enter_context(images)
         own = own or load_optional("transforms", config.transforms)
         source = self._opened.enter_context(transformed(images, config, own, _log.warning))
-        self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
         augment = Augment(config, crops=own is None)
         sets = data.train.label_sets
         label_sets = None if sets is None else torch.from_numpy(sets).to(device)
-        self._batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets)
+        self._batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
+        self._opened.callback(self._batches.close)
+        self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
         return self._batches
+
+    def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
+        """Return options and images with what decodes them, the same in all processes, each of which has its device."""
+        config, data, asked = self._config, self._data, self._asked_decoder
+        if asked == "cpu":
+            return config, data
+        problem = "transforms change images on the CPU" if self._transforms is not None else None
+        problem = problem or next(filter(None, self._group.gather(gpu_decoder_problem(device.type))), None)
+        if asked == "gpu" and problem is not None:
+            raise UsageError(f"decoder is gpu, and {problem}; omit decoder.")
+        config = dataclasses.replace(config, decoder="cpu" if problem else "gpu")
+        return config, data.read_by(config)
 
     def close(self) -> None:
         """End the processes beside this one, and free what is kept. The end of this process does that, too."""
@@ -344,11 +361,12 @@ def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedC
 
 
 class _SkippedImages:
-    """Images that a loader's decoders could not read, an ``ImageReporter``."""
+    """Images that a loader's decoders could not read, or a GPU could not decode: an ``ImageReporter``."""
 
     def __init__(self, config: ResolvedConfig, num_images: int) -> None:
         self._config, self._num_images = config, num_images
         self.by_key: dict[str, SkippedImage] = {}
+        self.num_decoded_on_cpu = 0  # each image as often as it was used
 
     def skip(self, images: list[SkippedImage]) -> None:
         """Note and log ``images`` that cannot be read. Raises UsageError if they are too many."""
@@ -364,6 +382,12 @@ class _SkippedImages:
                 f"{len(self.by_key):,} of {num_images:,} images cannot be read, such as {first.key} ({first.reason}), "
                 f"and max_bad_fraction is {self._config.max_bad_fraction:g}; repair or remove them, or allow more."
             )
+
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        """Note and log images that a GPU could not decode."""
+        before, self.num_decoded_on_cpu = self.num_decoded_on_cpu, self.num_decoded_on_cpu + num_images
+        if before.bit_length() < self.num_decoded_on_cpu.bit_length():
+            _log.warning("Images decoded on the CPU so far: %d, the last one a %s.", self.num_decoded_on_cpu, reason)
 
     def retried(self, num_requests: int) -> None:
         """Do nothing: a request that was sent again has succeeded, or its error arrives."""

@@ -1,18 +1,23 @@
-"""Cores of this machine, and its memory for decoded images."""
+"""Cores of this machine, its memory for images, and whether its GPUs can decode them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import psutil
 
+from raytrain.config.extras import extra
+
 _CACHE_FRACTION = 0.3  # of the memory that is available, as Ray's object store
 _FREE_FRACTION = 0.8  # of a folder's free space that images may take
 _SHARED_MEMORY = "/dev/shm"
+_TORCHCODEC = 0, 16  # the first version that decodes images
 _MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
@@ -39,3 +44,33 @@ def available_bytes() -> int:
     # The limit of the container, by cgroups of either version; "max" if it has none.
     limits = [Path(path).read_text().strip() for path in _MEMORY_LIMITS if os.access(path, os.R_OK)]
     return min([psutil.virtual_memory().available, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def gpu_decoder_problem(device: str) -> str | None:
+    """Return why this machine's workers on ``device``, cuda or cpu, can't decode JPEGs there; None if they can.
+
+    What is installed is read, not imported, which takes seconds.
+
+    Example: ``gpu_decoder_problem("cpu") == "the device is a CPU"``
+    """
+    if device != "cuda":
+        return "the device is a CPU"
+    try:
+        torch, torchcodec = (
+            Path(str(distribution(name).locate_file(f"{name}/version.py"))).read_text()
+            for name in ("torch", "torchcodec")
+        )
+    except (PackageNotFoundError, OSError):
+        return f"torchcodec is not installed (install {extra('gpu-decoder')})"
+    found = re.search(r"(\d+)\.(\d+)[^'\"]*", torchcodec)
+    if found is None or (int(found[1]), int(found[2])) < _TORCHCODEC:
+        return f"torchcodec {found and found[0]} decodes no images (install {extra('gpu-decoder')})"
+
+    # Both are built for a version of CUDA, of which the first number must be the same.
+    ours, theirs = re.search(r"^cuda\b.*?(\d+)", torch, re.M), re.search(r"\+cu(\d+)\d\b", torchcodec)
+    if ours is None or theirs is None or ours[1] != theirs[1]:
+        return (
+            f"torchcodec {found[0]} is built for {f'CUDA {theirs[1]}' if theirs else 'CPUs'}, and torch for "
+            f"{f'CUDA {ours[1]}' if ours else 'CPUs'} (install both from one index of PyTorch)"
+        )
+    return None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.blocks import Block, CachedBlocks, Files, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.dataset import Dataset, evaluation_plan
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
@@ -39,29 +39,42 @@ ReadBlock = Callable[[Int64s, int], Block]
 class SharedBlocks:
     """The blocks of ``order``, by number, for all processes that name the same ``folder``, and for any thread.
 
-    They are in one file, which each process maps into its memory: first the labels of all samples, int64, then their
-    pixels, then a byte for each block, which is 1 once the block is there. A lock for each block decides which process
-    reads it.
+    They are in one file, which each process maps into its memory: first the labels of all samples, int64, and the
+    lengths of their files, int64, then their pixels or files, then a byte for each block, which is 1 once the block is
+    there. A lock for each block decides which process reads it. ``sizes_bytes`` is the room for each sample's file,
+    int64 (samples,), in the order of the manifest; without it, pixels are kept, and the lengths are not used.
     """
 
-    def __init__(self, folder: Path, order: CacheOrder, shape: ImageShape, read: ReadBlock) -> None:
+    def __init__(
+        self, folder: Path, order: CacheOrder, shape: ImageShape, read: ReadBlock, sizes_bytes: Int64s | None = None
+    ) -> None:
         self._folder = folder
         self.order = order
         self._read = read
+        self._as_files = sizes_bytes is not None
 
         # Every process lays out the same file, whoever creates it.
         num_samples, num_blocks = order.plan.num_samples, len(order)
+        row_bytes = np.full(num_samples, shape.num_bytes, np.int64)
+        if sizes_bytes is not None:
+            row_bytes[order.row_of_sample()] = sizes_bytes
+        ends = np.cumsum(row_bytes)
+        self._starts = ends - row_bytes  # (samples,) of each row, from the first one's
         folder.mkdir(exist_ok=True)
         self._file = os.open(folder / "images", os.O_RDWR | os.O_CREAT, 0o600)
-        self._images_at = num_samples * np.dtype(np.int64).itemsize  # after the labels
-        self._written_at = self._images_at + num_samples * shape.num_bytes
+        self._lengths_at = num_samples * np.dtype(np.int64).itemsize  # after the labels
+        self._images_at = 2 * self._lengths_at
+        self._written_at = self._images_at + int(ends[-1])
         os.ftruncate(self._file, self._written_at + num_blocks)
 
         # Views of the mapping, whose memory all processes share.
         content = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         self._labels = np.frombuffer(content, np.int64, num_samples)  # (samples,)
-        pixels = np.frombuffer(content, np.uint8, num_samples * shape.num_bytes, self._images_at)
-        self._images = pixels.reshape(num_samples, shape.height, shape.width, shape.channels)  # (samples, H, W, C)
+        self._lengths = np.frombuffer(content, np.int64, num_samples, self._lengths_at)  # (samples,)
+        images: Any = np.frombuffer(content, np.uint8, int(ends[-1]), self._images_at)
+        self._images: Any = (  # (samples, H, W, C)
+            Files(images, self._starts, self._lengths) if self._as_files else images.reshape(num_samples, *shape)
+        )
         self._written = np.frombuffer(content, np.bool_, num_blocks, self._written_at)  # (blocks,)
 
     def __call__(self, number: int) -> Block:
@@ -84,9 +97,12 @@ class SharedBlocks:
             if self._written[number]:
                 return
             block = self._read(self.order.draws(number), self.order.epoch(number))
-            first = self._rows(number).start
+            images, first = block.images, self._rows(number).start
             # Not through the mapping: a full disk would end the process without a word.
-            _write_at(self._file, block.images, self._images_at + first * self._images[0].nbytes)
+            if isinstance(images, Files):
+                _write_at(self._file, images.lengths, self._lengths_at + first * images.lengths.itemsize)
+                images = images.data
+            _write_at(self._file, images, self._images_at + int(self._starts[first]))
             _write_at(self._file, block.labels, first * block.labels.itemsize)
             _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
 
@@ -106,13 +122,25 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 class ImageFiles:
     """Images of one manifest, and how a process reads them. It travels to new processes.
 
-    ``kept_in`` is the order in which decoded images are kept, in files of ``folder``; None if they are streamed.
+    ``kept_in`` is the order in which the images are kept, in a file of ``folder``; None if they are streamed.
     """
 
     images: ImageReader
     manifest: Manifest
     kept_in: CacheOrder | None
     folder: Path
+
+    @property
+    def rows_per_block(self) -> int:
+        """Images in one block."""
+        return self.manifest.rows_per_block(self.images.shape, as_files=self.images.as_files)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that any block fits into. Of files, few of which are as large as the largest, most are never used."""
+        if self.images.as_files:
+            return self.rows_per_block * int(self.manifest.sizes_bytes.max())
+        return self.rows_per_block * self.images.shape.num_bytes
 
 
 class ImageFilesReader:
@@ -122,7 +150,8 @@ class ImageFilesReader:
         self._images, self._manifest, self._report = image_set.images, image_set.manifest, report
         self.kept: SharedBlocks | None = None
         if image_set.kept_in is not None:
-            self.kept = SharedBlocks(image_set.folder, image_set.kept_in, self._images.shape, self.read)
+            sizes_bytes = self._manifest.sizes_bytes if self._images.as_files else None
+            self.kept = SharedBlocks(image_set.folder, image_set.kept_in, self._images.shape, self.read, sizes_bytes)
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
         """Read the images of ``draws`` for ``epoch`` in this process, and report what could not be read."""
@@ -171,7 +200,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
 
         # One set of processes decodes the images of all parts, each into a part of memory that holds any block. They
         # fill the kept blocks ahead, while others wait for what the loop asks for.
-        self._decoders = Decoders(reporter, max(map(_block_bytes, self._sets)), forks=forks)
+        self._decoders = Decoders(reporter, max(image_set.room_bytes for image_set in self._sets), forks=forks)
         # What this process reads itself may kill it, so a process that is not ours has that decoded elsewhere.
         own = (
             self._sets if forks else [replace(each, images=replace(each.images, isolated=True)) for each in self._sets]
@@ -191,18 +220,20 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return self._batches(PARTS.index(part), 0)
 
+    def key(self, sample: int) -> str:
+        return self._sets[0].manifest.keys[sample].as_py()
+
     def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
         """Yield the batches of set ``which`` from ``first_step`` on."""
         partition, cache = self._partitions[which], self._caches[which]
         if cache is not None:
             return batches_from_cache(partition, cache, first_step)
         image_set = self._sets[which]
-        rows = image_set.manifest.rows_per_block(image_set.images.shape)
-        blocks = self._stream(which, WorkerOrder(partition, first_step, rows), _block_bytes(image_set))
+        blocks = self._stream(which, WorkerOrder(partition, first_step, image_set.rows_per_block), image_set.room_bytes)
         return batches_from_stream(partition, blocks, first_step)
 
     def _stream(self, which: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
-        """Yield the blocks of ``order``, of which a few are decoded ahead."""
+        """Yield the blocks of ``order``, of which a few are read ahead."""
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
         reading: deque[Future[Block]] = deque()
         for number in range(len(order)):
@@ -211,9 +242,3 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
                 yield reading.popleft().result()
         while reading:
             yield reading.popleft().result()
-
-
-def _block_bytes(image_set: ImageFiles) -> int:
-    """Return the bytes of one decoded block."""
-    shape = image_set.images.shape
-    return image_set.manifest.rows_per_block(shape) * shape.num_bytes

@@ -77,6 +77,9 @@ class ProcessImages:
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return self._read(lambda batches, num_read: islice(batches.held_out(part), num_read, None))
 
+    def key(self, sample: int) -> str:
+        return self._data.train.keys[sample].as_py()
+
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
         """Yield local batches, of which ``open_batches`` gives those that are left after so many."""
         num_read = 0

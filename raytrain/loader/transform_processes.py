@@ -107,6 +107,10 @@ class TransformedBatches:
         """Yield the batches of the source as they are."""
         return self._source.held_out(part)
 
+    def key(self, sample: int) -> str:
+        """Return the key of a training image."""
+        return self._source.key(sample)
+
     def _pieces(self, local: LocalBatch) -> list[Future[Block]]:
         """Have each process transform a piece of a batch, or several."""
         num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))

@@ -111,6 +111,13 @@ class RequestsRetried(Event):
 
 
 @dataclass(frozen=True)
+class DecodedOnCpu(Event):
+    """The first image that CPUs decode as a GPU cannot: it is of the kind ``reason``, such as "PNG"."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class StorageWaits(Event):
     """The history cannot be written at present."""
 

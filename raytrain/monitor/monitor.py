@@ -18,9 +18,8 @@ from raytrain.monitor.events import Event, TimedEvent
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, epoch_of, time_left_s
 from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 
 _NUM_EVENTS = 50
 _NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one after the other, that end a run
@@ -76,6 +75,7 @@ class RunMonitor:
         self._events: deque[TimedEvent] = deque(maxlen=_NUM_EVENTS)
         self._num_events = 0
         self._num_retries = 0
+        self._num_decoded_on_cpu = 0
         self._reported_error: str | None = None
 
         # Whether the loop waits in a debugger. Its terminal is that of a view, which must have learned it first.
@@ -196,6 +196,13 @@ class RunMonitor:
                 self.event(events.RequestsRetried())
             self._num_retries += num_requests
 
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        """Note images that CPUs have decoded, as a GPU cannot: they are of the kind ``reason``, such as "PNG"."""
+        with self._lock:
+            if not self._num_decoded_on_cpu:
+                self.event(events.DecodedOnCpu(reason))
+            self._num_decoded_on_cpu += num_images
+
     def event(self, event: Event) -> None:
         """Note something that a viewer should read. Secrets are left out."""
         with self._lock:
@@ -278,6 +285,7 @@ class RunMonitor:
                 evaluation=self._evaluation,
                 num_skipped=len(self._history.skipped_images),
                 num_retries=self._num_retries,
+                num_decoded_on_cpu=self._num_decoded_on_cpu,
                 stop_request=self.stop_request,
                 events=tuple(self._events),
                 result=self._result,

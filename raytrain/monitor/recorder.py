@@ -110,6 +110,7 @@ class RunRecorder:
             gpu_kwh=snapshot.gpu_kwh,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
+            num_decoded_on_cpu=snapshot.num_decoded_on_cpu,
             stop_reason=None if outcome.status == "finished" else outcome.stop_reason or request,
             error=outcome.error,
             accumulate=outcome.accumulate,
@@ -158,10 +159,10 @@ def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
     # Rows of later steps were undone.
     step = max(snapshot.step, first_step)
     rows = [row for row in snapshot.rows if row.step <= step]
-    tested = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
+    evaluated = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
     return Progress(
         step=step,
         samples_seen=max((row.samples_seen or 0 for row in rows), default=0),
-        validation_accuracy=tested and tested.accuracy,
-        validation_loss=tested and tested.loss,
+        validation_accuracy=evaluated and evaluated.accuracy,
+        validation_loss=evaluated and evaluated.loss,
     )

@@ -105,6 +105,7 @@ class RunReader:
             evaluation=self._evaluation,
             num_skipped=len(self._skipped.parsed),
             num_retries=result.num_retries if result else 0,
+            num_decoded_on_cpu=result.num_decoded_on_cpu if result else 0,
             stop_request=read_stop_request(self.store) if status.active else None,
             events=tuple(TimedEvent(number, *event) for number, event in enumerate(self._events.parsed)),
             result=result,

@@ -9,15 +9,14 @@ from typing import Literal, NamedTuple
 
 from raytrain.monitor.events import TimedEvent
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import MetricRow, SuspiciousLabel
 from raytrain.runs.outcome import StopReason, TrainResult
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 
 Status = Literal["starting", "running", "finished", "stopped", "failed", "interrupted"]
 
 
 class RowCursor(NamedTuple):
-    """How far a viewer has read: the ``row`` that it wants next, among the rows as they are in ``attempt``."""
+    """Position of a viewer: the ``row`` that it wants next, among the rows as they are in ``attempt``."""
 
     attempt: int = 0
     row: int = 0
@@ -28,7 +27,7 @@ START = RowCursor()
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """How a run stands at one moment.
+    """State of a run at one moment.
 
     ``rows`` are the metrics from index ``first_row`` on; if that is 0, a viewer forgets what it has, and of a long
     history it gets the newest rows and a part of the others. It asks for the next snapshot with ``snapshot.cursor``.
@@ -58,6 +57,7 @@ class Snapshot:
     in_debugger: bool = False  # the loop waits for a person, who types in the terminal
     dollars: float | None = None  # so far, in all attempts; None without --price
     gpu_kwh: float | None = None  # energy of the GPUs so far, in all attempts; None if it is not known
+    num_decoded_on_cpu: int = 0  # of the images that the workers' GPUs should decode, each as often as it is used
     suspicious: tuple[SuspiciousLabel, ...] = ()  # training images whose labels look wrong, the worst first
 
     @property

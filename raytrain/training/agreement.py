@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from raytrain.errors import UsageError
+from raytrain.runs.metric_row import OWN_COLUMNS
 
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300  # what stands for them in sums that are compared
 _ROUNDINGS = 16  # by how many a tensor may differ in a step, relative to its norm
@@ -88,3 +93,32 @@ def digests_agree(sums: Sequence[float], world_size: int) -> bool:
     """Return whether all workers have the same :func:`digest_of` something, given the ``sums`` of both numbers."""
     digests, squares = map(int, sums)
     return digests**2 == squares * world_size
+
+
+def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
+    """Return what an evaluation has ``measured``, as worker 0 has it, the same on all workers.
+
+    Raises UsageError, on all of them, if they differ: they would decide differently whether to stop.
+    """
+    try:
+        numbers = {name: float(value) for name, value in measured.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"The loop's evaluation must return numbers by name, and returned something else: {error}."
+        ) from None
+    if taken := [name for name in numbers if name in OWN_COLUMNS]:
+        raise UsageError(
+            f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
+        )
+    gathered: list[Any] = [numbers] * world_size
+    if world_size > 1:
+        dist.all_gather_object(gathered, numbers)
+    for rank, other in enumerate(gathered):
+        for name in {**gathered[0], **other}:
+            first, second = gathered[0].get(name), other.get(name)
+            if first is None or second is None or not np.isclose(first, second, rtol=1e-6, atol=0, equal_nan=True):
+                raise UsageError(
+                    f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
+                    "what each worker counts with run.total(...), so that all have the same numbers."
+                )
+    return gathered[0]

@@ -6,7 +6,7 @@ import re
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ def make_run(
         torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
     if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
         reporter.event(Note(warning))  # before the first step, which may take minutes then
+    if worker.world_size == 1 and config.gradient_dtype is not None:
+        reporter.event(Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients"))
     for note in transfer.notes_on_weights(config, spec.classes, weights) if worker.rank == 0 else ():
         reporter.event(Note(note))
 
@@ -105,7 +107,7 @@ def make_run(
         weights=weights,
         label_sets=label_sets,
         augment=augment,
-        batches=DeviceBatches(config, source, augment, device, len(spec.classes), label_sets),
+        batches=DeviceBatches(config, source, augment, device, len(spec.classes), label_sets, reporter),
         loss=Loss(config, len(spec.classes), spec.class_weights, device, margins.add),
         models=models,
         state=state,
@@ -146,7 +148,8 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
             check_evaluation(run)
 
     run.steps.notes = after_first_step
-    with report_long_waits(run.steps, run.reporter, run.worker), run.steps.optimizers.followed():
+    watched = report_long_waits(run.steps, run.reporter, run.worker)
+    with watched, run.steps.optimizers.followed(), closing(run.batches):
         try:
             yield
         except BaseException:

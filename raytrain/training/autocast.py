@@ -63,14 +63,22 @@ def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -
 
 def _widen_output(model: nn.Module, inputs: Any, output: Any) -> Any:
     """Return ``output`` with its tensors of 16 bits in float32; anything else in it stays."""
-    return tree_map(_widen, output)
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in AUTOCAST_DTYPES.values() else tensor, output)
 
 
-def _widen(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in AUTOCAST_DTYPES.values() else value
-    # The outputs of networks of Hugging Face are dataclasses, which torch's trees take for leaves.
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **tree_map(_widen, fields))
-    return value
+def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return the ``output`` of a network with what ``function`` returns of its tensors; anything else in it stays.
+
+    Example: ``map_tensors(Tensor.clone, {"logits": logits, "names": ["a", "b"]})``
+    """
+
+    def of_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        # The outputs of networks of Hugging Face are dataclasses, which torch's trees take for leaves.
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            return dataclasses.replace(value, **tree_map(of_leaf, fields))
+        return value
+
+    return tree_map(of_leaf, output)

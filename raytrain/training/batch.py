@@ -1,4 +1,4 @@
-"""A local batch on the device, whole and in microbatches."""
+"""A local batch on the device, whole and in microbatches, and the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -77,21 +77,52 @@ class Batch:
             start += size
 
 
+class Epoch:
+    """Batches of one epoch; after a resume in the middle of it, those that are left.
+
+    Example::
+
+        for epoch in run.epochs():
+            for batch in epoch:
+                first_of_epoch = batch.step % len(epoch) == 0
+    """
+
+    def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
+        self.number = number
+        """Counted from 0."""
+        self._num_steps = num_steps
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """Number of batches in the whole epoch, also of those before a resume."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+
 HostTensors = Sequence[Tensor]
-"""Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1."""
+"""Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1.
+
+Images that a device has decoded are on the device.
+"""
 
 
 def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
     """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
 
-    For a GPU this copies them, which takes so long that the thread that reads ahead had better do it.
+    For a GPU this copies them, which takes so long that the thread that reads ahead had better do it. Images that the
+    device has decoded are there already.
     """
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
-    tensors = [torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays]
+    tensors = [
+        array if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        for array in arrays
+    ]
     if device.type != "cuda":
         return tensors
     with torch.cuda.device(device):  # in a thread that knows of no device, the first one would be used
-        return [tensor.pin_memory() for tensor in tensors]
+        return [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
 
 
 def to_batch(

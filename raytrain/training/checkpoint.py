@@ -5,7 +5,8 @@ or hanging storage must neither stop training nor fill the memory with copies: o
 the newest and the best so far are kept.
 
 A file appears whole or not at all, since stores put objects at once. What was damaged later is found out when it is
-read: the newest one that can be read is taken, and the others are reported.
+read: the newest one that can be read is taken, and the others are reported. Only worker 0 reads, too, and sends the
+bytes to the other workers, which check their CRCs again: N workers at one bucket would take N times as long.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
 from raytrain.training.weights_source import ZIP, check_archive
 
 _LATE = "storage has not taken the one before yet"
+_SENT_AT_ONCE_BYTES = 64 << 20  # which a GPU that receives a checkpoint has room for
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ class Checkpoints:
             thread.join()
         self._raise_error()
 
-    def newest_readable(self) -> str | None:
-        """Return the path of the newest checkpoint that can be read, if any; damaged ones are reported.
+    def read_newest(self) -> tuple[str, bytes] | None:
+        """Return the path and the content of the newest checkpoint that can be read, if any; damaged ones are reported.
 
         Raises UsageError if there are checkpoints, and none can be read: the run would silently begin anew.
         """
@@ -183,8 +185,8 @@ class Checkpoints:
         damage = ""
         for path in reversed(paths):
             try:
-                _parse(self.store.get(path))
-                return path
+                _parse(data := self.store.get(path))
+                return path, data
             except ValueError as error:
                 damage = damage or str(error)
                 self._report(CheckpointDamaged(path, str(error)))
@@ -196,26 +198,32 @@ class Checkpoints:
         )
 
     def load_newest(self, device: torch.device) -> Checkpoint | None:
-        """Load the newest checkpoint that worker 0 can read on every worker, by a collective on ``device``."""
-        path = _from_first(self.newest_readable, device)
-        return None if path is None else self.load(path)
+        """Load the newest checkpoint that worker 0 can read on every worker, by collectives on ``device``.
 
-    def load_best(self, device: torch.device, step: int) -> Checkpoint | None:
-        """Load the best checkpoint on every worker, by a collective; None if it is that of ``step``, or there is none.
-
-        Call it after :meth:`close`.
+        Raises UsageError if its model, classes, data, batch size or seed are others.
         """
-        path = _from_first(lambda: best_checkpoint(self.store), device)
-        if path is None or step_and_takeover(path)[0] == step:
+        read = _from_first(self.read_newest, device)
+        if read is None:
             return None
-        return read_checkpoint(self.store, path)
-
-    def load(self, path: str) -> Checkpoint:
-        """Read a checkpoint. Raises UsageError if its model, classes, data, batch size or seed are others."""
-        checkpoint = read_checkpoint(self.store, path)
+        path, data = read
+        checkpoint = _parse_whole(f"{self.store.url}/{path}", data)
         self._identity.check(checkpoint.identity, path)
         self.newest = path
         return checkpoint
+
+    def load_best(self, device: torch.device, step: int) -> Checkpoint | None:
+        """Load the best checkpoint on every worker, by collectives; None if it is that of ``step``, or there is none.
+
+        Call it after :meth:`close`.
+        """
+
+        def read_best() -> tuple[str, bytes] | None:
+            path = best_checkpoint(self.store)
+            is_needed = path is not None and step_and_takeover(path)[0] != step
+            return (path, self.store.get(path)) if path is not None and is_needed else None
+
+        read = _from_first(read_best, device)
+        return None if read is None else _parse_whole(f"{self.store.url}/{read[0]}", read[1])
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -228,13 +236,41 @@ class Checkpoints:
             )
 
 
-def _from_first(find: Callable[[], str | None], device: torch.device) -> str | None:
-    """Return what worker 0 finds, on every worker."""
-    distributed = dist.is_initialized()
-    found = [None if distributed and dist.get_rank() > 0 else find()]
-    if distributed and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0, device=device)
-    return found[0]
+def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.device) -> tuple[str, bytes] | None:
+    """Return the path and the content that worker 0 reads on every worker, by collectives on ``device``.
+
+    Raises on all of them what it raises there: the others would wait for ever.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+
+    # What was read, or the error in its place; then the content, in parts.
+    is_first, data = dist.get_rank() == 0, b""
+    answer: list[Any] = [None]
+    failure: Exception | None = None
+    try:
+        if is_first and (found := read()) is not None:
+            path, data = found
+            answer = [(path, len(data))]
+    except Exception as error:
+        failure = error
+        answer = [
+            error if isinstance(error, RaytrainError) else RaytrainError(f"Worker 0 reads no checkpoint: {error}")
+        ]
+    dist.broadcast_object_list(answer, src=0, device=device)
+    if failure is not None or isinstance(answer[0], RaytrainError):
+        raise failure or answer[0]
+    if answer[0] is None:
+        return None
+    path, num_bytes = answer[0]
+    content = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_first else torch.empty(num_bytes, dtype=torch.uint8)
+    )
+    for part in content.split(_SENT_AT_ONCE_BYTES):
+        on_device = part.to(device)
+        dist.broadcast(on_device, src=0)
+        part.copy_(on_device)
+    return path, content.numpy().tobytes()
 
 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:
@@ -244,11 +280,16 @@ def read_checkpoint(store: Store, path: str) -> Checkpoint:
 
         weights = read_checkpoint(store, "checkpoints/step-000001000.pt").weights
     """
+    return _parse_whole(f"{store.url}/{path}", store.get(path))
+
+
+def _parse_whole(url: str, data: bytes) -> Checkpoint:
+    """Return the checkpoint that is the content of the file ``url``. Raises UsageError if it is no whole one."""
     try:
-        return _parse(store.get(path))
+        return _parse(data)
     except ValueError as error:
         raise UsageError(
-            f"{store.url}/{path} is not a whole checkpoint ({error}); delete it to resume from the one before."
+            f"{url} is not a whole checkpoint ({error}); delete it to resume from the one before."
         ) from None
 
 

@@ -13,8 +13,9 @@ from raytrain.data.blocks import LocalBatch, Prefetch
 from raytrain.data.labels.part_names import Part
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors, on_host, to_batch
+from raytrain.training.device_decoder import DeviceDecoder
 from raytrain.training.mixup import mix_batch
-from raytrain.training.protocols import BatchSource
+from raytrain.training.protocols import BatchSource, DecodeReporter
 
 
 class DeviceBatches:
@@ -22,6 +23,7 @@ class DeviceBatches:
 
     Args:
         label_sets: (K, C), bool, on ``device``: the classes of each label; None if a label is a class.
+        reporter: takes what is found out about images that this worker decodes, as ``--decoder gpu`` asks for.
 
     Example::
 
@@ -38,18 +40,26 @@ class DeviceBatches:
         device: torch.device,
         num_classes: int,
         label_sets: Tensor | None = None,
+        reporter: DecodeReporter | None = None,
     ) -> None:
         self.source = source
+        self.decoder: DeviceDecoder | None = None
+        if config.decoder == "gpu":
+            assert reporter is not None
+            self.decoder = DeviceDecoder(config, source, device, reporter)
         self._config, self._augment, self._device = config, augment, device
         self._num_classes, self._label_sets = num_classes, label_sets
 
     def read_ahead(self, first_step: int) -> Prefetch[tuple[LocalBatch, HostTensors]]:
         """Read the training images from ``first_step`` on, and bring them to memory that the device can copy from.
 
-        A thread does so while the loop computes, ``--prefetch`` batches ahead.
+        Or have the device decode them. A thread does so while the loop computes, ``--prefetch`` batches ahead.
         """
         ready = partial(on_host, augment=self._augment, device=self._device)
-        read = ((local, ready(local)) for local in self.source.train(first_step))
+        batches = self.source.train(first_step)
+        if self.decoder is not None:
+            batches = map(self.decoder, batches)
+        read = ((local, ready(local)) for local in batches)
         return Prefetch(read, self._config.prefetch)
 
     def prepare(self, local: LocalBatch, tensors: HostTensors) -> Batch:
@@ -63,6 +73,11 @@ class DeviceBatches:
             mixup, cutmix = config.mixup, config.cutmix
             batch = mix_batch(batch, self._num_classes, config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
         return batch
+
+    def close(self) -> None:
+        """End the processes that decode beside the device, if there are any."""
+        if self.decoder is not None:
+            self.decoder.close()
 
     def held_out(self, part: Part) -> Iterator[Batch]:
         """Yield this worker's slice of the validation or the test images, resized and normalised."""

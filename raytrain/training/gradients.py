@@ -20,12 +20,15 @@ was. So layers that are left out, frozen or unfrozen train as they would on one 
 
 A loop that adds up several backwards before a step may sum once, after the last of them. Until then its gradients stay
 in the buckets, multiplied by the share that each had.
+
+On slow networks, buckets of float32 may travel as bfloat16 (:mod:`raytrain.training.bfloat16_sum`).
 """
 
 from __future__ import annotations
 
 import gc
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +41,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from raytrain.errors import UsageError
+from raytrain.training.bfloat16_sum import Bfloat16Sum
 from raytrain.training.protocols import Worker
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
@@ -57,6 +61,7 @@ class ExactGradients:
             device; exactly 0.0 on a worker without images.
         finished: called after each backward, when all gradients are there.
         report: gets a note for whoever watches the run.
+        in_bfloat16: gradients in float32 are rounded to bfloat16 on their way.
 
     Example::
 
@@ -71,10 +76,14 @@ class ExactGradients:
         share: Callable[[], Tensor | float],
         finished: Callable[[], None],
         report: Callable[[str], None],
+        *,
+        in_bfloat16: bool = False,
     ) -> None:
         self._world_size = worker.world_size
-        # A group of their own: in a backward, collectives of batch norm come in another order on each worker.
-        self._group = own_group(worker.device) if worker.world_size > 1 else None
+        # Groups of their own: in a backward, collectives of batch norm come in another order on each worker.
+        num_groups = (2 if in_bfloat16 and worker.device.type == "cpu" else 1) if worker.world_size > 1 else 0
+        self._groups = [own_group(worker.device) for _ in range(num_groups)]
+        self._in_bfloat16 = in_bfloat16
         self._share, self._finished, self._report = share, finished, report
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
@@ -86,6 +95,7 @@ class ExactGradients:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._num_sent = 0  # buckets, in this backward
+        self._half_done = deque[Bfloat16Sum]()  # sums of which only the first half has begun
         self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
@@ -129,9 +139,18 @@ class ExactGradients:
         # Complete buckets are sent in their order, which is the same on all workers: one may wait for those before it.
         if bucket.is_complete and not self._is_deferred:
             while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
-                self._buckets[self._num_sent].send(self._group)
+                self._send(self._buckets[self._num_sent])
                 self._num_sent += 1
         return (None,)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Start to sum a ``bucket`` over the workers."""
+        bucket.send(self._groups, self._world_size, in_bfloat16=self._in_bfloat16)
+        # Sums in bfloat16 have a second half, which begins in the order of the first ones: it is that of all workers.
+        if isinstance(bucket.work, Bfloat16Sum):
+            self._half_done.append(bucket.work)
+        while self._half_done and self._half_done[0].is_sent():
+            self._half_done.popleft().add_up()
 
     def _begin_backward(self) -> None:
         """Make the buckets ready, with the first gradient of a backward, and have the engine call ``_end_backward``."""
@@ -181,12 +200,14 @@ class ExactGradients:
         """Sum what has not been sent yet, and give all parameters their gradients."""
         for bucket in self._buckets:
             if bucket.work is None:
-                bucket.send(self._group)
+                self._send(bucket)
         for bucket in self._buckets:
             self._receive(bucket)
         self._has_deferred = False
 
     def _receive(self, bucket: Bucket) -> None:
+        while self._half_done:
+            self._half_done.popleft().add_up()
         for parameter, gradient in bucket.receive():
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -220,6 +241,7 @@ class ExactGradients:
         if self._is_running:
             for bucket in self._buckets:
                 bucket.discard()
+        self._half_done.clear()
         self._is_running = False
         self._give_back_hooks()
 
@@ -231,7 +253,7 @@ class Bucket:
         self.parameters = parameters
         self.arrived: set[Tensor] = set()  # the parameters that got a gradient since the last sum
         self.arrived_now: set[Tensor] = set()  # those that got one in this backward
-        self.work: dist.Work | None = None  # the sum, once it has begun
+        self.work: dist.Work | Bfloat16Sum | None = None  # the sum, once it has begun
         self._flat: Tensor | None = None  # all gradients in a row, and flags
         self._sizes = [parameter.numel() for parameter in parameters]
         self._views: dict[Tensor, Tensor] = {}  # the gradient of each parameter in it
@@ -259,8 +281,8 @@ class Bucket:
         self.arrived_now.add(parameter)
 
     @torch.no_grad()
-    def send(self, group: Any) -> None:
-        """Start to sum the gradients over the workers."""
+    def send(self, groups: Sequence[Any], world_size: int, *, in_bfloat16: bool) -> None:
+        """Start to sum the gradients over the workers; those in float32 may be rounded on their way."""
         if self._flat is None:
             self._renew()
         if len(self.arrived) == len(self.parameters):
@@ -271,7 +293,10 @@ class Bucket:
                 if parameter not in self.arrived:
                     self._views[parameter].zero_()
         assert self._flat is not None
-        self.work = dist.all_reduce(self._flat, group=group, async_op=True)
+        if in_bfloat16 and self._flat.dtype == torch.float32:
+            self.work = Bfloat16Sum(self._flat, (groups[0], groups[-1]), world_size)
+        else:
+            self.work = dist.all_reduce(self._flat, group=groups[0], async_op=True)
 
     def receive(self) -> list[tuple[Tensor, Tensor]]:
         """Wait for the sums, and return each parameter that has a gradient on any worker, with its sum."""

@@ -14,7 +14,7 @@ NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16",
 """Flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
 AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
 
-_CPU_INFO = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")
 _SHAPE, _WEIGHT = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution
 _NUM_TIMES = 5
 _WORTH_A_WARNING = 1.1
@@ -22,9 +22,9 @@ _WORTH_A_WARNING = 1.1
 
 def cpu_flags() -> frozenset[str]:
     """Return the flags of this machine's CPU that Linux lists; none on other systems and processors."""
-    if not _CPU_INFO.exists():
+    if not CPU_INFO.exists():
         return frozenset()
-    lines = (line.partition(":") for line in _CPU_INFO.read_text().splitlines())
+    lines = (line.partition(":") for line in CPU_INFO.read_text().splitlines())
     return next((frozenset(flags.split()) for name, _, flags in lines if name.strip() == "flags"), frozenset())
 
 

@@ -2,7 +2,7 @@
 
 ``run.prepare(network)`` changes a network in place, so that N workers compute with it what one would:
 
-1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.data_parallel`).
+1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.exact_networks`).
 2. It is moved to the device, gets the weights of a checkpoint, and then those of worker 0.
 3. The options follow that change how it computes: gradient checkpointing, mixed precision, compilation.
 
@@ -30,7 +30,8 @@ from raytrain.training.agreement import digest_of_tensors, find_differing
 from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
-from raytrain.training.data_parallel import ExactNetworks, make_layers_exact
+from raytrain.training.compiled import begin_graphs, check_recordable, compile_network, records_graphs
+from raytrain.training.exact_networks import ExactNetworks, make_layers_exact
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
@@ -62,15 +63,8 @@ def apply_options(model: nn.Module, config: TrainConfig) -> None:
     if config.gradient_checkpointing:
         batchnorm.count_once(checkpoint_gradients(model))
     prepare_for_autocast(model, config.precision)
-    if config.compile:
-        # nn.Module.compile does the same, but torch 2.11 leaves out classes of its own, such as nn.Sequential. A
-        # function around the call is compiled whatever the class.
-        call = model._call_impl  # pyright: ignore[reportPrivateUsage]
-
-        def call_all(*args: Any, **options: Any) -> Any:
-            return call(*args, **options)
-
-        model._compiled_call_impl = torch.compile(call_all)
+    if config.compile_mode is not None:
+        compile_network(model, config.compile_mode)
 
 
 def checkpoint_gradients(model: nn.Module) -> nn.Module:
@@ -122,7 +116,7 @@ class PreparedModels(ExactNetworks):
         share: Callable[[], Tensor | float],
         report: Callable[[str], None],
     ) -> None:
-        super().__init__(worker, share, report)
+        super().__init__(worker, share, report, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
         self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
         self.built_by_options: set[str] = set()  # the layers of networks that are as the options name them, as text
         self._config = config
@@ -139,6 +133,8 @@ class PreparedModels(ExactNetworks):
             batchnorm.freeze(model)
         # Layers without running statistics have nothing to freeze.
         make_layers_exact(model, "sync" if frozen else self._config.batch_norm, "run.prepare")  # pyright: ignore
+        if self._worker.world_size > 1 and self._config.compile_mode is not None:
+            check_recordable(model, self._config.compile_mode)
         # Complex parameters stay complex: float and double change real ones only.
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
@@ -165,6 +161,7 @@ class PreparedModels(ExactNetworks):
 
         ``is_whole``: it holds all of this worker's images of the step.
         """
+        self.begin_images()
         self.begin(
             microbatch.num_used,
             microbatch.samples,
@@ -173,6 +170,11 @@ class PreparedModels(ExactNetworks):
             # One worker's gradients of a whole batch are those of the global batch already.
             scales_gradients=self._worker.world_size > 1 or not is_whole or not microbatch.num_used,
         )
+
+    def begin_images(self) -> None:
+        """Let networks that are recorded in CUDA graphs write over what they have computed of earlier images."""
+        if records_graphs(self._config.compile_mode):
+            begin_graphs()
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
         """Raise UsageError if ``optimizer`` trains a parameter of no prepared network, or of a layer that is new."""

@@ -13,8 +13,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,22 @@ class BatchSource(Protocol):
         """Yield the worker's slice of the validation or the test images. Each image is on one worker."""
         ...
 
+    def key(self, sample: int) -> str:
+        """Return the key of a training image, for a sentence about it."""
+        ...
 
-class Reporter(Protocol):
+
+class DecodeReporter(Protocol):
+    """Takes what a worker finds out about its training images while it decodes them."""
+
+    def skip(self, images: list[SkippedImage], /) -> object:
+        """Note images that cannot be used."""
+
+    def decoded_on_cpu(self, num_images: int, reason: str, /) -> object:
+        """Note images that a GPU could not decode, of the kind ``reason``, such as "PNG"."""
+
+
+class Reporter(DecodeReporter, Protocol):
     """Takes metrics (of worker 0) and events of a worker, and passes requests on to it.
 
     All calls but ``flush`` return at once.

@@ -35,11 +35,11 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
+from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
-from raytrain.runs.suspicious_labels import NUM_SHOWN
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors
+from raytrain.training.batch import Batch, Epoch, HostTensors
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
 from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.gallery import Gallery
@@ -60,30 +60,6 @@ _TEST_NOT_READ = (
     "the test images are not measured: the loop's evaluation does not read run.evaluation_batches(); raytrain evaluate "
     "measures them"
 )
-
-
-class Epoch:
-    """Batches of one epoch; after a resume in the middle of it, those that are left.
-
-    Example::
-
-        for epoch in run.epochs():
-            for batch in epoch:
-                first_of_epoch = batch.step % len(epoch) == 0
-    """
-
-    def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
-        self.number = number
-        """Counted from 0."""
-        self._num_steps = num_steps
-        self._batches = batches
-
-    def __len__(self) -> int:
-        """Number of batches in the whole epoch, also of those before a resume."""
-        return self._num_steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._batches
 
 
 @dataclass(kw_only=True)
@@ -406,7 +382,9 @@ class Run:
             logits = [model(batch.images) for batch in run.evaluation_batches()]
         """
         self._has_read = True
-        return self.batches.held_out(self._measured_part)
+        for batch in self.batches.held_out(self._measured_part):
+            self.models.begin_images()
+            yield batch
 
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
@@ -479,16 +457,21 @@ class Run:
         self.steps.report_start()  # otherwise nobody would read the validation images
         self.steps.check_all("evaluations")
         started = time.perf_counter()
+        measured = self._evaluated(keeps_weights=keeps_weights)
+        step = self.steps.record_evaluation(measured, self.thresholds)
+        self.gallery.write(step, self.rank, self.world_size)
+        suspicious = self.margins.lowest(NUM_SUSPICIOUS_SHOWN)
+        if self.rank == 0:
+            self.reporter.suspicious(suspicious)
+        self.steps.metrics.exclude(time.perf_counter() - started)
+        return measured
+
+    def _evaluated(self, *, keeps_weights: bool = False) -> dict[str, float]:
+        """Return what the evaluation, the loop's own if it has one, measures of the images of ``_measured_part``."""
         self.evaluating = True
         with self.models.evaluating(keeps_weights=keeps_weights):
             measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
         self.evaluating = False
-        step = self.steps.record_evaluation(measured, self.thresholds)
-        self.gallery.write(step, self.rank, self.world_size)
-        suspicious = self.margins.lowest(NUM_SHOWN)
-        if self.rank == 0:
-            self.reporter.suspicious(suspicious)
-        self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 
     def finish(self) -> Outcome:
@@ -506,10 +489,7 @@ class Run:
         """Measure the test images, once, with the networks of the best checkpoint; nothing is written after it."""
         self.steps.load_best()
         self._measured_part, self._has_read = "test", False
-        self.evaluating = True
-        with self.models.evaluating():
-            measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
-        self.evaluating = False
+        measured = self._evaluated()
         if self._has_read:
             self.steps.record_test(measured)
         else:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from raytrain.config import TrainConfig
 from raytrain.errors import flag
-from raytrain.runs.suspicious_labels import SuspiciousLabel
+from raytrain.runs.metric_row import SuspiciousLabel
 from raytrain.training.batch import Batch
 from raytrain.training.protocols import Worker
 

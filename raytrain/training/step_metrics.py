@@ -4,16 +4,23 @@ The way of a metric: :meth:`StepMetrics.log` adds a numerator and a denominator 
 :meth:`~StepMetrics.start` sends them, summed over the workers; :meth:`~StepMetrics.read` adds the sums to those of the
 steps since the last row, and records the row, in which each metric is their quotient.
 
-The all-reduce of a step starts before its forward and gives the number of used images to the backward. The host waits
-for nothing: on a GPU the sums reach it by a copy that has long finished when they are read.
+The all-reduce of a step starts before its forward and gives the number of used images to the backward. Its sums are
+copied to the host at once, so that a GPU, which has them before the step, never waits for the host to read them:
+
+- Several workers read the sums when the step ends, for all of them must stop after the same one. Then the host waits
+  until the GPU begins the step, of which it has handed out all by then.
+- One worker knows its own counts. It reads what was logged a step late, or at once if a row of the history waits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -52,6 +59,16 @@ _FIRST_METRIC = _NUM_TOTALS + 2  # after the totals and the digest of the names
 _ROOM = 32  # for names: what workers send has one size, also if one of them logs what the others do not
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of one step, on their way to the host."""
+
+    names: tuple[str, ...]  # of what was logged before the step
+    denominators: Mapping[str, float]  # what one worker's host knows of them, in addition to the numbers
+    numbers: Tensor  # float64 (n,), on the host; those of several workers begin with totals and a digest of the names
+    copied: torch.cuda.Event | None  # None if the numbers were computed on the host
+
+
 @dataclass
 class _OpenRow:
     """Counts and metrics of all workers in the steps since the last row."""
@@ -76,12 +93,12 @@ class StepMetrics:
         # What travels with the next step: sums of numerators and of denominators, (2, room), in the order of the names.
         self._names: tuple[str, ...] = ()
         self._logged = torch.zeros(2, _ROOM, dtype=torch.float64, device=worker.device)
-        # What travels now: the sums on the device and, once they are copied, on the host.
-        self._sent_names = self._names
-        self._host = self._sums = torch.zeros(0, dtype=torch.float64)
-        self._copied = torch.cuda.Event() if worker.device.type == "cuda" else None
+        self._denominators: dict[str, float] = {}  # what the host knows of them; the device has the rest
+        # What travels now: this worker's totals, the sums on the device, and those that the host has not read.
+        self._own = StepTotals()
+        self._sums = torch.zeros(0, dtype=torch.float64)
         self._work: dist.Work | None = None
-        self._is_on_its_way = False  # not copied to the host yet
+        self._unread = deque[_Sums]()
         # The row that the next steps add to, and one that lacks only what was logged in its last step.
         self._row = _OpenRow()
         self._closed_row: MetricRow | None = None
@@ -104,10 +121,22 @@ class StepMetrics:
         self._names += new
         while len(self._names) > self._logged.shape[1]:
             self._logged = torch.cat([self._logged, torch.zeros_like(self._logged[:, :_ROOM])], dim=1)
-        if not counts:
+        if not counts or not values:
             return
 
+        # Most are means, whose weights the host knows: few calls for the device.
         device = self._worker.device
+        of_means = [
+            number for number, weight in values.values() if _is_float(number) and not isinstance(weight, Tensor)
+        ]
+        if len(of_means) == len(values) and tuple(values) == self._names:
+            on_device = [number.detach().to(device) for number in of_means]
+            self._logged[0, : len(values)] += torch.stack(
+                [each.reshape(()) if each.ndim else each for each in on_device]
+            )
+            for name, (_, weight) in values.items():
+                self._denominators[name] = self._denominators.get(name, 0.0) + float(weight)
+            return
         numbers = [
             number.detach().to(device, torch.float64).reshape(())
             if isinstance(number, Tensor)
@@ -123,44 +152,32 @@ class StepMetrics:
 
     def start(self, own: StepTotals) -> None:
         """Send this worker's totals of a step, then the numerators and the denominators of what it logged before it."""
-        self._sums = torch.cat([self._counts(own), self._logged.flatten()])
-        self._sent_names, self._logged = self._names, torch.zeros_like(self._logged)
+        self._own, self._work, denominators = own, None, self._denominators
+        self._sums, self._logged, self._denominators = self._logged.flatten(), torch.zeros_like(self._logged), {}
         if self._worker.world_size > 1:
+            counts = self._counts(own, denominators)
+            counts[_FIRST_METRIC:] += self._sums
+            self._sums = counts
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
-        self._is_on_its_way = True
+        self._unread.append(_Sums(self._names, denominators, *copy_to_host(self._sums, self._work)))
 
     def num_used(self) -> Tensor:
-        """Return the number of used images in the step's global batch, float64 () on the device.
-
-        Also starts to copy all sums to the host, which does not wait.
-        """
-        if self._is_on_its_way:
-            if self._work is not None:
-                self._work.wait()
-            if len(self._host) != len(self._sums):
-                is_pinned = self._copied is not None
-                self._host = torch.zeros(len(self._sums), dtype=torch.float64, pin_memory=is_pinned)
-            self._host.copy_(self._sums, non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-            self._is_on_its_way = False
+        """Return the number of used images in the step's global batch of several workers, float64 () on the device."""
+        if self._work is not None:
+            self._work.wait()
         return self._sums[0]
 
     def read(self) -> StepTotals:
         """Return the totals of a step. If a row ended with the step before, record it, now that all of it is known."""
-        self.num_used()
-        if self._copied is not None:
-            self._copied.synchronize()
-        sums = self._host.tolist()
-        totals = self._totals(sums)
-
-        # What was logged in the step before belongs to the row that may have ended with it.
-        middle = (_FIRST_METRIC + len(sums)) // 2
-        logged = zip(self._sent_names, sums[_FIRST_METRIC:middle], sums[middle:], strict=False)
-        for name, numerator, denominator in logged:
-            if denominator:
-                before = self._row.sums.get(name, (0.0, 0.0))
-                self._row.sums[name] = before[0] + numerator, before[1] + denominator
+        num_late = 1 if self._worker.world_size == 1 and self._closed_row is None else 0
+        totals = self._own
+        while len(self._unread) > num_late:
+            sent = self._unread.popleft()
+            if self._work is not None:
+                self._work.wait()
+            if sent.copied is not None:
+                sent.copied.synchronize()
+            totals = self._add_to_row(sent)
         if self._closed_row is not None:
             means = {name: numerator / denominator for name, (numerator, denominator) in self._row.sums.items()}
             self._record(dataclasses.replace(self._closed_row, metrics={**self._closed_row.metrics, **means}))
@@ -170,6 +187,18 @@ class StepMetrics:
         self._row.num_images += totals.num_used
         self._row.wait_s += totals.wait_s
         self.samples_seen += int(totals.num_used)
+        return totals
+
+    def _add_to_row(self, sent: _Sums) -> StepTotals:
+        """Add to the row what was logged in the step before that of ``sent``. Return the totals of the latter."""
+        sums, totals, known = sent.numbers.tolist(), self._own, sent.denominators
+        if self._worker.world_size > 1:
+            totals, sums, known = self._totals(sums), sums[_FIRST_METRIC:], {}
+        middle = len(sums) // 2
+        for name, numerator, on_device in zip(sent.names, sums[:middle], sums[middle:], strict=False):
+            if denominator := on_device + known.get(name, 0.0):
+                before = self._row.sums.get(name, (0.0, 0.0))
+                self._row.sums[name] = before[0] + numerator, before[1] + denominator
         return totals
 
     def close_row(self, step: int, epoch: int, learning_rates: Sequence[float | Tensor]) -> None:
@@ -204,14 +233,21 @@ class StepMetrics:
 
     def joined(self, own: StepTotals) -> StepTotals:
         """Return the totals of what each worker gives now, beside those of the step. Every worker calls this."""
-        sums = torch.cat([self._counts(own), torch.zeros_like(self._logged).flatten()])  # of the size of a step's
-        if self._worker.world_size > 1:
-            dist.all_reduce(sums, group=self._group)
+        if self._worker.world_size == 1:
+            return own
+        sums = self._counts(own, {})  # of the size of a step's
+        dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
 
-    def _counts(self, own: StepTotals) -> Tensor:
-        """Return, on the device, what this worker sends before its metrics: its totals, and a digest of the names."""
-        counts = torch.tensor([*vars(own).values(), *digest_of(self._names)], dtype=torch.float64)
+    def _counts(self, own: StepTotals, denominators: Mapping[str, float]) -> Tensor:
+        """Return, on the device, what this worker's host knows: its totals, a digest of the names, and denominators.
+
+        There is room for a numerator of each name, and for its denominator.
+        """
+        room = self._logged.shape[1]
+        known = [denominators.get(name, 0.0) for name in self._names]
+        metrics = [0.0] * room + known + [0.0] * (room - len(known))
+        counts = torch.tensor([*vars(own).values(), *digest_of(self._names), *metrics], dtype=torch.float64)
         return counts.to(self._worker.device, non_blocking=True)
 
     def _totals(self, sums: list[float]) -> StepTotals:
@@ -222,3 +258,31 @@ class StepMetrics:
                 "call run.log with the same names on every worker: a metric is the mean over the images of all of them."
             )
         return StepTotals(*sums[:_NUM_TOTALS])
+
+
+def copy_to_host(sums: Tensor, work: dist.Work | None) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return what ``sums`` are on the host when ``work`` has ended; on a GPU, a copy that is whole after the event.
+
+    The copy of several workers' sums has a stream of its own, so that the GPU goes on before the other workers come.
+    """
+    if not sums.is_cuda:
+        return sums, None
+    stream = torch.cuda.current_stream(sums.device) if work is None else _stream(sums.device)
+    host = torch.empty(len(sums), dtype=sums.dtype, pin_memory=True)
+    copied = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        if work is not None:
+            work.wait()
+            sums.record_stream(stream)  # otherwise later sums could be written over them
+        host.copy_(sums, non_blocking=True)
+        copied.record()
+    return host, copied
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _is_float(number: object) -> TypeGuard[Tensor]:
+    return isinstance(number, Tensor) and number.is_floating_point()

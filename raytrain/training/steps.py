@@ -28,7 +28,6 @@ from dataclasses import replace
 from enum import Enum, IntEnum
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,9 +37,9 @@ from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
-from raytrain.runs.metric_row import OWN_COLUMNS, MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress, StopReason
-from raytrain.training.agreement import digest_of, digests_agree
+from raytrain.training.agreement import agreed, digest_of, digests_agree
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.checkpoint_state import CheckpointState
@@ -470,32 +469,3 @@ def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
                 "the others; every worker must take the same steps: decide by what all of them know, such as "
                 "run.total(...)."
             )
-
-
-def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
-    """Return what an evaluation has ``measured``, as worker 0 has it, the same on all workers.
-
-    Raises UsageError, on all of them, if they differ: they would decide differently whether to stop.
-    """
-    try:
-        numbers = {name: float(value) for name, value in measured.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"The loop's evaluation must return numbers by name, and returned something else: {error}."
-        ) from None
-    if taken := [name for name in numbers if name in OWN_COLUMNS]:
-        raise UsageError(
-            f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
-        )
-    gathered: list[Any] = [numbers] * world_size
-    if world_size > 1:
-        dist.all_gather_object(gathered, numbers)
-    for rank, other in enumerate(gathered):
-        for name in {**gathered[0], **other}:
-            first, second = gathered[0].get(name), other.get(name)
-            if first is None or second is None or not np.isclose(first, second, rtol=1e-6, atol=0, equal_nan=True):
-                raise UsageError(
-                    f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
-                    "what each worker counts with run.total(...), so that all have the same numbers."
-                )
-    return gathered[0]

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -30,8 +31,20 @@ from tests.benchmarks.report import Check, Figure, Report
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 5.0  # of time left, with which another part is begun
 _AT_ONCE = 4
+_PRINT_EVERY_S = 1.0
 _SLOWER_ON_CPU = 8  # than on a GPU, though they do less there
-_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pyarrow", "pillow", "simplejpeg", "cykooz-resizer", "ray")
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pyarrow",
+    "pillow",
+    "simplejpeg",
+    "cykooz-resizer",
+    "torchcodec",
+    "ray",
+)
 Status = Literal["passed", "failed", "broke", "out of time", "left out"]
 
 
@@ -48,6 +61,11 @@ class Part:
 
 
 PARTS = (
+    # First what people ask for first, then what is computed, several parts at a time, then the rest.
+    Part("step", "tests.gpu.speed:beside_a_plain_loop", 60, alone=True),
+    Part("random changes", "tests.gpu.speed:random_changes", 60, alone=True),
+    Part("compile", "tests.gpu.speed:compiled", 120, alone=True),
+    Part("cifar10-fast", "tests.gpu.commands:fast", 90, needs="CIFAR-10", alone=True),
     Part("same as plain PyTorch", "tests.gpu.same:as_plain_pytorch", 60),
     Part("same as on the CPU", "tests.gpu.same:as_on_the_cpu", 90),
     Part("bit for bit", "tests.gpu.same:bit_for_bit", 45),
@@ -63,12 +81,11 @@ PARTS = (
     Part("profile", "tests.gpu.commands:profiled", 60),
     Part("machine", "tests.gpu.machine:measure", 30, alone=True),
     Part("copies beside the step", "tests.gpu.options:copies", 30, alone=True),
-    Part("step", "tests.gpu.speed:beside_a_plain_loop", 60, alone=True),
-    Part("photographs", "tests.gpu.photographs:streamed", 120, alone=True),
+    Part("photographs", "tests.gpu.photographs:streamed", 150, alone=True),
     Part("decoding", "tests.gpu.photographs:decoded", 45, alone=True),
+    Part("own transforms", "tests.gpu.workers:own_transforms", 60, alone=True),
+    Part("gradient dtype", "tests.gpu.workers:gradient_dtype", 60, alone=True),
     Part("switches", "tests.gpu.speed:switches", 90, alone=True),
-    Part("compile", "tests.gpu.speed:compiled", 120, alone=True),
-    Part("cifar10-fast", "tests.gpu.commands:fast", 90, needs="CIFAR-10", alone=True),
 )
 
 
@@ -100,18 +117,30 @@ def run(part: Part, device: str, limit_s: float, cifar: Path | None = None) -> O
         command = [sys.executable, "-m", "tests.gpu.trial", part.function, json.dumps(given)]
         started = time.monotonic()
         with open(printed, "wb") as output:
-            code = _wait(subprocess.Popen(command, **_apart(folder), stdout=output, stderr=output), limit_s)
+            process = subprocess.Popen(command, **_apart(folder), stdout=output, stderr=output)
+            code = _wait(process, limit_s, notes)
         seconds = time.monotonic() - started
         end = printed.read_text(errors="replace")[-4000:]
         return _outcome(part, code, seconds, notes.read_text(), end)
 
 
-def _wait(process: subprocess.Popen[Any], limit_s: float) -> int | None:
-    """The exit code; None if it took too long. Nothing that the process has started is left, but what ends with it."""
+def _wait(process: subprocess.Popen[Any], limit_s: float, notes: Path) -> int | None:
+    """The exit code; None if it took too long. Nothing that the process has started is left, but what ends with it.
+
+    Figures are printed as soon as they are in ``notes``: the machine may be taken away any time.
+    """
+    ends_at, num_printed, code = time.monotonic() + limit_s, 0, None
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
+        while code is None and time.monotonic() < ends_at:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(_PRINT_EVERY_S, max(0.0, ends_at - time.monotonic())))
+            lines = [line for line in notes.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            for note in map(json.loads, lines[num_printed:]):
+                if note["kind"] == "figure":
+                    values = ", ".join(f"{value:,.4g}" for value in note["values"])
+                    print(f"    {note['name']}: {values} {note['unit']}", flush=True)
+            num_printed = len(lines)
+        return code
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -151,7 +180,8 @@ def _exit(code: int) -> str:
 def run_all(parts: Sequence[Part], device: str, out: Path, seconds: float, cifar: Path | None) -> list[Outcome]:
     """Run the parts, and write what is known after each. What happens to one has no effect on the others.
 
-    Those that measure no time are run first, a few at a time if there are cores for that.
+    They run in their order, but for those that measure no time, which run together, in the place of the first of them,
+    a few at a time if there are cores for that.
     """
     started, outcomes, noting = time.monotonic(), list[Outcome](), Lock()
 
@@ -169,9 +199,12 @@ def run_all(parts: Sequence[Part], device: str, out: Path, seconds: float, cifar
             held = f"{sum(check.holds for check in outcome.checks)} of {len(outcome.checks)} checks hold"
             print(f"{outcome.status:11} {outcome.seconds:5.1f} s  {part.name}: {reason or held}", flush=True)
 
+    first = list(takewhile(lambda part: part.alone, parts))
+    for part in first:
+        begin(part)
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, cores() // 4))) as pool:
         list(pool.map(begin, [part for part in parts if not part.alone]))
-    for part in parts:
+    for part in parts[len(first) :]:
         if part.alone:
             begin(part)
     return outcomes

@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 import raytrain
 from raytrain.data.images.crop_box import Cropping
@@ -22,9 +21,10 @@ from raytrain.data.images.decode import decode
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.loader.decoders import num_decoders
-from raytrain.loader.machine import cores
+from raytrain.loader.machine import cores, gpu_decoder_problem
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse
+from raytrain.training.device_decoder import cut_and_resize, decode_jpegs
 from tests.gpu.trial import Trial
 from tests.helpers.photographs import write_photographs
 
@@ -36,33 +36,40 @@ def streamed(trial: Trial) -> None:
     photographs = trial.folder / "photographs"
     write_photographs(photographs, trial.scaled(1024, on_cpu=60))
     trial.says(f"{num_decoders()} threads decode, of {cores()} cores, with {fastest_resizer()} as resizer")
-    for cache in ("none", "memory"):
+    problem = gpu_decoder_problem(trial.device)
+    if problem is not None:
+        trial.says(f"without --decoder gpu: {problem}")
+    decoders = ("cpu", "gpu") if problem is None else ("cpu",)
+    for cache, decoder in product(("none", "memory"), decoders):
         watch = Watch(trial)
-        result = raytrain.train(_options(trial, photographs, cache), view=watch)
+        result = raytrain.train(_options(trial, photographs, cache, decoder), view=watch)
         rates = list(watch.uses.values())[1:]  # while the first was measured, the GPU chose its kernels
-        trial.says(f"{cache}: {result.steps} steps in {result.seconds - (result.startup_seconds or 0):.1f} s")
+        name = f"--cache {cache} --decoder {decoder}"
+        trial.says(f"{name}: {result.steps} steps in {result.seconds - (result.startup_seconds or 0):.1f} s")
         if rates:
-            trial.figure(f"--cache {cache}", "images/s", *(use.images_per_s for use in rates))
-            trial.figure(f"--cache {cache}: the loop waits for images", "of 1", *(u.data_wait_fraction for u in rates))
-            trial.figure(f"--cache {cache}: use of the cores", "of 1", *(use.cpu_fraction or 0.0 for use in rates))
+            trial.figure(name, "images/s", *(use.images_per_s for use in rates))
+            trial.figure(f"{name}: the loop waits for images", "of 1", *(use.data_wait_fraction for use in rates))
+            trial.figure(f"{name}: use of the cores", "of 1", *(use.cpu_fraction or 0.0 for use in rates))
         if watch.busy:
-            trial.figure(f"--cache {cache}: the GPU is idle", "of 1", 1 - mean(watch.busy), 1 - median(watch.busy))
-        trial.holds(f"--cache {cache}: the run stopped when its time was up", result.status == "stopped")
+            trial.figure(f"{name}: the GPU is idle", "of 1", 1 - mean(watch.busy), 1 - median(watch.busy))
+        trial.holds(f"{name}: the run stopped when its time was up", result.status == "stopped")
+        trial.holds(f"{name}: the GPU decoded all images that it should", result.num_decoded_on_cpu == 0)
 
 
-def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfig:
+def _options(trial: Trial, photographs: Path, cache: Any, decoder: Any) -> raytrain.TrainConfig:
     return raytrain.recipes.custom(
         data=str(photographs),
-        name=f"photographs-{cache}",
+        name=f"photographs-{cache}-{decoder}",
         storage=str(trial.folder / "runs"),
         model="resnet50" if trial.on_gpu else "tests.helpers.memory_runs:network",
         image_size=(_SIDE, _SIDE),
         random_resized_crop=True,
-        cache_side=1.0 if cache == "memory" else None,
+        cache_side=1.0 if cache == "memory" and decoder == "cpu" else None,  # files give crops of the originals
+        decoder=decoder,
         flip="random",
         batch_size=trial.scaled(256, on_cpu=8),
         epochs=1000,
-        max_time=f"{trial.scaled(35, on_cpu=12)}s",
+        max_time=f"{trial.scaled(24, on_cpu=12)}s",
         evaluate_every=0,
         checkpoint_every=(),
         channels_last=True,
@@ -90,7 +97,7 @@ class Watch:
 
 
 def decoded(trial: Trial) -> None:
-    """JPEGs decoded and resized by raytrain on the cores, and by torchvision on the device (nvJPEG on a GPU)."""
+    """JPEGs decoded and resized on the cores, and on the device (by nvJPEG on a GPU), and how their pixels differ."""
     write_photographs(trial.folder / "photographs", trial.scaled(128, on_cpu=10))
     files = [file.read_bytes() for file in sorted((trial.folder / "photographs").rglob("*.jpg"))]
     trial.says(f"{len(files)} JPEGs of 500x375, {np.mean([len(file) for file in files]) / 1000:.0f} KB each")
@@ -101,26 +108,34 @@ def decoded(trial: Trial) -> None:
         with ThreadPoolExecutor(threads) as pool:
             rate = _rate(trial, lambda pool=pool: list(pool.map(on_cores, files * 2)), 2 * len(files), rounds)
         trial.figure(f"raytrain, {threads} threads", "images/s", *rate)
-    data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    device = torch.device(trial.device)
+    try:
+        decode_jpegs(files[:1], 3, device)
+    except (ImportError, OSError, RuntimeError) as error:
+        trial.says(f"torchcodec decodes nothing on {device}: {error!r:.200}")
+        return
     for size in (1, 32, len(files)):
-        rate = _rate(trial, partial(_by_torchvision, data, size, trial.device), len(files), rounds)
-        trial.figure(f"torchvision on {trial.device}, {size} at a time, with resizing", "images/s", *rate)
-    ours = torch.stack([torch.from_numpy(on_cores(file).copy()) for file in files]).permute(0, 3, 1, 2)
-    theirs = _by_torchvision(data, len(files), trial.device).cpu()
+        rate = _rate(trial, partial(_on_device, files, size, device, resizes=False), len(files), rounds)
+        trial.figure(f"torchcodec on {device}, {size} at a time", "images/s", *rate)
+        rate = _rate(trial, partial(_on_device, files, size, device), len(files), rounds)
+        trial.figure(f"torchcodec on {device}, {size} at a time, with crops and resizing", "images/s", *rate)
+    ours = torch.stack([torch.from_numpy(on_cores(file).copy()) for file in files])
+    theirs = torch.cat(_on_device(files, len(files), device)).cpu()
     levels = (ours.double() - theirs.double()).abs()
     trial.check("mean difference of the pixels", levels.mean().item(), "of 255", at_most=2)
     trial.figure("largest difference of a pixel", "of 255", levels.max().item())
+    alone = torch.cat(_on_device(files, 1, device)).cpu()
+    trial.holds("an image is the same in any batch", bool((alone == theirs).all()))
 
 
-def _by_torchvision(data: Sequence[Tensor], size: int, device: str) -> Tensor:
-    """All images, uint8 (n, 3, SIDE, SIDE) on the device, decoded ``size`` at a time; those of a batch are one size."""
+def _on_device(files: Sequence[bytes], size: int, device: torch.device, *, resizes: bool = True) -> list[Tensor]:
+    """All images on the device, decoded ``size`` at a time, uint8; each list (n, SIDE, SIDE, 3) if they are resized."""
     batches: list[Tensor] = []
-    for start in range(0, len(data), size):
-        images: Any = decode_jpeg(list(data[start : start + size]), mode=ImageReadMode.RGB, device=device)
-        pixels = torch.stack(images).float()
-        resized = F.interpolate(pixels, (_SIDE, _SIDE), mode="bilinear", antialias=True)
-        batches.append(resized.round().clamp(0, 255).to(torch.uint8))
-    return torch.cat(batches)
+    for start in range(0, len(files), size):
+        images = decode_jpegs(files[start : start + size], 3, device)
+        boxes = [Cropping().crop((image.shape[1], image.shape[2]), (_SIDE, _SIDE)) for image in images]
+        batches += [cut_and_resize(images, boxes, (_SIDE, _SIDE))] if resizes else images
+    return batches
 
 
 def _rate(trial: Trial, action: Callable[[], object], num_images: int, rounds: int) -> list[float]:

@@ -197,7 +197,6 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with it, and w
     "mixup": ({"mixup": 0.2}, {}),
     "batch norm of local batches": ({"batch_norm": "aggregate"}, {}),
     "two microbatches": ({"accumulate": 2}, {}),
-    "RandAugment": ({"auto_augment": "randaugment"}, {}),
     "gradient checkpointing": ({"gradient_checkpointing": True}, {}),  # of networks that have blocks
 }
 
@@ -215,13 +214,32 @@ def switches(trial: Trial) -> None:
             trial.figure(f"{work.name}: {name}: with, without", "ms", *(measured[str(chosen)] for chosen in states))
 
 
+def random_changes(trial: Trial) -> None:
+    """What the random changes of images add to a step; RandAugment may take a twentieth of it."""
+    changes: dict[str, dict[str, Any]] = {
+        "none": {},
+        "RandAugment": {"auto_augment": "randaugment"},
+        "AugMix": {"auto_augment": "augmix"},
+        "jitter, blur, rotation, erasing": {"color_jitter": 0.4, "blur": 0.5, "rotation": 15, "random_erasing": 0.5},
+    }
+    for work in _works(trial)[::-1]:  # the larger one first
+        bench, seconds = Bench.of(trial, work), dict[str, float]()
+        for name, options in changes.items():
+            seconds[name] = bench.through_raytrain(**options).step_s
+            trial.figure(f"{work.name}: {name}", "ms", 1000 * seconds[name])
+        least = _LEAST_OF_PLAIN if trial.on_gpu and work.model == "resnet50" else 0.0
+        ratio = seconds["none"] / seconds["RandAugment"]
+        trial.check(f"{work.name}: speed, RandAugment : none", ratio, "×", at_least=least)
+
+
 def compiled(trial: Trial) -> None:
-    """``--compile`` computes what the network computes, and how fast that is, after how long."""
+    """``--compile`` computes what the network computes, and how fast each mode is, after how long."""
+    modes = (False, "default", "reduce-overhead") if trial.on_gpu else (False, "default")
     for work in _works(trial):
         bench = Bench.of(trial, work)
-        for state in (False, True):
-            clock = bench.through_raytrain(compile=state)
-            name = f"{work.name}, {'compiled' if state else 'not compiled'}"
+        for mode in modes:
+            clock = bench.through_raytrain(compile=mode)
+            name = f"{work.name}, --compile {mode}" if mode else f"{work.name}, not compiled"
             trial.figure(f"{name}: a step", "ms", 1000 * clock.step_s)
             trial.figure(f"{name}: until the first step is done", "s", clock.first_step_s)
         model = build_model(work.model, NUM_CLASSES, 3, 0).to(trial.device).eval()

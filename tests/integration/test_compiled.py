@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx import GraphModule
 
+from raytrain.errors import UsageError
+from raytrain.training import batchnorm
+from raytrain.training.compiled import check_recordable
 from raytrain.training.prepared_models import apply_options
-from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
+from raytrain.training.run import Run
+from tests.helpers.memory_runs import Recorder, config, images, make_run, network, trained
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +60,72 @@ def test_a_sequence_of_layers_is_compiled_whole(monkeypatch: pytest.MonkeyPatch)
     apply_options(network, config(compile=True))
     network(torch.zeros(3, 3, 2, 2))
     assert (counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]) == (1, 4)
+
+
+def in_the_same_memory(graph: GraphModule, inputs: Any) -> Any:
+    """Compile to a function that writes its results where it wrote those of the call before, as CUDA graphs do."""
+    results: list[Any] = []
+
+    def replay(*arguments: Any) -> list[Any]:
+        computed = graph(*arguments)
+        if [getattr(each, "shape", None) for each in results] != [getattr(each, "shape", None) for each in computed]:
+            results[:] = [each.clone() if isinstance(each, Tensor) else each for each in computed]
+        for place, each in zip(results, computed, strict=True):
+            if isinstance(each, Tensor):
+                place.copy_(each)
+        return [place.detach() if isinstance(place, Tensor) else place for place in results]
+
+    return make_boxed_func(replay)
+
+
+@pytest.fixture
+def rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have --compile record graphs in a way of this machine's; notes each new round of them."""
+    backend = aot_autograd(fw_compiler=in_the_same_memory)
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compile(function, backend=backend))
+    rounds: list[str] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: rounds.append("begun"))
+    return rounds
+
+
+def train_and_keep(run: Run, kept: list[tuple[Tensor, Tensor]]) -> None:
+    """Keep what the network says in each step, and a copy of it that was made at once."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            kept.append((logits.detach(), logits.detach().clone()))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(logits, batch.labels).backward()
+            optimizer.step()
+            run.log(loss=logits.mean())
+
+
+def test_a_loop_may_keep_what_a_recorded_network_says(tmp_path: Path, rounds_of_graphs: list[str]) -> None:
+    run = make_run(config(compile="max-autotune", max_steps=4), images(64), str(tmp_path), Recorder())
+    kept: list[tuple[Tensor, Tensor]] = []
+    trained(run, lambda run: train_and_keep(run, kept))
+    assert len(kept) == 4
+    assert all(torch.equal(logits, copy) for logits, copy in kept)
+    num_batches_of_evaluation = -(-64 // 6)
+    assert len(rounds_of_graphs) == 4 + num_batches_of_evaluation
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recorded_network_learns_what_it_does_otherwise(
+    accumulate: int, tmp_path: Path, rounds_of_graphs: list[str]
+) -> None:
+    wanted = losses(tmp_path / "plain", accumulate=accumulate, ema_decay=0.9)
+    assert not rounds_of_graphs
+    recorded = losses(tmp_path / "recorded", compile="max-autotune", accumulate=accumulate, ema_decay=0.9)
+    assert recorded == pytest.approx(wanted, rel=1e-9)
+
+
+def test_networks_that_wait_for_other_workers_are_not_recorded() -> None:
+    joined = batchnorm.convert(network(3, 3), "sync")
+    with pytest.raises(UsageError, match=r"--compile is reduce-overhead.*--batch-norm aggregate, or --compile default"):
+        check_recordable(joined, "reduce-overhead")
+    check_recordable(joined, "default")
+    check_recordable(batchnorm.convert(network(3, 3), "aggregate"), "reduce-overhead")

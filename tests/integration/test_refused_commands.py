@@ -34,6 +34,10 @@ REFUSED = {
     "a bad number": (["--data", "good", "--epochs", "0"], "epochs"),
     "no such policy": (["--data", "good", "--auto-augment", "rand-m9-mstd0.5"], "give randaugment, or rand-m9-n2"),
     "a mistake in a file of options": (["--config", "bad.yaml"], "bad.yaml, line 2: there is no option epohs"),
+    "a GPU that decodes, without a GPU": (
+        ["--data", "good", "--decoder", "gpu", "--device", "cpu"],
+        "--decoder is gpu, by this command or as the run began, and the device is a CPU; give --decoder cpu",
+    ),
     "a metric that is not measured": (["--data", "good", "--until", "acc=0.5"], "measure accuracy, loss, balanced_"),
     "too many workers": (["--data", "good", "--workers", "5000"], "--workers is 5000"),
     "a run without a name": (["--resume"], "--resume needs --name"),

@@ -128,7 +128,7 @@ def test_images_are_resized_as_asked_for(cropping: Cropping) -> None:
 
 def test_images_that_are_kept_have_a_margin_and_show_everything() -> None:
     options = TrainConfig(batch_size=1, image_size=(32, 40), random_resized_crop=True, cache_side=1.25, resize="crop")
-    shape, cropping = training_format(options)
+    shape, cropping, _ = training_format(options)
     assert shape.size == (40, 50)
     assert cropping.crop((300, 400), shape.size) == (0, 0, 400, 300, 40, 50, "bilinear", "pillow")
     assert evaluation_format(options).shape.size == (32, 40)

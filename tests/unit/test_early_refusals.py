@@ -51,6 +51,8 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"model": "no_such_package.nets:net"},
         {"loop": "no_such_file.py:train"},
         {"weights": "no-such-file.pt"},
+        {"compile": "reduce-overhead", "device": "cpu"},
+        {"gradient_dtype": "bfloat16", "precision": "float64"},
         {"workers": 10_000, "device": "cpu", "address": "local", "data": "."},
         {"workers": 10_000, "device": "cpu", "backend": "local", "data": "."},
         {"address": "local"},
@@ -62,7 +64,8 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         "--model no_such_package.nets:net: there is no module",
         "--loop: there",
     ]
-    begins += ["--weights no-such-file.pt: there is no such file", "--workers is 10000", "--workers is 10000"]
+    begins += ["--weights no-such-file.pt: there is no such file", "--compile is reduce-overhead, which records CUDA"]
+    begins += ["--gradient-dtype is bfloat16, which keeps 8 of the 53", "--workers is 10000", "--workers is 10000"]
     begins += ["There is no folder", "A run called 'old' is in"]
     assert all(sentence.startswith(begin) for sentence, begin in zip(sentences, begins, strict=True)), sentences
 

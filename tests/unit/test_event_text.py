@@ -26,6 +26,10 @@ EXAMPLES = [
     (events.LossNotFinite("nan", 7), "the loss is nan at step 7; the run stops if it stays so"),
     (events.ImageSkipped("a.jpg", "empty"), "skipped a.jpg: empty (skipped.jsonl lists all of them)"),
     (events.RequestsRetried(), "some requests for images fail at the first try; they are retried"),
+    (
+        events.DecodedOnCpu("PNG"),
+        "the CPU decodes some images, which the GPU cannot: PNG; num_decoded_on_cpu counts them",
+    ),
     (events.StorageWaits("no"), "the history waits for storage: no"),
     (events.StorageBack(), "the history is in storage again"),
     (events.DocumentLost("a.json", "no"), "a.json could not be written: no"),

@@ -11,6 +11,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import first_and_full_size
 from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
+from raytrain.runs.metric_row import MetricRow
 from raytrain.training import sample_margins
 from raytrain.training.augment import Augment
 from raytrain.training.augmentation import Augmentation
@@ -193,19 +195,45 @@ def test_the_networks_of_the_recipes_stay_on_the_gpu(recipe: str) -> None:
         assert call(lambda: network(images)).device == GPU
 
 
-def test_what_a_loop_logs_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
-    with on_a_gpu() as call:
-        metrics = StepMetrics(Worker(0, 1, GPU), lambda row: None, 0)
-        metrics._host = torch.zeros(8, dtype=torch.float64)
+class OnItsWay:
+    """Numbers on the host, and the event after which they are there: notes when the host waits for it."""
 
-        def step() -> Tensor:
+    def __init__(self) -> None:
+        self.num_begun, self.waited_for = 0, list[int]()
+
+    def copy(self, sums: Tensor, work: object) -> tuple[Any, Any]:
+        number, length = self.num_begun, len(sums)
+        self.num_begun += 1
+        numbers = SimpleNamespace(tolist=lambda: [1.0] * length)
+        return numbers, SimpleNamespace(synchronize=lambda: self.waited_for.append(number))
+
+
+@pytest.fixture
+def on_its_way(monkeypatch: pytest.MonkeyPatch) -> OnItsWay:
+    copies = OnItsWay()
+    monkeypatch.setattr("raytrain.training.step_metrics.copy_to_host", copies.copy)
+    return copies
+
+
+def test_what_a_loop_logs_is_read_a_step_late_unless_a_row_waits_for_it(on_its_way: OnItsWay) -> None:
+    with on_a_gpu() as call:
+        rows: list[MetricRow] = []
+        metrics = StepMetrics(Worker(0, 1, GPU), rows.append, 0)
+
+        def step() -> StepTotals:
             metrics.start(StepTotals(4))
             loss = torch.zeros((), device=GPU)
             metrics.log({"loss": (loss * 4, 4), "recall": (loss, torch.ones((), device=GPU))}, counts=True)
-            return metrics.num_used()
+            return metrics.read()
 
-        assert call(step).device == GPU
+        assert call(step).num_used == 4  # two steps, the second of which reads what the first one began to copy
+        assert (on_its_way.num_begun, on_its_way.waited_for) == (2, [0])
+        metrics.close_row(2, 0, [0.1])
+        step()
+        assert (on_its_way.num_begun, on_its_way.waited_for) == (3, [0, 1, 2])
+        step()
+        assert on_its_way.waited_for == [0, 1, 2]
+    assert [row.step for row in rows] == [2] and metrics.samples_seen == 16
 
 
 def not_pinned(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
@@ -213,7 +241,7 @@ def not_pinned(local: LocalBatch, augment: Augment, device: torch.device) -> Hos
 
 
 @pytest.fixture
-def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
+def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_its_way: OnItsWay) -> Callable[..., Run]:
     """Makes a run whose network is made on the GPU, to which fake weights cannot be moved, and images are copied."""
 
     def copied(tensors: HostTensors, device: torch.device) -> HostTensors:
@@ -221,14 +249,12 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
     monkeypatch.setattr("raytrain.training.batch._to_device", copied)
     monkeypatch.setattr("raytrain.training.batch.on_host", not_pinned)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
     for method in ("to", "float"):
         monkeypatch.setattr(torch.nn.Module, method, lambda self, *place, **options: self)
 
     def prepared(**options: Any) -> Run:
         chosen = {"device": "cuda", "precision": "float32", "model": "tests.gpu.same:network", **options}
         run = make_run(small_config(**chosen), images(40), str(tmp_path), Recorder())
-        run.steps.metrics._copied = None  # an event, and pinned memory with it
         with GPU:
             run.prepare(run.build_model())
         return run
@@ -239,10 +265,10 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 @pytest.mark.not_quick
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
-    name: str, run_on_gpu: Callable[..., Run]
+    name: str, run_on_gpu: Callable[..., Run], on_its_way: OnItsWay
 ) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        run = run_on_gpu(**OPTIONS[name])
+        run = run_on_gpu(**OPTIONS[name], log_every=10)
         batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.batches.source.train(0))
         steps = [HostWaits() for _ in range(3)]
         for waits in steps:
@@ -254,8 +280,12 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
                     run.log(loss=run.loss(logits, microbatch.targets), accuracy=accuracy, rate=0.1)
                     run.show(microbatch, logits)
                 run.steps.share()
+                before = on_its_way.num_begun
+                run.steps.end_batch()
             assert logits.device == batch.images.device == GPU
     assert steps[-1].found == []
+    # In the third step, what was logged before it is not there yet, and nobody waits for it.
+    assert on_its_way.num_begun == before and before - 1 not in on_its_way.waited_for
 
 
 @pytest.mark.parametrize("views", [(), ("flip", "shift")])

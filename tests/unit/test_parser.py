@@ -224,3 +224,32 @@ def test_the_private_names_of_tyro_exist() -> None:
 def fields_of(module: ModuleType, name: str) -> set[str]:
     event = getattr(module, name, None)
     return {field.name for field in dataclasses.fields(event)} if event else set()
+
+
+@pytest.mark.parametrize(
+    ("words", "compiled", "channels_last"),
+    [
+        ("", None, "auto"),
+        ("--compile", "default", "auto"),
+        ("--compile --channels-last --epochs 3", "default", True),
+        ("--compile reduce-overhead --no-channels-last", "reduce-overhead", False),
+        ("--compile=max-autotune --no-compile --channels_last auto", None, "auto"),
+    ],
+)
+def test_a_switch_may_have_a_word(words: str, compiled: str | None, channels_last: object) -> None:
+    config = parse(["train", "custom", "--bs", "8", *words.split()], COMMANDS).keywords["config"]
+    assert (config.compile_mode, config.channels_last) == (compiled, channels_last)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--compile fast", "--compile is 'fast'; it must be one of"),
+        ("--gradient-dtype float16", "--gradient-dtype is 'float16'; it must be bfloat16."),
+        ("--resize foo", "--resize is 'foo'; it must be stretch, crop, pad."),
+    ],
+)
+def test_a_word_that_is_none_of_an_option_is_named_once(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(["train", "custom", "--bs", "8", *words.split()], COMMANDS)
+    assert str(error.value).startswith(sentence)

@@ -50,6 +50,10 @@ class Batches:
         """Yield the same batches."""
         return self.train(0)
 
+    def key(self, sample: int) -> str:
+        """Return a name."""
+        return f"{sample}.png"
+
 
 def moved(image: Tensor) -> Tensor:
     """Draw from all generators of libraries."""

@@ -75,7 +75,7 @@ STRETCH = Crop()
 
 @dataclass(frozen=True)
 class Cropping:
-    """How the crop boxes of a data set are chosen.
+    """Rule by which the crop boxes of a data set are chosen.
 
     ``stretch`` shows all of an image. ``crop`` shows the ``crop_fraction`` of it around its centre, without distortion.
     ``pad`` shows all of it without distortion, on black. With ``crop_seed``, an image that is read for training shows

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,6 +96,31 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
         self._pipe.close()
         status = process.wait()
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+class DecodeProcesses:
+    """Processes that decode to ``shape``, one for each thread that decodes at a time; kept until they are closed."""
+
+    def __init__(self, shape: ImageShape) -> None:
+        self._shape = shape
+        self._idle: list[DecodeProcess] = []
+
+    @contextmanager
+    def one(self) -> Iterator[DecodeProcess]:
+        """Lend a process that nobody else uses."""
+        try:
+            process = self._idle.pop()
+        except IndexError:  # asking first would race with other threads
+            process = DecodeProcess(self._shape)
+        try:
+            yield process
+        finally:
+            self._idle.append(process)
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().close()
 
 
 def _serve(connection: Connection, shape: ImageShape) -> None:

@@ -46,7 +46,11 @@ class ImageShape(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """The shape of the decoded images of a data set, and the part of each that is seen."""
+    """The shape of the decoded images of a data set, and the part of each that is seen.
+
+    ``as_files``: the images travel as files to the workers, which decode them on their GPUs.
+    """
 
     shape: ImageShape
     cropping: Cropping = STRETCHED
+    as_files: bool = False

@@ -3,7 +3,7 @@
 The way of an image, in the order of the calls:
 
 1. :meth:`ImageReader.read_draws` takes draws of the plan, and :meth:`ImageReader.read` rows of a manifest, and the
-   crop of each.
+   crop of each. If workers decode the images themselves, it returns the files, and 2 is the last of these calls.
 2. :func:`fetch_images` gives the bytes of their files as they arrive, from packed shards or one by one;
    :func:`require_bytes` says why a file is none.
 3. :func:`raytrain.data.images.decode.decode` makes pixels of them: a JPEG by libjpeg-turbo, at the size that the
@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytrain.data.blocks import Block
+from raytrain.data.blocks import Block, Files
 from raytrain.data.images.crop_box import STRETCHED, Crop, Cropping
 from raytrain.data.images.decode import decode
-from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.decode_process import DecodeProcesses
 from raytrain.data.images.image_format import BadImage, ImageShape
 from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
@@ -42,29 +42,38 @@ from raytrain.storage.store import ObjectChanged, Store
 class ImageReader(AbstractContextManager["ImageReader"]):
     """Fetches and decodes the images of one store, in any number of threads.
 
-    ``isolated``: images are decoded in a process of their own, so that one that kills it is an unreadable image. That
-    takes some 0.2 s to start, and 50 µs an image. It is kept for the next images until the reader is closed.
+    ``as_files``: draws are read as files, which are decoded elsewhere. ``isolated``: images are decoded in a process of
+    their own, so that one that kills it is an unreadable image. That takes some 0.2 s to start, and 50 µs an image. It
+    is kept for the next images until the reader is closed.
     """
 
     store: Store
     shape: ImageShape
     cropping: Cropping = STRETCHED
+    as_files: bool = False
     isolated: bool = False
-    _idle: list[DecodeProcess] = field(default_factory=list[DecodeProcess], init=False, repr=False, compare=False)
+    _processes: DecodeProcesses = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_processes", DecodeProcesses(self.shape))
 
     def __exit__(self, *exception: object) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        self._processes.close()
 
     def read_draws(
         self, manifest: Manifest, draws: Int64s, epoch: int, pixels: Pixels | None = None
     ) -> tuple[Block, list[SkippedImage]]:
         """Return the images of ``draws``, int64 (n,), decoded for ``epoch``, and those that could not be read.
 
-        The latter are black, and have the label -1. ``pixels`` and what is raised are those of :meth:`read`.
+        The latter are black, or empty files, and have the label -1. ``pixels`` and what is raised are those of
+        :meth:`read`.
         """
         rows = manifest.select(samples_of(draws, len(manifest)))
-        images, bad = self.read(rows, self.cropping.crops(draws, epoch), pixels)
+        images: Pixels | Files
+        if self.as_files:
+            images, bad = self.read_files(rows, pixels)
+        else:
+            images, bad = self.read(rows, self.cropping.crops(draws, epoch), pixels)
         labels = rows.labels.astype(np.int64)
         labels[list(bad)] = -1
         skipped = [SkippedImage(rows.keys[index].as_py(), reason) for index, reason in bad.items()]
@@ -83,25 +92,41 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         images = np.empty(shape, np.uint8) if pixels is None else pixels[: math.prod(shape)].reshape(shape)
         crops = crops or [self.cropping.crop] * len(manifest)
         bad: dict[int, str] = {}
-        process: DecodeProcess | None = None
-        if self.isolated:
-            try:
-                process = self._idle.pop()
-            except IndexError:  # asking first would race with other threads
-                process = DecodeProcess(self.shape)
 
         # An image is decoded as it arrives, while others are on their way.
-        try:
+        with self._processes.one() if self.isolated else nullcontext() as process:
             for index, data in fetch_images(self.store, manifest):
                 try:
                     content, crop = require_bytes(data), crops[index]
                     images[index] = process.decode(content, crop) if process else decode(content, self.shape, crop)
                 except BadImage as error:
                     images[index], bad[index] = 0, str(error)
-        finally:
-            if process is not None:
-                self._idle.append(process)
         return images, dict(sorted(bad.items()))
+
+    def read_files(self, manifest: Manifest, room: Pixels | None = None) -> tuple[Files, dict[int, str]]:
+        """Return the files of the images of ``manifest``, and index and reason of each that could not be read.
+
+        They are put into the bytes ``room``, if given, each where those before it end by their sizes in the manifest. A
+        file that could not be read is empty. Raises StorageError if the store refuses or cannot be reached.
+        """
+        ends = np.cumsum(manifest.sizes_bytes)
+        files = Files(
+            np.empty(int(ends[-1]), np.uint8) if room is None else room,
+            ends - manifest.sizes_bytes,
+            np.zeros(len(manifest), np.int64),
+        )
+        bad: dict[int, str] = {}
+        for index, data in fetch_images(self.store, manifest):
+            try:
+                content = np.frombuffer(require_bytes(data), np.uint8)
+                if not len(content):
+                    raise BadImage("the file is empty")
+                if len(content) > manifest.sizes_bytes[index]:  # there is no room for it
+                    raise BadImage("the object was replaced after it was listed")
+                files.put(index, content)
+            except BadImage as error:
+                bad[index] = str(error)
+        return files, dict(sorted(bad.items()))
 
 
 def readable_images(store: Store, manifest: Manifest, shape: ImageShape, cropping: Cropping) -> list[Pixels]:

@@ -62,14 +62,14 @@ def build_manifests(store: Store) -> dict[Part, Manifest]:
     if folders.parts is None:
         return {"train": _by_folder(files, folders, None, None)}
     train = _by_folder(files, folders, None, "train")
-    found: dict[Part, Manifest] = {"train": train}
-    found |= {part: _by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of}
+    parts: dict[Part, Manifest] = {"train": train}
+    parts |= {part: _by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of}
     uses: dict[Part, str] = {"train": "training", "validation": "validating", "test": "testing at the end"}
-    if len(found) == 2:
+    if len(parts) == 2:
         uses["test"] = "validating"  # they choose the best checkpoint, and so are no test
-    shown = [f"{uses[part]} on {len(images):,} in {folders.folder_of[part]}/" for part, images in found.items()]
+    shown = [f"{uses[part]} on {len(images):,} in {folders.folder_of[part]}/" for part, images in parts.items()]
     _log.warning("The images of %s: %s.", store.url, ", ".join(shown))
-    return found
+    return parts
 
 
 def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: Part | None = None) -> Manifest:
@@ -114,10 +114,13 @@ def _check_tables_below(files: Listing) -> None:
     Only one directly below ``--data`` is read. Without it, the folders would be the classes. Log which tables directly
     below ``--data`` are not read, since their names are others.
     """
+    # Tables of other names beside the images may be anything, so they are only named.
     unread = sorted(path for path in files.left_out[TABLES] if "/" not in path and path.lower().endswith(_ROW_TABLES))
     if unread := [path for path in unread if path not in METADATA]:
         sentence = "Not read beside the images of %s: %s. If it says their classes, give it with --labels."
         _log.warning(sentence, files.url, first_names(unread))
+
+    # Tables of the names that are read, in folders where they are not.
     tables = sorted(path for path in files.left_out[TABLES] if posixpath.basename(path) in METADATA)
     for path in tables[:_MOST_TABLES]:
         url, folder = files.url.rstrip("/"), posixpath.dirname(path)
@@ -300,7 +303,7 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
         return None
     train, *_, last = folder_of.values()
     if no_parts := sorted(second for second in seconds if not is_part(second)):
-        sentence = "Images in %s/ and %s/ below the topmost folders of %s are used alike, as there are others in %s/."
+        sentence = "%s/ and %s/ in the topmost folders of %s do not say what is held out: there are images in %s/, too."
         _log.warning(sentence, train, last, url, no_parts[0])
         return None
     if num_direct := sum(len(path) == 1 for path in paths):

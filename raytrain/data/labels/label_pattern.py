@@ -55,14 +55,14 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
 
     # The same as a label file with a column for each group.
     chosen = [index for index, match in enumerate(matches) if match is not None]
-    found = [match for match in matches if match is not None]
+    matched = [match for match in matches if match is not None]
     names = [name for name in expression.groupindex if name not in (_KEY, LABEL)]
     label = LABEL if LABEL in expression.groupindex else 1
     table = pa.table(
         {
             _KEY: [keys[index] for index in chosen],
-            LABEL: [match[label] or "" for match in found],
-            **{name: [match[name] or "" for match in found] for name in names},
+            LABEL: [match[label] or "" for match in matched],
+            **{name: [match[name] or "" for match in matched] for name in names},
         }
     )
     columns = LabelColumns(_KEY, (LABEL,), columns.group, columns.separator)

@@ -43,44 +43,44 @@ def labelled_parts(
     if table is None:
         table = own_label_table(stores["train"])
     if table is None and apart:
-        found: dict[Part, Manifest] = {"train": build_manifest(stores["train"], None, "train")}
+        parts: dict[Part, Manifest] = {"train": build_manifest(stores["train"], None, "train")}
     elif table is None:
-        found = build_manifests(stores["train"])
+        parts = build_manifests(stores["train"])
     else:
         together: dict[Part, Store] = {part: store for part, store in stores.items() if part not in apart}
-        found = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
+        parts = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
         if is_own_table:  # which a run that resumes does not read again, so that it cannot compare the digest
-            found = {part: replace(images, labels_digest="") for part, images in found.items()}
+            parts = {part: replace(images, labels_digest="") for part, images in parts.items()}
 
     # The parts with labels of their own.
     for part in apart:
         own_table = tables.get(part)
-        found[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, found["train"].classes)
+        parts[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, parts["train"].classes)
 
     # Images that choose a checkpoint are no test of it: of two parts, the second is for validation.
     fraction = config.validation_fraction
-    if config.fold is not None and "validation" in found:
+    if config.fold is not None and "validation" in parts:
         raise UsageError(
             "--validation-fold divides the training images, and validation images are given; move these to the "
             "training images, or omit it."
         )
-    if "validation" in found or ("test" in found and fraction is None and config.fold is None):
+    if "validation" in parts or ("test" in parts and fraction is None and config.fold is None):
         if fraction is not None:
             _log.warning("--validation-fraction %g is not used: the validation images are given.", fraction)
-        if "validation" not in found:
-            found["validation"] = found.pop("test")
+        if "validation" not in parts:
+            parts["validation"] = parts.pop("test")
         if config.group_by:
-            _report_divided_groups(config.group_by, [(tables.get(part, table), found[part]) for part in found])
+            _report_divided_groups(config.group_by, [(tables.get(part, table), parts[part]) for part in parts])
     else:
         fraction = HELD_OUT_FRACTION if fraction is None else fraction
-        groups = table.groups[table.rows_of(found["train"])] if table is not None and config.group_by else None
+        groups = table.groups[table.rows_of(parts["train"])] if table is not None and config.group_by else None
         if config.fold is not None:
-            found["train"], found["validation"] = hold_out_fold(found["train"], config.fold, config.seed, groups)
+            parts["train"], parts["validation"] = hold_out_fold(parts["train"], config.fold, config.seed, groups)
         else:
             if groups is None and (table is None or table.classes is None):
-                check_can_split(found["train"], fraction)
-            found["train"], found["validation"] = hold_out(found["train"], fraction, config.seed, groups)
-    return {part: found[part] for part in PARTS if part in found}
+                check_can_split(parts["train"], fraction)
+            parts["train"], parts["validation"] = hold_out(parts["train"], fraction, config.seed, groups)
+    return {part: parts[part] for part in PARTS if part in parts}
 
 
 def _parts_of_table(
@@ -98,12 +98,12 @@ def _parts_of_table(
     if len(held_out) == 1 and not held_out & listed.keys() and len(listed) > 1:
         splits["test" if "test" in listed else "validation"] = splits.pop(held_out.pop())
 
-    found: dict[Part, Manifest] = {}
+    parts: dict[Part, Manifest] = {}
     for part in PARTS:
         if part in listed or part in splits:
-            classes = found["train"].classes if found else None
-            found[part] = labelled(listed.get(part, listed["train"]), table, splits.get(part, ()), classes)
-    return found
+            classes = parts["train"].classes if parts else None
+            parts[part] = labelled(listed.get(part, listed["train"]), table, splits.get(part, ()), classes)
+    return parts
 
 
 def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | None, Manifest]]) -> None:
@@ -123,17 +123,17 @@ def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, t
     present = sorted(set(table.splits))
     if not any(present):
         return {}
-    found = names_of_parts(present)
-    if "train" not in found or (len(found) == 1 and not has_others):
+    names_of = names_of_parts(present)
+    if "train" not in names_of or (len(names_of) == 1 and not has_others):
         shown = ", ".join(map(repr, present[:5]))
         raise UsageError(
             f"The column 'split' of {table.url} has the values {shown}; it must have train, and validation or test."
         )
-    used = {name for names in found.values() for name in names}
+    used = {name for names in names_of.values() for name in names}
     if unused := Counter(split or "none" for split in table.splits if split not in used):
         texts = ", ".join(f"{count:,} {split}" for split, count in unused.items())
         _log.warning("Rows of %s with other splits (%s) are not used.", table.url, texts)
-    return found
+    return names_of
 
 
 def images_of_part(
@@ -156,8 +156,8 @@ def images_of_part(
     if all(map(is_held_out, set(table.splits))):  # the file is of these images alone
         return labelled(images, table, (), classes)
     splits = _split_names(table)
-    others = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
-    return labelled(images, table, splits.get(part, others), classes)
+    of_other_part = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
+    return labelled(images, table, splits.get(part, of_other_part), classes)
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:

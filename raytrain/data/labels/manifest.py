@@ -53,7 +53,7 @@ class Manifest:
     classes: tuple[str, ...]
     url: str
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many other files are below ``url``, by the reason why they are not used."""
+    """Number of other files below ``url``, by the reason why they are not used."""
     packing: Packing | None = None  # None if each image is an object of its own
     labels_digest: str = ""  # see ``LabelTable.digest`` in ``label_file.py``; empty if folders are the labels
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
@@ -86,9 +86,15 @@ class Manifest:
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
 
-    def rows_per_block(self, shape: ImageShape) -> int:
-        """Return how many images are in one block if they are decoded to this shape."""
-        return rows_per_block(shape.num_bytes, packed=self.packing is not None)
+    def rows_per_block(self, shape: ImageShape, *, as_files: bool = False) -> int:
+        """Return how many images are in one block if they are decoded to this shape, or stay files."""
+        image_bytes = self.mean_bytes if as_files else shape.num_bytes
+        return rows_per_block(image_bytes, packed=self.packing is not None)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Mean size of a file, at least 1."""
+        return max(1, int(self.sizes_bytes.mean()))
 
     def class_counts(self) -> npt.NDArray[np.int64]:
         """Return how many images have each class, (C,)."""
@@ -115,6 +121,7 @@ class Manifest:
 
     def to_parquet(self) -> bytes:
         """Encode a Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row."""
+        # What is said once is metadata, and what is said of each image is a column.
         metadata: dict[str, Any] = {
             "url": self.url,
             "classes": self.classes,

@@ -37,9 +37,8 @@ from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, Note
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.run_spec import RunSpec
@@ -88,7 +87,7 @@ class _Agent(LocalElasticAgent):
             local_addr="localhost",
         )
         logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL, tee=Std.ALL)
-        # torch 2.8 waits 30 s for workers that are to end, and can't be told otherwise.
+        # torch 2.8 waits 30 s for workers that are to end, and takes no other number.
         parameter_names = inspect.signature(LocalElasticAgent).parameters
         patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
         super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **patience)
@@ -232,6 +231,9 @@ class SocketReporter:
 
     def retried(self, num_requests: int) -> None:
         self._call("retried", num_requests)
+
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._call("decoded_on_cpu", num_images, reason)
 
     # Where the loop waits for a person.
 

@@ -76,7 +76,7 @@ class LocalLaunch:
 
             # Where they get images: runs that train at once on the same images decode them once for all.
             cache = (self._shared and self._shared.cache) or image_cache(
-                self.config, prepared.data, prepared.first_step, opened
+                self.config, prepared.data.read_by(self.config), prepared.first_step, opened
             )
 
             # The logs end after the workers, whose last lines they copy.
@@ -137,7 +137,7 @@ class LocalLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInputs:
-    """Where the workers of a run get its images, and where they report; all else is in the :class:`RunSpec`.
+    """Images of a run's workers, and the address to which they report; all else is in the :class:`RunSpec`.
 
     ``folder`` is a temporary one, for files of the agent and the workers. ``terminal`` is that of the command, where a
     single worker may open a debugger.
@@ -180,7 +180,7 @@ class AgentProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the agent has ended, and the workers with it."""
+        """True if the agent has ended, and the workers with it."""
         return self._process.poll() is not None
 
     @property

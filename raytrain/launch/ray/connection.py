@@ -28,18 +28,21 @@ from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import (
     ANSWER_AT_ONCE,
     CURRENT_CLUSTER_FILE,
+    LOOPBACK_ENVIRONMENT,
     can_fork,
     check_version,
+    in_ray,
     messages_in_log,
+    set_variables,
+    variables_set,
     version_error,
 )
-from raytrain.launch.ray.process_variables import LOOPBACK_ENVIRONMENT, in_ray, set_variables, variables_set
 from raytrain.runs.logs import STARTUP
 
 T = TypeVar("T")
 
 HEAD_AWAY_S = "900"
-"""How long this process does without the head of a cluster that it joins; see ``cluster/`` for the other machines."""
+"""Seconds that this process waits for the head of a cluster that it joins; ``cluster/`` sets it for other machines."""
 _HEAD_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _VARIABLES = {
     # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv.
@@ -69,7 +72,7 @@ class OwnRay:
 
     @property
     def is_joined(self) -> bool:
-        """Whether this process has joined it, and is in no other cluster since."""
+        """True if this process has joined it, and is in no other cluster since."""
         if self._address is None or not in_ray():
             return False
         import ray

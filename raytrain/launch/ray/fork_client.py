@@ -27,7 +27,7 @@ from typing import Any
 READY, GO = b"ready\n", b"go\n"
 _STARTS_WITHIN_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable, and its default
 _BACKLOG = 128
-_CONNECTS_WITHIN_S = 10  # a server that imports takes nobody from the queue, which somebody else may have filled
+CONNECTS_WITHIN_S = 10  # a server that imports takes nobody from the queue, which somebody else may have filled
 _ROOT = Path(__file__).resolve().parents[2]  # the package
 _SERVER = Path(__file__).with_name("fork_server.py")
 _AT_START = (
@@ -108,7 +108,7 @@ def connect(program: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         # Not settimeout(), with which connect() would not wait at all for room in the queue.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECTS_WITHIN_S, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", CONNECTS_WITHIN_S, 0))
         connection.connect(address)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         if user_of(connection) != os.getuid():

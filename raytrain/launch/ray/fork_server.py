@@ -45,7 +45,7 @@ from raytrain.launch.ray.fork_client import GO, READY, ray_program, user_of
 from raytrain.launch.ray.own_cluster import lean_imports
 from raytrain.launch.ray.private_api import FORKED_PROCESSES, LATE_VARIABLES, read_variables
 
-_IDLE_S = 15.0
+IDLE_S = 15.0
 
 
 def serve(listener: socket.socket) -> socket.socket:
@@ -54,7 +54,7 @@ def serve(listener: socket.socket) -> socket.socket:
     The server itself ends when it has had no process for a while.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
-    listener.settimeout(_IDLE_S)
+    listener.settimeout(IDLE_S)
     while True:
         # The next start is faster as long as the server runs, so it outlives its processes by some seconds.
         try:

@@ -1,4 +1,4 @@
-"""What Ray is asked for: whether head and raylet answer, how full object stores are, what waits.
+"""Questions to Ray: whether head and raylet answer, how full object stores are, what waits.
 
 Ray documents none of it, so an answer may be missing: each function says what it returns then.
 """

@@ -17,6 +17,7 @@ from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
 from raytrain.launch.ray.head_queries import object_store_use
+from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.runs.background import Background, Throttle
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 from raytrain.storage.store import Store
@@ -40,7 +41,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class NodeResult(Generic[T]):
-    """What a function returned on a node. If it returned nothing, ``error`` is a sentence that says why."""
+    """Result of a function on a node. If it returned nothing, ``error`` is a sentence that says why."""
 
     node: ClusterNode
     result: T | None = None
@@ -187,11 +188,21 @@ def fastest_resizer_on_nodes() -> Resizer:
     return "cykooz" if {answer.result for answer in answers} == {"cykooz"} else "pillow"
 
 
+def decoder_problem_on_nodes(device: str) -> str | None:
+    """Return why workers on ``device`` of some node can't decode JPEGs there, with its address; None if all can."""
+    if device != "cuda":
+        return gpu_decoder_problem(device)
+    for answer in run_on_each_node(lambda node: gpu_decoder_problem(device), _ANSWER_WITHIN_S):
+        if answer.node.gpus >= 1 and (problem := answer.error or answer.result):
+            return f"on the node {answer.node.address} {problem}"
+    return None
+
+
 _HEAD_ANSWERS_WITHIN_S = 10.0
 
 
 class ObjectStores:
-    """How full the object stores of all nodes are: asks the head every few seconds, without waiting for its answer."""
+    """Use of the object stores of all nodes: asks the head every few seconds, without waiting for its answer."""
 
     def __init__(self) -> None:
         self._ask = Background(object_store_use)  # a question takes long if nobody answers

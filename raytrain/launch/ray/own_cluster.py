@@ -17,8 +17,7 @@ from typing import Any
 
 from raytrain.errors import UsageError
 from raytrain.launch.ray.fork_client import worker_program
-from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork
-from raytrain.launch.ray.process_variables import loopback_environment, variables_set
+from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, variables_set
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -107,7 +106,7 @@ class LocalCluster:
 
     @property
     def runs(self) -> bool:
-        """Whether the process that holds the cluster runs."""
+        """True if the process that holds the cluster runs."""
         return self._process.poll() is None
 
     def close(self) -> None:

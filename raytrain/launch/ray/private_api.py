@@ -1,4 +1,4 @@
-"""What raytrain uses of Ray and Ray does not document, in one list: what it is, and what is lost without it.
+"""Undocumented parts of Ray that raytrain uses, in one list: what each is, and what is lost without it.
 
 Ray may change these in any release. Each is an :class:`Improvement`: a Ray that lacks one trains without it, and
 `raytrain doctor` says what that costs. Whoever uses one asks for it, and goes on without if there is none::
@@ -17,6 +17,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -184,6 +185,59 @@ def missing() -> list[str]:
     return [sentence for improvement in IMPROVEMENTS if (sentence := improvement.missing())]
 
 
+# Variables of this process that Ray reads, also if it has been imported already.
+
+
+LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""With this, Ray uses 127.0.0.1 as the node's address, as it does by default on macOS, and listens nowhere else.
+Whoever joins such a cluster needs it, too, while it joins; it may join a cluster of several machines afterwards."""
+
+
+def in_ray() -> bool:
+    """Return whether this process is in a Ray cluster, without importing Ray.
+
+    Another thread may still be importing it: ``sys.modules`` then has a module without this function, and nobody can
+    have joined a cluster.
+    """
+    return getattr(sys.modules.get("ray"), "is_initialized", bool)()
+
+
+def loopback_environment() -> dict[str, str]:
+    """Return the variables of a cluster on the loopback interface, if they have an effect in this process."""
+    return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give this process these variables, which Ray sees, too, during the ``with`` block; then those of before."""
+    before = {name: os.environ.get(name) for name in variables}
+    set_variables(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)  # Ray may have removed it
+        set_variables({name: value for name, value in before.items() if value is not None})
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, so that Ray sees them, too, if it has been imported already."""
+    os.environ.update(variables)
+    if "ray" in sys.modules:
+        importlib.import_module("ray")  # waits if another thread is still importing it
+        read_variables()
+
+
+def read_variables() -> None:
+    """Have Ray read this process's variables, which it otherwise does only when it is imported."""
+    if api := LATE_VARIABLES.find():
+        initialize, constants, _ = api
+        initialize("")
+        importlib.reload(constants)
+        hook = importlib.import_module("ray._private.auto_init_hook")
+        hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
+
+
 # Ray's processes.
 
 
@@ -196,16 +250,6 @@ def on_this_node() -> dict[str, str]:
     import ray
 
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-
-
-def read_variables() -> None:
-    """Have Ray read this process's variables, which it otherwise does only when it is imported."""
-    if api := LATE_VARIABLES.find():
-        initialize, constants, _ = api
-        initialize("")
-        importlib.reload(constants)
-        hook = importlib.import_module("ray._private.auto_init_hook")
-        hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
 
 
 def can_fork() -> bool:

@@ -170,10 +170,10 @@ def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], Non
 
 
 STOP_WAIT_S = 300  # how long Ray waits for a checkpoint when the job is stopped, before it kills the job
-_RETRY_S = 2.0
-_STARTS_WITHIN_S = 60.0
-_GIVE_UP_AFTER_S = 600.0
-_GCS_PORT = 6379
+RETRY_S = 2.0
+STARTS_WITHIN_S = 60.0
+GIVE_UP_AFTER_S = 600.0
+GCS_PORT = 6379
 
 
 class JobServer:
@@ -210,7 +210,7 @@ class JobServer:
             }
 
             # A head's job server listens before the rest of the head, and answers status 500 until then.
-            give_up_at = time.monotonic() + _STARTS_WITHIN_S
+            give_up_at = time.monotonic() + STARTS_WITHIN_S
             while True:
                 try:
                     self.client.submit_job(
@@ -226,7 +226,7 @@ class JobServer:
                     if "status code 500" not in str(error) or time.monotonic() > give_up_at:
                         reason = str(error).rstrip(".\n ").rpartition("\n")[2]  # a traceback's last line says why
                         raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
-                time.sleep(_RETRY_S)
+                time.sleep(RETRY_S)
 
     def status(self, job: str) -> str:
         """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
@@ -241,7 +241,7 @@ def job_server_url(address: str | None) -> str:
     """
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
     url = address if "://" in address else f"http://{address}"
-    if ":" not in address or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == _GCS_PORT:
+    if ":" not in address or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == GCS_PORT:
         problem = f"--address is {address}" if address else "--address is missing"
         raise UsageError(f"{problem}; give the cluster's job server, http://HOST:8265 as `ray start` and `ray up` say.")
     return url.rstrip("/")
@@ -256,8 +256,8 @@ def job_client(address: str) -> Any:
         logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # after the import, which sets it
     host = urlsplit(address).hostname or ""
     if is_loopback(address):  # such as a forwarded port; Ray's client takes HTTP_PROXY
-        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        os.environ["no_proxy"] = f"{others},{host}".lstrip(",")
+        excluded = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        os.environ["no_proxy"] = f"{excluded},{host}".lstrip(",")
     try:
         return with_token(lambda: JobSubmissionClient(address))
     except AuthenticationError:
@@ -270,19 +270,19 @@ def job_client(address: str) -> Any:
 
     # If the cluster answers at the port that its machines use, only the job server's port is out of reach.
     try:
-        socket.create_connection((host, _GCS_PORT), timeout=2.0).close()
+        socket.create_connection((host, GCS_PORT), timeout=2.0).close()
     except OSError:
         raise UsageError(
             f"No job server answers at {address} ({reason}); is the cluster up, and its port forwarded?"
         ) from None
     raise UsageError(
-        f"The cluster at {host}:{_GCS_PORT} answers, but its job server at {address} does not; forward its port with "
+        f"The cluster at {host}:{GCS_PORT} answers, but its job server at {address} does not; forward its port with "
         "`ray dashboard` or ssh -L 8265:localhost:8265."
     )
 
 
 class JobLog:
-    """What a job prints, passed to ``show`` by a thread until it ends; ``note`` gets lines about lost connections."""
+    """Output of a job, passed to ``show`` by a thread until it ends; ``note`` gets lines about lost connections."""
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
         self._server, self._job, self._show, self._note = server, job, show, note
@@ -319,13 +319,13 @@ class JobLog:
                 if lost_at is None:
                     self._note(f"The connection to {address} is lost. The job goes on; trying again.")
                     lost_at = time.monotonic()
-                elif time.monotonic() - lost_at > _GIVE_UP_AFTER_S:
+                elif time.monotonic() - lost_at > GIVE_UP_AFTER_S:
                     self._error = RaytrainError(
-                        f"The cluster at {address} has not answered for {_GIVE_UP_AFTER_S / 60:.0f} minutes; "
+                        f"The cluster at {address} has not answered for {GIVE_UP_AFTER_S / 60:.0f} minutes; "
                         "`raytrain show` says how far the run is."
                     )
                     self._ended.set()
-            self._ended.wait(_RETRY_S)
+            self._ended.wait(RETRY_S)
 
     async def _show_rest(self) -> None:
         """Show what the job prints, until it ends or the connection is lost, but for what was shown before."""

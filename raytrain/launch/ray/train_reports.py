@@ -85,8 +85,8 @@ def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
 class RayReports:
     """Reports the evaluations of a run to Ray, in a thread of each worker.
 
-    Worker 0 is told of rows, and the others get its metrics by ``messages``. What is measured after the last of
-    ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a thread, when Ray ends the trial.
+    Worker 0 gets the rows of the history, and sends its metrics to the others by ``messages``. What is measured after
+    the last of ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a thread, when Ray ends the trial.
 
     Example:
         >>> reports = RayReports(report, worker, messages, num_steps, on_stop)

@@ -1,0 +1,93 @@
+"""Sum of numbers over the workers that travels as bfloat16, at half the bytes, and is added up in float32.
+
+An all-reduce of N workers sends each number 2 (N - 1) / N times, in one type, in which it also adds up. A sum in
+bfloat16, which has 8 bits, loses what is small beside it. So the sum is made of two collectives of bytes, which every
+backend has, and an addition between them::
+
+    round        each worker rounds its numbers to bfloat16, and cuts them into N parts
+    all-to-all   worker i gets the i-th part of all workers
+    add          worker i adds the N parts in float32, and rounds the sum
+    all-gather   each worker gets the N rounded sums, its own, too: all have the same
+
+A number is rounded once before the addition and once after it, each time by at most 2⁻⁹ of itself, on any number of
+workers. The order of the addition is that of the ranks, so the same workers get the same sum again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Bfloat16Sum:
+    """The sum of ``numbers``, float32 (n,), over the ``world_size`` workers, which begins at once.
+
+    On a GPU it runs beside what the device computes. On a CPU the addition waits for the all-to-all, and for somebody
+    to call :meth:`add_up`: any time will do, as all-gathers have a group of their own, in which their order is the same
+    on all workers.
+
+    Args:
+        groups: the process groups of the all-to-all and of the all-gather.
+
+    Example::
+
+        total = Bfloat16Sum(numbers, (first_group, second_group), world_size=4)
+        total.wait()  # numbers are the sums now
+    """
+
+    def __init__(self, numbers: Tensor, groups: tuple[Any, Any], world_size: int) -> None:
+        self._numbers, self._world_size = numbers, world_size
+        self._all_gather_group = groups[1]
+        self._gathering: dist.Work | None = None
+        with self._beside_the_device():
+            num_in_part = -(-len(numbers) // world_size)
+            self._rounded = numbers.new_zeros(world_size * num_in_part, dtype=torch.bfloat16)
+            self._rounded[: len(numbers)] = numbers
+            self._parts = torch.empty_like(self._rounded)  # of all workers, the same one of each
+            sent, received = (tensor.view(torch.uint8) for tensor in (self._rounded, self._parts))
+            work = dist.all_to_all_single(received, sent, group=groups[0], async_op=True)
+            assert work is not None
+            self._sending = work
+        if numbers.is_cuda:
+            self.add_up()
+
+    def is_sent(self) -> bool:
+        """Return whether :meth:`add_up` would wait for no other worker."""
+        return self._sending.is_completed()
+
+    def add_up(self) -> None:
+        """Add up this worker's part, and begin to send the sum, unless that has begun. Waits for the all-to-all."""
+        if self._gathering is not None:
+            return
+        with self._beside_the_device():
+            self._sending.wait()
+            total = self._parts.view(self._world_size, -1).sum(dim=0, dtype=torch.float32).to(torch.bfloat16)
+            sums, own_sum = (tensor.view(torch.uint8) for tensor in (self._rounded, total))
+            self._gathering = dist.all_gather_into_tensor(sums, own_sum, group=self._all_gather_group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sum, and write it over the numbers."""
+        self.add_up()
+        assert self._gathering is not None
+        self._gathering.wait()  # on a GPU, this has its stream wait, and not the host
+        self._numbers.copy_(self._rounded[: len(self._numbers)])
+        if self._numbers.is_cuda:  # whose memory would be given to the next sum while it is read
+            self._rounded.record_stream(torch.cuda.current_stream(self._numbers.device))
+
+    def _beside_the_device(self) -> AbstractContextManager[Any]:
+        """Return a context whose work on a GPU waits for what was queued before, and delays nothing after it."""
+        if not self._numbers.is_cuda:
+            return nullcontext()
+        beside, computing = _stream(self._numbers.device), torch.cuda.current_stream(self._numbers.device)
+        beside.wait_stream(computing)
+        return torch.cuda.stream(beside)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,188 @@
+"""Networks whose batch norm, dropout and gradients are those of all workers, in a run or in any process group of torch.
+
+``run.prepare`` and ``raytrain.parallel`` change a network in place, by :class:`ExactNetworks`:
+
+1. Its batch norm and dropout layers get other classes, which join the statistics of all workers, and draw random
+   numbers that belong to a sample and not to a worker.
+2. It gets the weights of worker 0.
+3. :class:`~raytrain.training.gradients.ExactGradients` follows its parameters, and sums their gradients over the
+   workers during each backward, worker j's with the weight m_j / M: it has m_j of the M images of the global batch.
+
+All three depend on the images that come next, which :meth:`ExactNetworks.begin` says before each microbatch. A run
+knows them from its plan; a loop of anybody's does not say so, see :mod:`raytrain.training.data_parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.data.plan.permutation import mix
+from raytrain.errors import UsageError
+from raytrain.training import batchnorm, dropout, local_images
+from raytrain.training.agreement import broadcast_weights
+from raytrain.training.gradients import ExactGradients
+from raytrain.training.protocols import Worker
+
+BatchNormMode = Literal["sync", "aggregate"]
+
+
+def make_layers_exact(network: nn.Module, batch_norm: BatchNormMode, call: str) -> None:
+    """Change the batch norm and dropout layers of ``network`` in place.
+
+    Raises UsageError, which names the public ``call``, for a network of TorchScript, whose layers nobody can see.
+    """
+    scripts = [layer for layer in network.modules() if isinstance(layer, torch.jit.ScriptModule)]
+    if any(list(script.parameters()) for script in scripts):
+        raise UsageError(
+            f"{call} got a network of torch.jit, whose batch norm and dropout cannot be joined over the workers; "
+            "give it the network that was scripted or traced, and compile that one if it is to be faster."
+        )
+    batchnorm.convert(network, batch_norm)
+    dropout.convert(network)
+
+
+class ExactNetworks:
+    """Networks that compute on all workers together what they would on one.
+
+    Args:
+        share: returns m_j / M, see :class:`~raytrain.training.gradients.ExactGradients`.
+        report: gets a note for whoever trains.
+        gradients_in_bfloat16: see :class:`~raytrain.training.gradients.ExactGradients`.
+
+    Example::
+
+        networks = ExactNetworks(worker, share=lambda: 5 / 8, report=print)
+        make_layers_exact(model, "sync", "my call")
+        networks.join(model, sees_forwards=True)
+        networks.begin(5, samples, step=0, seed=0, scales_gradients=True)  # this worker's 5 of 8 images come next
+        cross_entropy(model(images), labels).backward()
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        share: Callable[[], Tensor | float],
+        report: Callable[[str], None],
+        *,
+        gradients_in_bfloat16: bool = False,
+    ) -> None:
+        self.trained: list[nn.Module] = []
+        self.parameter_ids: set[int] = set()  # id() of each parameter, when the microbatch began
+        self.gradients = ExactGradients(worker, share, self.end_backward, report, in_bfloat16=gradients_in_bfloat16)
+        self._worker = worker
+        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, when the microbatch began
+        self._parameters: list[Tensor] = []  # of all networks, each once
+        self._num_used = 0  # images of this worker in the microbatch
+        self._num_counted: dict[nn.Module, int] = {}  # what batch norm of each network counts at the moment
+
+    def join(self, network: nn.Module, *, sees_forwards: bool) -> None:
+        """Add a ``network`` whose layers are exact, with the weights of worker 0.
+
+        ``sees_forwards``: :meth:`before_forward` is called before each forward.
+        """
+        if self._worker.world_size > 1:
+            broadcast_weights(network)
+        if sees_forwards:
+            network.register_forward_pre_hook(BeforeForward(self), with_kwargs=True)
+        self.trained.append(network)
+
+    def begin(
+        self,
+        num_used: int,
+        samples: Tensor | Callable[[], Tensor],
+        *,
+        step: int,
+        seed: int,
+        scales_gradients: bool,
+    ) -> None:
+        """Make all networks ready for forwards and backwards of a microbatch.
+
+        Args:
+            num_used: this worker's images that count, m_j.
+            samples: int64 (m_j,), or a function that returns them, which is called only if dropout needs them.
+            scales_gradients: False if this worker's gradients are those of the global batch already.
+        """
+        self.join_statistics()
+        self.collect_layers()
+        self._num_used = num_used
+        self._num_counted = dict.fromkeys(self._layers, num_used)
+        for number, layers in enumerate(self._layers.values()):
+            batchnorm.set_num_used(layers, num_used, weight=num_used)
+            dropout.begin(layers, samples, mix(seed, number), step)
+        self.gradients.reset()
+        if scales_gradients:
+            self.gradients.follow(self._parameters)
+
+    def collect_layers(self) -> None:
+        """Collect the layers and parameters of all networks, which a loop may change at any time.
+
+        The walk costs measurable time in a step of a small network, so both are collected together.
+        """
+        self._layers = {network: list(network.modules()) for network in self.trained}
+        owners = (layer._parameters for layers in self._layers.values() for layer in layers)  # pyright: ignore[reportPrivateUsage]
+        self._parameters = list(dict.fromkeys(each for owner in owners for each in owner.values() if each is not None))
+        self.parameter_ids = set(map(id, self._parameters))
+
+    def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
+        """Have batch norm of ``network`` count the ``images`` that it is about to get.
+
+        They may be of an earlier microbatch, in which this worker had images and now has none, or the other way round.
+        A network that has joined since the microbatch began counts all its images, which is the state of a new layer.
+        """
+        if network not in self._layers:
+            return
+        local = local_images.known(images)
+        num_used = self._num_used if local is None else local.num_used
+        # Only none or all makes a difference to the layers.
+        if (num_used == 0) != (self._num_counted[network] == 0):
+            batchnorm.set_num_used(self._layers[network], num_used)
+            self._num_counted[network] = num_used
+
+    def end_backward(self) -> None:
+        """Do what is due after a backward, when all gradients are there."""
+        self.join_statistics()
+
+    def join_statistics(self) -> None:
+        """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
+        for layers in self._layers.values():
+            batchnorm.update_running_statistics(layers)
+
+
+class BeforeForward:
+    """A hook before each forward of a network, which tells ``networks`` what it gets.
+
+    A copy or a pickle of a network gets a hook without content, which does nothing: nobody has prepared the copy.
+    """
+
+    _torchdynamo_disable = True  # torch.compile leaves it out of what it compiles
+
+    def __init__(self, networks: ExactNetworks | None = None) -> None:
+        self.networks = networks
+
+    def __call__(self, network: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self.networks is not None:
+            self.networks.before_forward(network, *_rows_among((*inputs, *options.values())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BeforeForward, ()
+
+
+def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
+    """Return the first tensor among ``inputs`` that has rows, and their number; None and 1 if there is none.
+
+    A list of tensors (C, H, W) is that of as many images, each of its own size.
+    """
+    for value in inputs:
+        if isinstance(value, Tensor) and value.ndim:
+            return value, len(value)
+        if isinstance(value, list) and all(isinstance(each, Tensor) and each.ndim == 3 for each in value):
+            return (value[0] if value else None), len(value)
+        nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        images, num_rows = _rows_among(nested)
+        if images is not None:
+            return images, num_rows
+    return None, 1
