@@ -14,7 +14,7 @@ from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
 from .experiments.find_rate import find_rate as find_rate
 from .experiments.sweep import sweep as sweep
-from .experiments.trials import SweepResult as SweepResult
+from .experiments.trial_results import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load
 from .inference.evaluate import evaluate as evaluate
@@ -32,9 +32,9 @@ from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
 from .training.augmentation import Augmentation as Augmentation
 from .training.batch import Batch as Batch
+from .training.batch import Epoch as Epoch
 from .training.data_parallel import no_sync as no_sync
 from .training.data_parallel import parallel as parallel
-from .training.run import Epoch as Epoch
 from .training.run import Run as Run
 from .training.weight_average import WeightAverage as WeightAverage
 

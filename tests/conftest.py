@@ -22,9 +22,9 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.launch.ray.connection import end_own_ray
 from raytrain.launch.ray.own_cluster import lean, lean_imports
 from tests.helpers.azurite import Azurite, azurite
+from tests.helpers.file_by_file import FileByFile, num_processes
 from tests.helpers.google_storage import GoogleStorage, google_storage
 from tests.helpers.quick import is_quick, no_processes
-from tests.helpers.two_processes import FileByFile, num_processes
 
 # The same values as in raytrain/launch/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -76,7 +76,7 @@ def _quick_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_ray_of_others() -> Iterator[None]:
-    """Hide clusters that others, or a second process of tests, have started on this machine with ``ray start``."""
+    """Hide clusters that others, or another process of tests, have started on this machine with ``ray start``."""
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         # Not in TMPDIR, whose path may be too long for sockets.

@@ -31,7 +31,7 @@ def process_started_at() -> float:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command prints: ``text`` for a person, or ``document`` as JSON. Without text, a table of the document."""
+    """Result of a command: ``text`` for a person, ``document`` as JSON. Without text, the document becomes a table."""
 
     text: RenderableType | None
     document: dict[str, Any]

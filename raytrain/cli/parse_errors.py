@@ -60,8 +60,9 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
             return f"{name} must be {form}."
         kinds = {"INT": "a whole number", "FLOAT": "a number"}
         kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
-        typed = " ".join(re.findall(r"'([^']*)'", reason))
-        return f"{name} is {typed!r}; it must be {kind}."
+        words = form.split(",")  # of an option that may be none besides, tyro quotes them, too
+        typed = " ".join(word for word in re.findall(r"'([^']*)'", reason) if word not in words)
+        return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
 
 

@@ -212,7 +212,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     # --help-all is tyro's help with all options; with --help, those that few people use are hidden from tyro.
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
-    argv = _join_repeated([_HELP[0] if word == _ALL_HELP else word for word in argv])
+    argv = _join_repeated(_complete_switches([_HELP[0] if word == _ALL_HELP else word for word in argv]))
 
     # Only what the first words name is made known to tyro: all commands and recipes would delay each command.
     chosen = _chosen("command", commands, argv[:1])
@@ -241,6 +241,29 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     with as_usage_errors(flags), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
+
+
+def _complete_switches(argv: Sequence[str]) -> list[str]:
+    """Return ``--compile`` alone as ``--compile True``, and ``--no-compile`` as ``--compile False``.
+
+    That is for all options that are a switch and may be a word besides: for tyro, those have a value.
+    """
+    completed: list[str] = []
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        switch = word.replace("_", "-").replace("--no-", "--", 1)
+        if switch not in _switches_with_words():
+            completed.append(word)
+        elif word.startswith("--no-"):
+            completed += [switch, "False"]
+        else:
+            completed += [switch, "True"] if following.startswith("--") else [switch]
+    return completed
+
+
+@functools.cache
+def _switches_with_words() -> set[str]:
+    """Return the flags of the options that are a switch, and may be a word besides."""
+    return {flag(name) for name, hint in get_type_hints(TrainConfig).items() if bool in get_args(hint)}
 
 
 def _join_repeated(argv: Sequence[str]) -> list[str]:

@@ -85,7 +85,7 @@ class Archive:
         not say which of several images has the label.
         """
         try:
-            for image in self._images(file):
+            for image in self._parquet(file) if self.name.endswith(".parquet") else self._tar(file):
                 label = composed(image.label.strip())
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
@@ -100,10 +100,6 @@ class Archive:
                 raise
             reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
-
-    def _images(self, source: Any) -> ArchivedImages:
-        """Yield the images of an open file, in its order."""
-        return self._parquet(source) if self.name.endswith(".parquet") else self._tar(source)
 
     # Parquet.
 
@@ -149,8 +145,8 @@ class Archive:
                 if num_empty == _HOLE_ROWS:
                     raise UsageError(
                         f"{self.name} has images of 0 bytes in row {row + 2 - num_empty:,} and the next "
-                        f"{num_empty - 1}, as zeros in place of its content read: check the file, or leave these rows "
-                        "out."
+                        f"{num_empty - 1}, as if zeros stood in place of its content: check the file, or leave these "
+                        "rows out."
                     )
                 if content:
                     # A label without a class, such as -1, is left to the caller.
@@ -175,7 +171,7 @@ class Archive:
             )
         if names.count(column) > 1:
             raise UsageError(f"{self.name} has {names.count(column)} columns called {column!r}; rename one.")
-        if name is None and len(candidates := [each for each in names if each.lower() in usual]) > 1:
+        if name is None and len(candidates := [candidate for candidate in names if candidate.lower() in usual]) > 1:
             self.choices.add(
                 f"the column of {content} that is read is {column!r} of {', '.join(map(repr, candidates))}"
             )
@@ -222,6 +218,7 @@ class Archive:
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images of a tar, with a label file beside each, or else in class folders."""
         with tarfile.open(fileobj=file, mode="r:*") as tar:
+            # Read the names of all files first: a tar has no list of them.
             members: list[tarfile.TarInfo] = []
             suffixes: Counter[str] = Counter()  # of all files, in the tar's order
             for member in tar:
@@ -237,6 +234,8 @@ class Archive:
                     members.append(member)
 
             _check_end(tar)
+
+            # An image and its label file have names that differ by their suffixes.
             images = [member for member in members if _suffix(member.name) in SUFFIXES]
             keys_of_images = {_sample_key(member.name) for member in images}
             keys_of_labels = {_sample_key(member.name) for member in members if _suffix(member.name) in _LABEL_SUFFIXES}
@@ -287,7 +286,7 @@ class Archive:
         self.left_out["images without a label beside them"] += num_alone
 
     def _labelled(self, candidates: Sequence[tarfile.TarInfo]) -> tarfile.TarInfo | None:
-        """Return which of the images beside one label is meant; None if that cannot be told.
+        """Return which of the images beside one label is meant; None if nothing says it.
 
         Without ``image_suffix`` it is the only JPEG: masks and depth maps are never JPEGs, which change their values.
         """

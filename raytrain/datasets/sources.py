@@ -43,7 +43,7 @@ _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 @dataclass(frozen=True)
 class Labelling:
-    """Where the labels of the images are, if not in the names of their folders."""
+    """Source of the labels of images in folders: a label file or a pattern; by default the names of the folders."""
 
     file: str | None = None
     """A label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, as in Hugging Face's image folders."""
@@ -243,6 +243,8 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
+
+    # One archive after another. No image may replace another one, nor numbers and names of classes come together.
     for prefix, archive, opening in opened:
         name, labels_of_archive = archive.name, set[str]()
         with opening as content:
@@ -271,6 +273,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
             "numbers are classes of their own, unpack the images into class folders."
         )
 
+    # Of all archives together: the choices that were made, what was left out, and the labels, in the order of the keys.
     for choice in sorted(choices):
         _log.warning("In %s, %s.", source, choice)
     if reasons := lost_files(left_out):

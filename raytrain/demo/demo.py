@@ -156,10 +156,12 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
 def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
     """Return the validation accuracy, where everything is stored, and commands to try next, as text."""
     accuracy = result.validation_accuracy
-    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the validation images are right"
+    measured = "not evaluated yet" if accuracy is None else f"{accuracy:.2%} of the validation images are right"
     locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
     return Group(
-        Text.assemble((tested, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."),
+        Text.assemble(
+            (measured, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."
+        ),
         *(Text(f"{name:<12}{path}") for name, path in locations.items()),
         try_next(result.name, storage, f"{images}/test"),
     )

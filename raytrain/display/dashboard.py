@@ -102,11 +102,15 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def _measurements(snapshot: Snapshot) -> list[str]:
-    """Return speed, learning rate, waiting time, skipped images, retries and cost, if they are known and not zero."""
+    """Return speed, learning rate, waiting time, counts of what is unusual, and cost, if known and not zero."""
     latest = snapshot.latest
     values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
-    counts = {"skipped": snapshot.num_skipped, "retries": snapshot.num_retries}
+    counts = {
+        "skipped": snapshot.num_skipped,
+        "retries": snapshot.num_retries,
+        "decoded on CPU": snapshot.num_decoded_on_cpu,
+    }
     return texts + [f"{count:,} {name}" for name, count in counts.items() if count] + cost_texts(snapshot)
 
 

@@ -48,6 +48,7 @@ _SENTENCES: dict[type[Event], str] = {
     events.LossNotFinite: "the loss is {loss} at step {step:,}; the run stops if it stays so",
     events.ImageSkipped: "skipped {key}: {reason} (skipped.jsonl lists all of them)",
     events.RequestsRetried: "some requests for images fail at the first try; they are retried",
+    events.DecodedOnCpu: "the CPU decodes some images, which the GPU cannot: {reason}; num_decoded_on_cpu counts them",
     events.StorageWaits: "the history waits for storage: {error}",
     events.StorageBack: "the history is in storage again",
     events.DocumentLost: "{document} could not be written: {error}",

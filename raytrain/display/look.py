@@ -17,8 +17,8 @@ from raytrain.diagnostics.suspicious_labels import LABEL_FILE_SUFFIXES
 from raytrain.display.console import UNKNOWN, bar, class_table, format_count, headed_table, key_value_table
 from raytrain.display.curves import GREY, png_bytes, titled_figure
 from raytrain.display.notebook import as_html, is_notebook
+from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.redact import one_line
-from raytrain.runs.suspicious_labels import NUM_SHOWN
 from raytrain.storage.open import check_output
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _MAX_LETTERS = 24  # in a line of a label
 
 
 def look(config: TrainConfig, *, limit_s: float = 30.0, write_labels: Location | None = None) -> LookResult:
-    """Look at the images that a run with these options would be trained and tested on. Trains nothing.
+    """Look at the images that a run with these options would be trained and evaluated on. Trains nothing.
 
     In a notebook, the first images as the network sees them and what was found are shown below the cell.
 
@@ -146,7 +146,7 @@ def _suspicious(result: LookResult) -> Iterable[RenderableType]:
     yield Text("\nTraining images whose labels look the most wrong, by the mean margin of the label over all epochs:")
     rows = [
         [one_line(row["path"]), one_line(row["label"]), one_line(row["suggested"]), f"{row['margin']:.2f}"]
-        for row in images.rows[:NUM_SHOWN]
+        for row in images.rows[:NUM_SUSPICIOUS_SHOWN]
     ]
     yield headed_table(["image", "label", "or", "margin"], [], rows)
     if images.label_files:

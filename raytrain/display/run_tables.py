@@ -257,7 +257,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
 
     # What is worth a line only if it is there.
     summary = shown_summary(result.summary())
-    unusual = ("num_skipped", "num_retries", "stop_reason", "error", "run_dir")
+    unusual = ("num_skipped", "num_retries", "num_decoded_on_cpu", "stop_reason", "error", "run_dir")
     about |= {name: summary[name] for name in unusual if summary[name]}
     lines: list[RenderableType] = [key_value_table(about)]
 

@@ -43,7 +43,7 @@ class LiveView:
         self._live: Live | CellOutput | None = None
         spinner = Spinner("dots", waiting)
 
-        # What the command waits for, before there is a picture, is told by the same means.
+        # What the command waits for, before there is a picture, is shown by the same means.
         report = self._print
         if self._console.is_jupyter or (is_notebook() and self._console.file is sys.stdout):
             self._live = CellOutput(waiting)  # a kernel says that its output is a terminal, where nothing is redrawn
@@ -77,21 +77,24 @@ class LiveView:
 
 
 @contextmanager
-def startup_lines(report: Callable[[str], object]) -> Iterator[None]:
-    """Pass each thing that the command waits for, before a run trains, to ``report`` while this is open."""
+def startup_lines(report: Callable[[str], object], source: logging.Logger = STARTUP) -> Iterator[None]:
+    """Pass each thing that the command waits for, before a run trains, to ``report`` while this is open.
+
+    ``source`` may be a part of these lines.
+    """
 
     def emit(record: logging.LogRecord) -> None:
         report(one_line(record.getMessage()))
 
     handler = logging.Handler()
     handler.emit = emit
-    STARTUP.addHandler(handler)
-    STARTUP.setLevel(logging.INFO)
+    source.addHandler(handler)
+    source.setLevel(logging.INFO)
     try:
         yield
     finally:
-        STARTUP.removeHandler(handler)
-        STARTUP.setLevel(logging.INFO if STARTUP.handlers else logging.NOTSET)
+        source.removeHandler(handler)
+        source.setLevel(logging.INFO if source.handlers else logging.NOTSET)
 
 
 class TerminalView(LiveView):

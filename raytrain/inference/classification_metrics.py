@@ -1,4 +1,4 @@
-"""Metrics of predictions, for one class per image (accuracy, confusions) or several (thresholds). Imports no torch."""
+"""Accuracy with its interval, confusions, and metrics of several classes per image. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.blocks import number_array, numbers, string_array
@@ -27,11 +28,15 @@ from raytrain.training.evaluation_metrics import (
 
 _NUM_CONFUSIONS = 10
 _MIN_PROBABILITY = 1e-30  # in a logarithm
+_Z = 1.959964  # of a normal distribution, 95 % lie between -z and z
+_NUM_RESAMPLES = 2000
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """How many images of a class were predicted right. ``accuracy`` is None without images."""
+    """Images of a class, and those of them that were predicted right. ``accuracy`` is None without images."""
 
     name: str
     images: int
@@ -41,7 +46,7 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class Confusion:
-    """How many images of the class ``truth`` were predicted to be of the class ``answer``."""
+    """Number of images of the class ``truth`` that were predicted to be of the class ``answer``."""
 
     truth: str
     answer: str
@@ -53,8 +58,8 @@ class EvaluatedRun:
     """The run whose best checkpoint was measured. ``skipped`` images could not be read and are not in the metrics.
 
     ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
-    run's own validation images, and if that is not known. ``all_compared`` is False if there may be more: the time to
-    read files for it was over after 10 s, or they could not be read.
+    images that the run itself held out, and if that is not known. ``all_compared`` is False if there may be more: the
+    time to read files for it was over after 10 s, or they could not be read.
     """
 
     run: str
@@ -64,7 +69,7 @@ class EvaluatedRun:
     trained_on: int | None = None
     all_compared: bool | None = None
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
-    """What the run's options name besides what every evaluation measures, such as top5 or auroc; unknown is None."""
+    """Metrics that the run's options name besides those of every evaluation, such as top5; None if not known."""
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -90,7 +95,7 @@ class EvaluationResult(EvaluatedRun):
     confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
     confusion: Int64s
     """Counts (num_cells, 3) of images: true class, predicted class, images; the right ones too, no cell without any."""
-    accuracy_interval: tuple[float, float] | None = None
+    accuracy_interval: Interval | None = None
 
     @property
     def confusion_matrix(self) -> Int64s:
@@ -140,9 +145,51 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
     )
 
 
+# The interval in which an accuracy lies. An accuracy of n images is one draw: other images of the same kind would give
+# another number. Images of one group, such as those of a patient, are alike, so that they say less than as many images
+# of different ones; then whole groups are drawn.
+
+
+def wilson_interval(num_right: int, num_images: int) -> Interval:
+    """Return the 95 % interval of the accuracy of ``num_right`` of ``num_images`` (Wilson 1927).
+
+    The bounds are those true accuracies for which the one that was measured is just likely enough; unlike the interval
+    of the normal approximation they stay within 0 and 1.
+
+    >>> [round(bound, 3) for bound in wilson_interval(9, 10)]
+    [0.596, 0.982]
+    """
+    accuracy, z = num_right / num_images, _Z
+    centre = accuracy + z**2 / (2 * num_images)
+    spread = z * ((accuracy * (1 - accuracy) + z**2 / (4 * num_images)) / num_images) ** 0.5
+    scale = 1 + z**2 / num_images
+    return (centre - spread) / scale, (centre + spread) / scale
+
+
+def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) -> Interval:
+    """Return the 95 % interval of an accuracy whose images belong to groups, by resampling whole groups (Efron 1979).
+
+    Args:
+        is_right: (n,), whether each image was predicted right.
+        groups: (n,), the name of each image's group.
+
+    The percentiles are of 2,000 data sets that are drawn from the groups with replacement; their random numbers are
+    always the same.
+    """
+    _, group = np.unique(groups.astype(str), return_inverse=True)
+    counts = np.bincount(group)  # (G,)
+    right = np.bincount(group, weights=is_right)
+    draws = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), _NUM_RESAMPLES)
+    low, high = np.quantile((draws @ right) / (draws @ counts), [0.025, 0.975])
+    return float(low), float(high)
+
+
+# Several classes per image.
+
+
 @dataclass(frozen=True)
 class LabelScore:
-    """How well a class is predicted. ``images`` have it; what is not known without such images is None."""
+    """Metrics of a class that ``images`` have, among several per image; None where no image has it."""
 
     name: str
     images: int

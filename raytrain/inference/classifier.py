@@ -22,9 +22,8 @@ from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import load_optional, stored_function_error
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.images.decode import decode
+from raytrain.data.images.decode import decode, pixels_of, turn_upright
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.pillow_decode import pixels_of, turn_upright
 from raytrain.data.images.resize import Pixels
 from raytrain.errors import UsageError
 from raytrain.inference.loop_network import loop_network
@@ -76,7 +75,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.classes = classes
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
-        self.shape, self.cropping = evaluation_format(config)
+        self.shape, self.cropping, _ = evaluation_format(config)
         self.checkpoint = checkpoint
         self.mean, self.std, self.precision = config.mean, config.std, config.precision
         self.test_views: Set[TestView] = frozenset(config.test_views)

@@ -26,13 +26,15 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
     EvaluationResult,
+    Interval,
     LabelEvaluation,
     chosen_thresholds,
+    grouped_interval,
     probabilities_of,
     score,
     score_labels,
+    wilson_interval,
 )
-from raytrain.inference.intervals import Interval, grouped_interval, wilson_interval
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.runs.documents import MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.open import open_store
@@ -61,8 +63,8 @@ def evaluate(
         data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``. By default the run's own test
             images, or, if it has none, its validation images.
         labels: a label file for the images, with the same columns as the run's; by default ``metadata.csv`` or the like
-            beside them, or else their folders. If it has a column ``split``, its validation images are used. A run
-            whose images may have several classes needs it.
+            beside them, or else their folders. If it has a column ``split``, its test images are used, or, without
+            any, its validation images. A run whose images may have several classes needs it.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own validation images.
         test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel

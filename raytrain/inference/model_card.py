@@ -223,8 +223,8 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
     in_timm = timm_name(name)
     if in_timm is not None:
         arguments = {"num_classes": num_classes, **timm_arguments(config, network)}
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        build = f"timm.create_model({in_timm!r}, {given})"
+        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        build = f"timm.create_model({in_timm!r}, {keywords})"
         return f"import timm\n\nmodel = {build}"
     if ":" in name:
         # A function of a file or a package. What of the two numbers it takes is known by its parameters.

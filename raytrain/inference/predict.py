@@ -41,7 +41,7 @@ class PredictionResult:
     images: int
     errors: int
     left_out: str | None
-    """How many other files are in the folder, by the reason why they are not used."""
+    """Number of other files in the folder, by the reason why they are not used."""
     table: pa.Table = field(repr=False)
 
     def summary(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from raytrain.storage.store import Store, StoredObject
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run and its checkpoints are made of: whoever resumes the run must have the same.
+    """Facts that a run shares with its checkpoints: whoever resumes the run must have the same.
 
     ``batch_size`` is the number or the text that the user typed: ``32/worker`` is the same on any number of workers.
     """

@@ -42,6 +42,7 @@ MACHINE_HISTORY = "machine-history.json"
 SUMMARY = "summary.json"
 SUSPICIOUS_LABELS = "suspicious-labels.json"
 SWEEP = "sweep.json"
+STUDY = "study.jsonl"
 STOP_REQUEST = "stop-request.json"
 UNUSED_OPTIONS = "unused-options.json"
 PROVENANCE = "provenance.json"
@@ -81,7 +82,7 @@ _RUN_FILE = re.compile(
                 [MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE],
             ),
             *map(re.escape, [CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE]),
-            *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
+            *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS, STUDY)),
             rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
             rf"{TRACE}\d{{9,}}-\d{{9,}}-\d{{5,}}\.parquet",

@@ -17,7 +17,7 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 SAMPLE_SIZE = 2**15
-_RETRY_S = 2.0
+RETRY_S = 2.0
 
 
 class History:
@@ -112,7 +112,7 @@ class History:
             except Exception as error:  # whatever storage raises: the rows are kept and written later
                 self.error = str(error) or type(error).__name__
                 self._changed.set()
-                pause_s = _RETRY_S
+                pause_s = RETRY_S
             self._closed.wait(pause_s)
 
 

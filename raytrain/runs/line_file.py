@@ -22,8 +22,8 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 BLOCK_BYTES = 2**24  # most that is read of a document at once
-_OBJECT_BYTES = 2**23
-_REWRITE_MIN_S = 2.0
+OBJECT_BYTES = 2**23
+REWRITE_MIN_S = 2.0
 _REWRITE_S_PER_BYTE = 1e-5  # rewriting the last object takes at most 100 kB/s of the uplink
 
 
@@ -39,7 +39,7 @@ class StoredLines:
         self._store = store
         self._path = path
         self.starts = [0]
-        """Where each of its objects begins, as far as it has been read."""
+        """First byte of each of its objects, as far as it has been read."""
 
     def get_range(self, start: int, num_bytes: int) -> bytes:
         """Return at most ``num_bytes`` of the document, from byte ``start`` on.
@@ -134,7 +134,7 @@ class LineFile(Generic[T]):
 
     def pause_s(self) -> float:
         """Return how long to leave storage alone after a write, in seconds."""
-        return 0.0 if self._folder else max(_REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
+        return 0.0 if self._folder else max(REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
 
     def _append(self, data: bytes) -> None:
         # An object is written again as a whole, and a file grows.
@@ -196,5 +196,5 @@ class LineFile(Generic[T]):
 
     def _set_object(self, number: int, data: bytes) -> None:
         """Take ``data`` as the content of the last object, or begin the next one if it is full."""
-        full = len(data) >= _OBJECT_BYTES
+        full = len(data) >= OBJECT_BYTES
         self._number, self._object = (number + 1, b"") if full else (number, data)

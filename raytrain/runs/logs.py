@@ -122,7 +122,7 @@ def _encoded(text: str) -> bytes:
 
 @dataclass
 class _Copy:
-    """How far a file was copied: ``end`` bytes of it are in ``text``, which storage has unless it ``is_new``."""
+    """State of the copy of a file: ``end`` bytes of it are in ``text``, which storage has unless it ``is_new``."""
 
     end: int
     text: LogText = field(default_factory=LogText)

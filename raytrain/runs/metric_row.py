@@ -1,11 +1,11 @@
-"""A row of the metrics history, and images that could not be used."""
+"""Rows of the metrics history, images that could not be used, and labels that look wrong."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from raytrain.runs.documents import known_fields, plain
 
@@ -112,7 +112,7 @@ class SkippedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
-    """How many of the ``num_images`` images of a run, of all parts together, may be skipped."""
+    """Limit on skipped images, as a fraction of the ``num_images`` images of a run, of all parts together."""
 
     num_images: int
     max_bad_fraction: float = 0.01
@@ -130,3 +130,19 @@ class SkipLimit:
             f"and --max-bad-fraction is {self.max_bad_fraction:g}; skipped.jsonl lists them: repair or remove them and "
             "start a new run, or allow more"
         )
+
+
+NUM_SUSPICIOUS_SHOWN = 16  # images whose labels look wrong, while a run trains
+
+
+class SuspiciousLabel(NamedTuple):
+    """A training image whose label looks wrong, by its number; margin and loss are means over its draws.
+
+    :mod:`raytrain.training.sample_margins` computes them.
+    """
+
+    sample: int  # index into the manifest
+    draws: int
+    margin: float  # logit of the label, minus the largest one of another class
+    loss: float  # cross entropy
+    suggested: int  # the likeliest other class in its latest draw

@@ -36,7 +36,7 @@ StopKind = Literal[
 ]
 
 DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range, such as float32"
-"""What to try if a loss or a weight is not finite."""
+"""Advice if a loss or a weight is not finite."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, and how well it does.
+    """Progress of a run, and what its last evaluation measured.
 
     ``step`` counts the completed steps. With the seed and the batch plan, it determines the next draw.
     """
@@ -97,7 +97,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended, by its workers.
+    """End of an attempt, as its workers report it.
 
     ``checkpoint`` is the path of the newest one, relative to the run, and ``error`` the reason of a failure.
     ``accumulate`` is the number of microbatches with which a run that ran out of memory may fit.
@@ -113,7 +113,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run ended; ``summary.json`` holds the same under the same names.
+    """Result of a run; ``summary.json`` holds the same under the same names.
 
     Example::
 
@@ -134,6 +134,7 @@ class TrainResult:
     num_workers: int
     num_skipped: int = 0
     num_retries: int = 0
+    num_decoded_on_cpu: int = 0  # images that GPUs could not decode, with --decoder gpu; each as often as it was used
     test_accuracy: float | None = None  # None if the run has no test images, or has not ended
     test_loss: float | None = None
     dollars: float | None = None  # by --price, in all attempts

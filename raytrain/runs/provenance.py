@@ -1,4 +1,4 @@
-"""What a run was made of: the commit, the packages, the command and the user's code, for each attempt that differed.
+"""Provenance of a run: the commit, the packages, the command and the user's code, for each attempt that differed.
 
 ``provenance.json`` of a run has a list, the newest attempt last. An attempt that is made of the same as the one before
 it, and was started by the same command, adds nothing. Texts are without secrets.
@@ -23,7 +23,7 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What an attempt was made of.
+    """Provenance of an attempt: what it was made of.
 
     Attributes:
         first_step: completed steps of the run when the attempt began.

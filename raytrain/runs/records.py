@@ -51,7 +51,7 @@ class RunInfo:
     status: RunStatus
     validation_accuracy: float | None = None
     seconds: float | None = None
-    """How long its last attempt took, as it says at its end."""
+    """Duration of its last attempt, as its summary says."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -78,7 +78,7 @@ class RunRecord(RunInfo):
     unused_options: tuple[str, ...] = ()
     """Options that change nothing, because the run's own loop does not use them."""
     provenance: tuple[Provenance, ...] = ()
-    """What its attempts were made of, the newest last."""
+    """Commit, packages, command and code of its attempts, the newest last."""
 
 
 def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:

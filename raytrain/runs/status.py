@@ -54,12 +54,12 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """Whether the run trains, or is about to."""
+        """True if the run trains, or is about to."""
         return self.status in ("starting", "running")
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process of the run is known to have ended. Nothing is known of other machines and containers."""
+        """True if the process of the run is known to have ended; of other machines and containers nothing is known."""
         # Where no number of the machine is known, the name of the host must do.
         is_here = self.machine == machine_id() if machine_id() else self.host == socket.gethostname()
         try:

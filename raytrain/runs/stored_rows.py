@@ -23,7 +23,7 @@ pc: Any = pyarrow.compute  # whose functions are made at import
 
 _MANY = 1000  # lines from which on a table is worth its price
 _NUM_SAMPLED = 100  # lines whose metrics are taken for those of all
-_MAX_PART = 2**15  # rows that are read at once
+MAX_PART = 2**15  # rows that are read at once
 _MAX_NAMES = 64
 """Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""
 FIELDS = {
@@ -31,7 +31,7 @@ FIELDS = {
     **dict.fromkeys(("step", "epoch", "samples_seen"), pa.int64()),
     **dict.fromkeys(("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction"), pa.float64()),
 }
-"""What each row has beside its metrics, which are of float64."""
+"""Columns of each row beside its metrics, which are of float64."""
 
 
 class StoredRows(Sequence[MetricRow]):
@@ -115,8 +115,8 @@ def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
     parse = RowParser()
     for block in StoredLines(store, METRICS).blocks():
         lines = block.splitlines()
-        for start in range(0, len(lines), _MAX_PART):
-            yield parse(lines[start : start + _MAX_PART])
+        for start in range(0, len(lines), MAX_PART):
+            yield parse(lines[start : start + MAX_PART])
 
 
 def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError, PreconditionError
 
 from raytrain.errors import OwnerChanged, StorageError
-from raytrain.storage.bucket_client import BucketClient, BucketConnection, bucket_and_root, client_of
+from raytrain.storage.bucket_client import BucketClient, BucketConnection, bucket_and_root
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, require_credentials
@@ -56,6 +57,10 @@ _LAST = "\U0010ffff"  # behind all names
 _PAGE_CHECK_S = 5.0  # in which the server has to answer; if it takes longer, the check is left out
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
+
+
+_cached_client = lru_cache(maxsize=32)(BucketClient)
+_client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
 
 
 class UnusableNames(StorageError):
@@ -132,9 +137,11 @@ class BucketStore(Store):
 
     def _client(self) -> BucketClient:
         """Return this process's client, which stores share that differ in their guard, disk or retries only."""
-        return client_of(
-            BucketConnection(self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s)
+        connection = BucketConnection(
+            self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s
         )
+        with _client_lock:
+            return _cached_client(connection)
 
     def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
         def request(client: ObjectStore) -> bytes:

@@ -10,7 +10,6 @@ import ssl
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,7 @@ _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 
 @dataclass(frozen=True)
 class BucketConnection:
-    """How a process reaches a prefix of a bucket. Stores with equal connections share a client in each process."""
+    """The way of a process to a prefix of a bucket. Stores with equal connections share a client in each process."""
 
     url: str
     cloud: Cloud
@@ -55,12 +54,6 @@ class BucketConnection:
     id: str  # distinguishes connections with different credentials, in every process that a store is sent to
     multipart: bool  # uploads come in parts, each of which obstore retries
     request_s: float | None  # most that a request may take; None: half an hour
-
-
-def client_of(connection: BucketConnection) -> BucketClient:
-    """Return this process's client for ``connection``."""
-    with _client_lock:
-        return _cached_client(connection)
 
 
 class BucketClient:
@@ -95,10 +88,6 @@ class BucketClient:
             retry_config=RETRIES if self._connection.multipart else _NO_RETRIES,  # of parts
             credential_provider=self.credentials,
         )
-
-
-_cached_client = lru_cache(maxsize=32)(BucketClient)
-_client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
 
 
 def client_options(cloud: Cloud) -> ClientConfig:

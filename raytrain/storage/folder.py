@@ -27,7 +27,7 @@ from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
-_REPORT_AFTER_S = 5.0
+REPORT_AFTER_S = 5.0
 _UNTIL_CLOSED = RetryPolicy(20, 30.0)  # of opening a file, while this process has too many open
 _MAX_REMOVALS = 20  # of a folder by others, while a file is opened in it
 _NO_FOLDER = "lost+found"  # of a disk, which only root may read
@@ -258,11 +258,11 @@ def has_too_many_files(error: BaseException) -> bool:
 
 
 def _acquire_or_report(file: str) -> FileLock:
-    """Lock ``file``; whoever waits long for a process that is halted is told which one it is."""
+    """Lock ``file``; if that takes long, report which process holds it: it may be halted."""
     try:
         return acquire(file, wait=False)
     except BlockingIOError:
-        report = threading.Timer(_REPORT_AFTER_S, _report_holder, (file,))
+        report = threading.Timer(REPORT_AFTER_S, _report_holder, (file,))
         report.start()
         try:
             return acquire(file)

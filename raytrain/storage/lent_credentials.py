@@ -128,7 +128,7 @@ class Scope:
             for actions, roots in allowed
             if roots
         ]
-        listed = sorted({each for _, roots in allowed for each in roots})
+        listed = sorted({root for _, roots in allowed for root in roots})
         # Without s3:ListBucket, S3 answers that access is denied where an object does not exist. Requests for objects
         # have no prefix, so the condition must not ask for one.
         listings: list[dict[str, Any]] = []

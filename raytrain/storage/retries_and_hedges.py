@@ -192,7 +192,7 @@ _concurrency, _hedge_delay = Concurrency(), HedgeDelay()
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a request is retried, and for how long."""
+    """Limits of the retries of a request: their number, and the time in which they begin."""
 
     max_retries: int
     max_duration_s: float  # measured from the first try; no retry starts later

@@ -1,4 +1,4 @@
-"""Temporary folders, removed even after a kill, and output files, whole or not at all."""
+"""Temporary folders, removed even after a kill."""
 
 from __future__ import annotations
 

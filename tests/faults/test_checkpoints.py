@@ -149,14 +149,14 @@ def test_a_malicious_checkpoint_runs_no_code(tmp_path: Path) -> None:
 
 def test_if_no_checkpoint_can_be_read_the_error_says_what_to_do(store: Store) -> None:
     nothing_there = Checkpoints(store, IDENTITY, 2, lambda event: pytest.fail(str(event)))
-    assert nothing_there.newest_readable() is None
+    assert nothing_there.read_newest() is None
     save(store, 10, 20)
     for step in (10, 20):
         store.put(path_of(step), b"")
     with pytest.raises(
         UsageError, match=f"None of the checkpoints in {store.url}/checkpoints/ can be read .*put a whole one there"
     ):
-        open_checkpoints(store).newest_readable()
+        open_checkpoints(store).read_newest()
 
 
 def test_checkpoints_saved_after_a_damaged_one_was_skipped_are_kept(store: Store) -> None:

@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import S3Server
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import EVENTS, open_run, read_config
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.storage.open import open_store
 from raytrain.storage.retries_and_hedges import MAX_THREADS
-from raytrain.training.checkpoint import read_checkpoint
+from tests.helpers.faulty_runs import Ballast, whole_steps
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
 from tests.helpers.waiting import wait_for
@@ -39,12 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_READING_TASKS = 2
 """Data tasks that run at the same time, with two workers on two CPUs."""
 AWAY_S = 60.0
-
-
-def whole_steps(storage: str) -> list[int]:
-    """Read all checkpoints of the run, and return their steps."""
-    store = open_run(storage, "run")
-    return [read_checkpoint(store, found.path).progress.step for found in list_checkpoints(store)]
 
 
 # Data behind a failing network.
@@ -267,19 +259,6 @@ def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
             StopReason("caller", "enough"),
         ) and 7 < stopped.steps < 20
         assert whole_steps(s3_url)[-1] == stopped.steps
-
-
-class Ballast:
-    """State large enough that a checkpoint needs a multipart upload."""
-
-    def __init__(self) -> None:
-        self.state = {"ballast": torch.zeros(16 << 20, dtype=torch.uint8)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 def heavy_loop(run: raytrain.Run, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from raytrain import UsageError
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
+from tests.helpers.faulty_runs import command, read_steps, summary_of
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 from tests.helpers.waiting import DEADLINE_S, wait_for
 
@@ -115,15 +115,6 @@ def test_a_killed_coordinator_leaves_no_cpus_reserved(
     assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
-def summary_of(scenario: str, images: Path, storage: Path | str) -> dict[str, Any]:
-    """Run a test helper module in its own process and cluster, and return the summary that it prints."""
-    command = [sys.executable, "-m", scenario, str(images), str(storage)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_a_preemption_notice_makes_a_checkpoint_before_the_node_is_removed(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
@@ -208,21 +199,6 @@ def test_an_evaluation_of_the_loops_own_that_fails_loses_no_step(
     assert_same_weights(mended, undisturbed)
 
 
-def command(images: Path, storage: Path, *more: str) -> list[str]:
-    options = {
-        "data": images,
-        "storage": storage,
-        "name": "run",
-        "model": "tests.helpers.memory_runs:network",
-        "batch-size": 20,
-        "workers": 2,
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
-    augmentation = ["--flip", "random", "--translate", "1"]
-    return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
-
-
 def test_a_run_whose_raylet_was_killed_says_so_and_keeps_its_checkpoint(images: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     endless = command(images, tmp_path, "--epochs", "1000", *LAUNCH["ray"])
@@ -279,10 +255,6 @@ def test_a_run_whose_driver_was_killed_can_be_resumed(
     assert ended.status == "finished" and ended.steps == max(done, 20) + 5
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
-
-
-def read_steps(storage: Path) -> list[int]:
-    return [row.step for row in read_run(str(storage), "run").metrics if row.kind == "step"]
 
 
 def is_known(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from raytrain.runs.documents import open_run
 from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
-from tests.faults.test_killed_processes import command, read_steps
+from tests.helpers.faulty_runs import command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config, put_images
 from tests.helpers.waiting import DEADLINE_S
 

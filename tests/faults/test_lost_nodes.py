@@ -15,8 +15,7 @@ import pytest
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.launch.ray.connection import HEAD_AWAY_S
-from tests.faults.test_failing_storage import whole_steps
-from tests.faults.test_killed_processes import command, read_steps, summary_of
+from tests.helpers.faulty_runs import command, read_steps, summary_of, whole_steps
 from tests.helpers.head_apart import ClusterWithHeadApart, cluster_with_head_apart
 from tests.helpers.ray_head import free_port, wait_for_port
 from tests.helpers.waiting import DEADLINE_S, wait_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,7 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
 
 def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     gc.freeze()  # otherwise the first backward of a run would look at all that has been imported
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun says, so that the workers share the cores
     torch.set_num_threads(1)
     rendezvous = f"file://{Path(folder) / 'rendezvous'}"
     dist.init_process_group(

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 import raytrain
 from raytrain.monitor.snapshot import Snapshot
-from tests.faults.test_failing_storage import Ballast, whole_steps
+from tests.helpers.faulty_runs import Ballast, whole_steps
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.small_runs import config, loop_with
 

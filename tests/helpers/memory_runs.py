@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,8 @@ from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 from raytrain.storage.open import open_store
 from raytrain.training import assembly
 from raytrain.training.augment import Augment
@@ -95,6 +95,9 @@ class MemorySource:
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return batches_from_cache(self.validation_partition, self.blocks, 0)
 
+    def key(self, sample: int) -> str:
+        return f"{sample}.png"
+
 
 class Recorder:
     def __init__(self, stop_after: int | None = None) -> None:
@@ -103,16 +106,23 @@ class Recorder:
         self.asked = 0
         self.stop_after = stop_after
         self.started_after: list[int] = []
+        self.skipped: list[SkippedImage] = []
+        self.on_cpu: Counter[str] = Counter()
 
     def started(self, num_workers: int, step: int) -> None:
         self.started_after.append(step)
 
     def flush(self) -> None: ...
-    def skip(self, images: list[SkippedImage]) -> None: ...
     def retried(self, num_requests: int) -> None: ...
     def measured(self, use: MachineUse) -> None: ...
     def waits(self, rank: int, num_workers: int, place: str | None) -> None: ...
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        self.skipped += images
+
+    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self.on_cpu[reason] += num_images
 
     def event(self, event: Event) -> None:
         self.events.append(event)

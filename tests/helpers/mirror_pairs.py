@@ -11,7 +11,7 @@ from PIL import Image
 
 import raytrain
 from raytrain.training.model import build_model
-from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 
 def add_run(storage: Path, **given: Any) -> dict[str, Any]:

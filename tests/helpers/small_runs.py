@@ -58,6 +58,16 @@ def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConf
     return TrainConfig(**{**base, **options})
 
 
+def local_config(images: Path | str, storage: Path | str, **options: Any) -> TrainConfig:
+    """``config`` on this machine, without Ray."""
+    return config(images, storage, backend="local", **options)
+
+
+def documents(storage: Path) -> dict[str, bytes]:
+    """Return the content of each file below a folder, by its path."""
+    return {str(file.relative_to(storage)): file.read_bytes() for file in storage.rglob("*") if file.is_file()}
+
+
 def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
     assert result.checkpoint is not None
     store = open_store(result.run_dir)

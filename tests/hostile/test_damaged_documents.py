@@ -24,7 +24,7 @@ from raytrain.runs.ownership import machine_id
 from raytrain.runs.status import read_status
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store
-from tests.hostile.stored_runs import add_checkpoint, make_run, options
+from tests.helpers.stored_runs import add_checkpoint, make_run, options
 
 GARBAGE: dict[str, bytes] = {
     "empty": b"",

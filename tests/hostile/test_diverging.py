@@ -23,8 +23,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers import memory_runs
 from tests.helpers.gloo_processes import run_in_processes
-from tests.helpers.small_runs import loop_with
-from tests.hostile.test_mistaken_resume import local
+from tests.helpers.small_runs import local_config, loop_with
 
 
 def poison(run: raytrain.Run, batch: raytrain.Batch, at_step: int, value: float = math.nan) -> None:
@@ -37,7 +36,7 @@ def poison(run: raytrain.Run, batch: raytrain.Batch, at_step: int, value: float 
 
 def train(images: Path, storage: Path, at_step: int, value: float = math.nan, **options: Any) -> raytrain.TrainResult:
     loop = partial(loop_with, before_step=partial(poison, at_step=at_step, value=value))
-    return raytrain.train(local(images, storage, **options), loop=loop)
+    return raytrain.train(local_config(images, storage, **options), loop=loop)
 
 
 def steps_of_checkpoints(storage: Path) -> list[int]:
@@ -57,7 +56,7 @@ def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
     result = raytrain.train(
-        dataclasses.replace(local(images, tmp_path), resume=True), loop=partial(loop_with, before_step=nothing)
+        dataclasses.replace(local_config(images, tmp_path), resume=True), loop=partial(loop_with, before_step=nothing)
     )
     assert result.status == "finished" and result.checkpoint is not None
     saved = read_checkpoint(open_store(result.run_dir), result.checkpoint.removeprefix(result.run_dir).lstrip("/"))

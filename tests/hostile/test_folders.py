@@ -264,7 +264,7 @@ def claim(folder: Path) -> None:
 def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folders, "_REPORT_AFTER_S", 0.1)
+    monkeypatch.setattr(folders, "REPORT_AFTER_S", 0.1)
     monkeypatch.setattr("raytrain.runs.ownership.LEASE_S", 0.1)
     halted = subprocess.Popen([sys.executable, "-c", HALTED, str(tmp_path)])
     try:
@@ -285,7 +285,7 @@ def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_o
 def test_a_folder_that_its_owner_removes_is_made_again_by_who_waits(
     ask: Callable[[Store], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folders, "_REPORT_AFTER_S", 0.1)
+    monkeypatch.setattr(folders, "REPORT_AFTER_S", 0.1)
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
     run = tmp_path / "run"
     run.mkdir()

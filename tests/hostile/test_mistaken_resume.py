@@ -15,28 +15,20 @@ from raytrain import TrainConfig, TrainingFailed, UsageError
 from raytrain.launch.prepare import prepare, settle_options
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
-from tests.helpers.small_runs import config
+from tests.helpers.small_runs import config, documents, local_config
 
 
 @pytest.fixture(scope="module")
 def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a run that finished."""
     storage = tmp_path_factory.mktemp("finished")
-    raytrain.train(local(images, storage, epochs=1))
+    raytrain.train(local_config(images, storage, epochs=1))
     return storage
 
 
 @pytest.fixture
 def storage(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "runs"))
-
-
-def local(images: Path, storage: Path, **options: Any) -> TrainConfig:
-    return config(images, storage, backend="local", **options)
-
-
-def documents(storage: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(storage)): file.read_bytes() for file in storage.rglob("*") if file.is_file()}
 
 
 def fewer_images(images: Path, folder: Path) -> dict[str, Any]:
@@ -71,18 +63,15 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_with_the_local_backend(mistake: str, images: Path, storage: Path, tmp_path: Path) -> None:
-    change, sentence = MISTAKES[mistake]
-    wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
+def test_with_the_local_backend(images: Path, storage: Path) -> None:
     before = documents(storage)
-    with pytest.raises(UsageError, match=sentence):
-        raytrain.train(wanted)
+    with pytest.raises(UsageError, match="was made with seed 0, and this run has 1"):
+        raytrain.train(resumed(images, storage, epochs=2, seed=1))
     assert documents(storage) == before
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_before_a_driver_starts_its_workers_on_ray(mistake: str, images: Path, storage: Path, tmp_path: Path) -> None:
+def test_before_a_driver_starts_its_workers(mistake: str, images: Path, storage: Path, tmp_path: Path) -> None:
     change, sentence = MISTAKES[mistake]
     wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
     before = documents(storage)
@@ -102,7 +91,7 @@ def test_what_only_the_checkpoint_shows_leaves_the_options_alone(images: Path, s
 
 @pytest.mark.slow
 def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path) -> None:
-    options = local(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
+    options = local_config(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
     raytrain.train(options)
     labels = tmp_path / "labels.csv"
     header, *rows = labels.read_text().splitlines(keepends=True)
@@ -144,4 +133,4 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
 
 
 def resumed(images: Path, storage: Path, **options: Any) -> TrainConfig:
-    return dataclasses.replace(local(images, storage), **{"resume": True, **options})
+    return dataclasses.replace(local_config(images, storage), **{"resume": True, **options})

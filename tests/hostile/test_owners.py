@@ -12,19 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 import raytrain
 from raytrain.demo.s3_server import S3Server
@@ -43,10 +40,10 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import ObjectChanged, Store
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.faulty_s3 import faulty_s3
-from tests.helpers.small_runs import config, loop_with
+from tests.helpers.small_runs import config, documents, local_config, loop_with
 from tests.helpers.snapshots import snapshot
+from tests.helpers.stored_runs import contents
 from tests.helpers.waiting import wait_for
-from tests.hostile.test_mistaken_resume import documents, local
 
 LEASE_S = 1.0
 
@@ -56,30 +53,6 @@ def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "LEASE_S", LEASE_S)
     monkeypatch.setattr(claims, "RENEW_EVERY_S", 0.1)
     monkeypatch.setattr(claims, "POLL_EVERY_S", 0.05)
-
-
-@pytest.fixture(scope="session")
-def moto_server() -> Iterator[str]:
-    """The URL of an S3 server that knows conditional writes, as Amazon's does."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ACCESS_KEY_ID", "testing")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        client: Any = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
-        client.create_bucket(Bucket="tests")
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def moto_url(moto_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    return f"s3://tests/{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(params=["folder", "moto", "rclone"])
@@ -296,11 +269,6 @@ def test_who_lost_the_run_writes_and_deletes_nothing(
         write(second, 4)
 
 
-def contents(store: Store) -> dict[str, bytes]:
-    """All documents but the claim, which its owner renews."""
-    return {found.path: store.get(found.path) for found in store.list() if found.path != CLAIM}
-
-
 def test_a_run_that_was_deleted_is_not_written_again(store: Store) -> None:
     with claim_run(store, "run") as owner:
         for path in [found.path for found in store.list()]:
@@ -364,7 +332,7 @@ def test_a_run_that_is_taken_over_stops_with_one_sentence(moment: str, images: P
         loop_with(run, take_over)
 
     with pytest.raises(OwnerChanged, match="Process 7 on elsewhere took over the run in"):
-        raytrain.train(local(images, tmp_path), loop=loop)
+        raytrain.train(local_config(images, tmp_path), loop=loop)
     after = documents(tmp_path)
     assert json.loads(after["run/claim.json"])["token"] == "another"
     assert json.loads(after["run/status.json"])["status"] in ("starting", "running")
@@ -378,11 +346,11 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(ima
     def start_another(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if (run.rank, batch.step) == (0, 2):
             try:
-                prepare(settle_options(dataclasses.replace(local(images, tmp_path), resume=True)))
+                prepare(settle_options(dataclasses.replace(local_config(images, tmp_path), resume=True)))
             except UsageError as error:
                 refused.write_text(str(error))
 
-    result = raytrain.train(local(images, tmp_path), loop=lambda run: loop_with(run, start_another))
+    result = raytrain.train(local_config(images, tmp_path), loop=lambda run: loop_with(run, start_another))
     assert result.status == "finished"
     assert "'run' is training at this moment" in refused.read_text()
     assert (tmp_path / "run" / METRICS).read_text().count("\n") == 24
@@ -390,7 +358,7 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(ima
 
 def test_a_refused_start_releases_the_run(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        raytrain.train(local(images, tmp_path, weights="no-such-file.pt"))
+        raytrain.train(local_config(images, tmp_path, weights="no-such-file.pt"))
     assert documents(tmp_path) == {}
 
 
@@ -400,16 +368,16 @@ def test_names_made_in_the_same_second_differ() -> None:
 
 @pytest.mark.slow
 def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: Path, tmp_path: Path) -> None:
-    raytrain.train(local(images, tmp_path, epochs=1))
+    raytrain.train(local_config(images, tmp_path, epochs=1))
     status = tmp_path / "run" / STATUS
     ahead = {**json.loads(status.read_text()), "status": "running", "heartbeat_at": "2999-01-01T00:00:00+00:00"}
     status.write_text(json.dumps(ahead | {"host": "another-machine"}))
-    result = raytrain.train(dataclasses.replace(local(images, tmp_path, epochs=2), resume=True))
+    result = raytrain.train(dataclasses.replace(local_config(images, tmp_path, epochs=2), resume=True))
     assert result.status == "finished"
     with claim_run(run_store(str(tmp_path), "run"), "run"):
         status.write_text(json.dumps(ahead | {"heartbeat_at": "2000-01-01T00:00:00+00:00"}))
         with pytest.raises(UsageError, match="is training at this moment"):
-            prepare(settle_options(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True)))
+            prepare(settle_options(dataclasses.replace(local_config(images, tmp_path, epochs=3), resume=True)))
 
 
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:

@@ -114,7 +114,7 @@ SWEEP_STAGES = [
     "raytrain.launch.ray.coordinator.lend_credentials",
     "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
     "raytrain.launch.ray.feed.data_feed.CacheFiller",
-    "raytrain.experiments.sweep.ThreadPoolExecutor",
+    "raytrain.experiments.sweep_session.ThreadPoolExecutor",
 ]
 
 

@@ -18,7 +18,7 @@ from raytrain.inference.trained_run import Predictor
 from raytrain.runs.documents import SWEEP, read_json, write_json
 from raytrain.storage.store import Store
 from raytrain.training.model import build_model
-from tests.hostile.stored_runs import add_checkpoint, make_run, options
+from tests.helpers.stored_runs import add_checkpoint, make_run, options
 
 STRANGER = """
 from pathlib import Path

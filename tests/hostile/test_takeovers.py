@@ -21,9 +21,7 @@ from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers import old_owner
 from tests.helpers.faulty_s3 import faulty_s3
-from tests.hostile.test_owners import contents, moto_server, moto_url
-
-__all__ = ["moto_server", "moto_url"]
+from tests.helpers.stored_runs import contents
 
 
 @pytest.fixture(autouse=True)

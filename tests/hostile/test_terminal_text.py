@@ -38,7 +38,7 @@ from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.redact import one_line
 from tests.helpers.snapshots import snapshot
-from tests.hostile.stored_runs import make_run, options
+from tests.helpers.stored_runs import make_run, options
 
 HOSTILE = [
     "\x1b]52;c;aGFjaw==\x07",

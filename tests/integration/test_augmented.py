@@ -107,12 +107,10 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(da
 
     whole = folder_run(damaged, tmp_path, "whole", batch_size=7, **MIXED, model=NO_NORM)
     *alone, at_once = train_runs(1, *runs("1"), whole)
-    two = train_runs(2, *runs("2"))
-    three = train_runs(3, *runs("3"), *runs("stopped", stop_after=6))
+    train_runs(3, *runs("stopped", stop_after=6))  # within the second epoch
     resumed = train_runs(2, *runs("stopped"))
-    for each in zip(CASES, alone, two, three[: len(CASES)], resumed, strict=True):
-        name, expected, *others = each
-        assert max(largest_difference(expected, other) for other in others) < 1e-10, name
+    for name, expected, other in zip(CASES, alone, resumed, strict=True):
+        assert largest_difference(expected, other) < 1e-10, name
     assert largest_difference(alone[3], at_once) < 1e-10  # the microbatches of a batch are mixed as the whole is
     assert largest_difference(alone[-1], alone[-2]) < 1e-10  # and their masks are the same
 

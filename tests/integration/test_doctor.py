@@ -168,7 +168,7 @@ def test_a_wrong_address_is_a_usage_error_at_once() -> None:
 
 
 def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_probe, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(node_probe, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(node_probe, "probe_node", lambda request, node: threading.Event().wait())
     report = diagnose(None, str(tmp_path), None)
     (failure,) = report.failures
@@ -293,7 +293,7 @@ def test_gpus_are_those_that_the_driver_reports(tmp_path: Path, monkeypatch: pyt
 def test_torch_that_cannot_use_the_gpus_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, [H200])
     too_old = "raise RuntimeError('The NVIDIA driver on your system is too old.')"
-    monkeypatch.setattr(node_probe, "_TORCH_CHECK", too_old)
+    monkeypatch.setattr(node_probe, "TORCH_CHECK", too_old)
     (problem,) = probe_node(request(tmp_path / "runs"), dataclasses.replace(HERE, gpus=1)).problems
     assert problem == (
         "torch cannot compute on the GPUs (RuntimeError: The NVIDIA driver on your system is too old); "

@@ -179,7 +179,7 @@ def check_losses(folder: str) -> None:
         train_loop(loop, f"{folder}/{losses_of.__name__}")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_gradients_are_those_of_the_global_batch_for_losses_of_many_forms(num_workers: int, tmp_path: Path) -> None:
     run_in_processes(num_workers, check_losses, str(tmp_path))
 
@@ -204,7 +204,7 @@ def check_microbatches(folder: str, sums_once: bool) -> None:
 
 
 @pytest.mark.parametrize("sums_once", [False, True])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(
     num_workers: int, sums_once: bool, tmp_path: Path
 ) -> None:
@@ -323,10 +323,9 @@ def train_in_microbatches(folder: str) -> dict[str, list[Tensor]]:
 
 def test_loops_over_microbatches_end_with_the_same_weights_on_any_number_of_workers(tmp_path: Path) -> None:
     alone = train_in_microbatches(str(tmp_path / "one"))
-    for num_workers in (2, 3):
-        for together in run_in_processes(num_workers, train_in_microbatches, str(tmp_path / str(num_workers))):
-            for name, weights in together.items():
-                assert_same_weights(name, weights, alone[name], 1e-10)
+    for together in run_in_processes(3, train_in_microbatches, str(tmp_path / "three")):
+        for name, weights in together.items():
+            assert_same_weights(name, weights, alone[name], 1e-10)
 
 
 def check_hooks(folder: str) -> None:
@@ -352,7 +351,7 @@ def check_hooks(folder: str) -> None:
     train_loop(loop, folder)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_hooks_after_the_accumulation_get_the_gradient_of_the_global_batch(num_workers: int, tmp_path: Path) -> None:
     run_in_processes(num_workers, check_hooks, str(tmp_path))
 

@@ -11,10 +11,10 @@ from tests.helpers.loops_beside_torch import NUM_IMAGES_WITH_EMPTY_SLICES, check
 from tests.helpers.loops_of_others import LOOPS, OF_MORE_THAN_ONE_IMAGE
 
 
-def test_they_end_as_with_plain_pytorch(tmp_path: Path) -> None:
-    check(LOOPS, tmp_path)
-
-
-def test_they_end_as_with_plain_pytorch_if_a_worker_has_no_images_in_some_steps(tmp_path: Path) -> None:
+def test_they_end_as_with_plain_pytorch_also_if_a_worker_has_no_images_in_some_steps(tmp_path: Path) -> None:
     loops = tuple(loop for loop in LOOPS if loop not in OF_MORE_THAN_ONE_IMAGE)
     check(loops, tmp_path, NUM_IMAGES_WITH_EMPTY_SLICES)
+
+
+def test_those_that_need_more_than_one_image_on_each_worker_end_as_with_plain_pytorch(tmp_path: Path) -> None:
+    check(OF_MORE_THAN_ONE_IMAGE, tmp_path)

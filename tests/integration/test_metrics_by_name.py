@@ -33,10 +33,9 @@ def evaluations(folder: str) -> list[dict[str, float | None]]:
 def test_several_workers_measure_what_one_does(tmp_path: Path) -> None:
     (alone,) = run_in_processes(1, evaluations, str(tmp_path / "1"))
     assert len(alone) == 2 and {*NAMES} <= alone[0].keys() and alone[0] != alone[1]
-    for world_size in (2, 3):
-        first, *_ = run_in_processes(world_size, evaluations, str(tmp_path / str(world_size)))
-        for ours, theirs in zip(first, alone, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-6)
+    first, *_ = run_in_processes(3, evaluations, str(tmp_path / "3"))
+    for ours, theirs in zip(first, alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
 
 
 def test_a_metric_that_is_not_for_the_classes_is_refused_before_a_run_is_written(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.small_runs import make_images
-from tests.hostile.stored_runs import make_run, options
+from tests.helpers.stored_runs import make_run, options
 
 COMMANDS = {
     "help": ["--help"],

@@ -32,7 +32,7 @@ from raytrain.monitor.stop_request import StopReason, StopSignals
 from raytrain.training.model import build_model
 from tests.helpers.image_files import encoded
 from tests.helpers.ray_head import free_port
-from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 _DECODER = "raytrain.data.images.decode_process"
 
@@ -190,7 +190,7 @@ def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch
     def decode(file: bytes, *_: object) -> int:
         return len(file)
 
-    monkeypatch.setattr(model_server, "_MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(model_server, "MAX_HELD_BYTES", 100)
     monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: SimpleNamespace(decode=decode))
     replica = model_server.Replica(served(lambda *_: None), 1)
     monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))

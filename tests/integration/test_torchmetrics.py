@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +59,24 @@ def values(found: list[MetricRow]) -> list[dict[str, Any]]:
     return [dict(row.metrics) for row in found]
 
 
-def test_several_workers_measure_what_one_does() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        alone = values(rows(CASE, f"{folder}/1"))
-        for world_size in (2, 3):
-            together = values(run_in_processes(world_size, rows, CASE, f"{folder}/{world_size}")[0])
-            assert len(together) == len(alone) == 8
-            for ours, theirs in zip(together, alone, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-6)
-                assert {"overall", "area", "of_class a", "of_class d", "macro", "worst"} <= ours.keys()
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return values(rows(CASE, str(tmp_path_factory.mktemp("alone"))))
 
 
-def test_what_they_have_counted_is_in_the_checkpoint() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        alone = values(rows(CASE, f"{folder}/1"))
-        run_in_processes(2, rows, STOPPED, f"{folder}/2")
-        resumed = values(run_in_processes(3, rows, CASE, f"{folder}/2")[0])
-        for ours, theirs in zip(resumed, alone[-len(resumed) :], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-6)
+def test_several_workers_measure_what_one_does(alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    together = values(run_in_processes(3, rows, CASE, str(tmp_path))[0])
+    assert len(together) == len(alone) == 8
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+        assert {"overall", "area", "of_class a", "of_class d", "macro", "worst"} <= ours.keys()
+
+
+def test_what_they_have_counted_is_in_the_checkpoint(alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    run_in_processes(2, rows, STOPPED, str(tmp_path))
+    resumed = values(run_in_processes(1, rows, CASE, str(tmp_path))[0])
+    for ours, theirs in zip(resumed, alone[-len(resumed) :], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
 
 
 def test_one_that_is_not_prepared_is_refused(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from raytrain.training.model import build_model
 from raytrain.training.optimisation import learning_rate_factor, parameter_groups
 from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, notes_on_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
+from tests.helpers import stored_runs
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, plain_batches, trained, weights_of
-from tests.hostile import stored_runs
 
 HEADS = {
     "alexnet": "classifier.6",

@@ -381,6 +381,26 @@ def test_the_home_is_sorted_by_any_column_and_compares_the_runs_that_are_chosen(
         expect(page.locator("article.comparison tbody tr")).to_have_count(2)
 
 
+def test_the_home_and_the_comparison_go_by_the_metric_of_best(visit: Visit, tmp_path: Path) -> None:
+    for name, losses in (("rates-00", [0.9, 0.5]), ("rates-01", [0.8, 0.25]), ("rates-02", [0.7, 0.6])):
+        rows = [evaluation_row(step, accuracy=1 - loss / 3, loss=loss) for step, loss in enumerate(losses, start=1)]
+        store_run(tmp_path, name, rows, best="loss", learning_rate=len(name) + losses[0])
+    points = [{"seed": seed} for seed in range(3)]
+    write_json(store_run(tmp_path, "rates", [], best="loss"), SWEEP, {"vary": ["seed=0,1,2"], "points": points})
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        expect(page.locator(".home")).to_contain_text("3 runs, best rates-01")
+        expect(page.locator(".home td.accuracy").first).to_have_text("0.25")
+        page.get_by_role("button", name="runs of rates").click()
+        page.get_by_role("button", name="Best loss").click()
+        shown = page.locator(".home tbody tr.member .name a")
+        expect(shown).to_have_text(["rates-01", "rates-00", "rates-02"])
+        page.get_by_role("link", name="rates", exact=True).click()
+        expect(page.locator("article.comparison h3", has_text="Validation loss")).to_have_count(1)
+        expect(page.locator("article.comparison tbody th.name")).to_have_text(["rates-01", "rates-00", "rates-02"])
+        expect(page.locator("article.comparison tbody td.accuracy")).to_have_text(["0.25", "0.5", "0.6"])
+
+
 def test_the_home_says_what_it_leaves_out_and_shows_the_others(visit: Visit, tmp_path: Path) -> None:
     for name in ("good", "without-status"):
         store_run(tmp_path, name, [evaluation_row(1, accuracy=0.5)])

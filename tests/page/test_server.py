@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from raytrain.display.page import connections
+from raytrain.display.page import server as page_server
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
@@ -25,7 +25,7 @@ from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
 from raytrain.runs.outcome import StopReason
 from tests.helpers.snapshots import snapshot
-from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run
+from tests.helpers.stored_histories import append_rows, end_run, evaluation_row, step_row, store_run
 
 
 @contextmanager
@@ -213,6 +213,19 @@ def test_a_sweep_is_all_of_its_trials(tmp_path: Path) -> None:
         names_of(str(tmp_path), "none")
 
 
+def test_the_list_and_the_comparison_go_by_the_metric_of_best(tmp_path: Path) -> None:
+    rows = [evaluation_row(step, accuracy=step / 9, loss=1 / step) for step in (1, 2, 3)]
+    store_run(tmp_path, "by-loss", rows, best="loss")
+    store_run(tmp_path, "by-accuracy", rows)
+    with HomeRuns(str(tmp_path)) as runs:
+        listed = {run["name"]: (run["metric"], run["measured"]) for run in runs.all_runs()["runs"]}
+        documents = runs.documents("by-loss")
+    by_loss = {"name": "loss", "is_lower_better": True, "is_fraction": False}
+    assert listed["by-loss"] == (by_loss, [1.0, 0.5, pytest.approx(1 / 3)])
+    assert listed["by-accuracy"][0] == {"name": "accuracy", "is_lower_better": False, "is_fraction": True}
+    assert documents["metric"] == by_loss
+
+
 @pytest.mark.parametrize("value", ["9" * 4000, "9" * 5000, "-" + "9" * 4000, "1e9", "%00", "%FF", "%D9%A1", ""])
 def test_numbers_that_are_none_or_have_no_end_are_no_traceback(
     tmp_path: Path, value: str, caplog: pytest.LogCaptureFixture
@@ -249,14 +262,18 @@ def wait_until_ended(connection: socket.socket) -> None:
             pass
 
 
-def test_connections_of_strangers_are_few_and_cut_off_nobody_who_watches(tmp_path: Path) -> None:
+def test_connections_of_strangers_are_few_and_cut_off_nobody_who_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "STRANGER_S", 300.0)  # those who come later end them, and no clock
+    few = page_server.MAX_STRANGERS + page_server.BACKLOG
     runs = WatchedRuns(str(tmp_path), ["run"])
     with PageServer(runs, port=0) as server:
         runs.update(snapshot([step_row(1, loss=1.0)]))
         viewer = run_messages(server)
         assert next(viewer)["state"]["step"] == 1
-        crowd = strangers(server, 10 * connections.MAX_STRANGERS)
-        for connection in crowd[: -connections.MAX_STRANGERS]:
+        crowd = strangers(server, 2 * few)
+        for connection in crowd[:-few]:
             wait_until_ended(connection)
         runs.update(snapshot([step_row(2, loss=1.0)], first_row=1))
         assert next(viewer)["state"]["step"] == 2
@@ -277,7 +294,7 @@ def test_connections_of_strangers_are_few_and_cut_off_nobody_who_watches(tmp_pat
     ids=["nothing", "half a head", "one question", "half a body", "many answers that it does not read"],
 )
 def test_a_stranger_is_hung_up_on_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
-    monkeypatch.setattr(connections, "STRANGER_S", 0.5)
+    monkeypatch.setattr(page_server, "STRANGER_S", 0.5)
     with PageServer(WatchedRuns(str(tmp_path), ["run"]), port=0) as server:
         (stranger,) = strangers(server, 1, words)
         wait_until_ended(stranger)
@@ -302,7 +319,7 @@ def test_a_stranger_is_hung_up_on_within_seconds(tmp_path: Path, monkeypatch: py
 def test_a_malformed_request_says_nothing_in_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, words: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "STRANGER_S", 1.0)
+    monkeypatch.setattr(page_server, "STRANGER_S", 1.0)
     with PageServer(WatchedRuns(str(tmp_path), ["run"]), port=0) as server:
         (stranger,) = strangers(server, 1, words)
         wait_until_ended(stranger)

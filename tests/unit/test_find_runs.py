@@ -127,7 +127,7 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
 
 def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("raytrain.runs.stored_rows._MAX_PART", 3)
+    monkeypatch.setattr("raytrain.runs.stored_rows.MAX_PART", 3)
     whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
     put_rows(stored(tmp_path, "first"), [*whole, late])
     for name in ("out.csv", "out.parquet"):

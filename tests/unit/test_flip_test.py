@@ -17,7 +17,7 @@ from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.training.evaluation import evaluate, flip_test
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.mirror_pairs import add_run, mirror_pairs, scores_of_pairs
-from tests.hostile.stored_runs import ANIMALS
+from tests.helpers.stored_runs import ANIMALS
 
 pytestmark = pytest.mark.not_quick
 

@@ -238,7 +238,7 @@ def test_training_and_test_folders_beside_others_in_each_class_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened(tree(tmp_path / "a", "cat/train", "cat/test", "dog/train", "dog/test", "dog/more"))
-    assert "Images in train/ and test/ below the topmost folders of" in caplog.text and "in more/" in caplog.text
+    assert "train/ and test/ in the topmost folders of" in caplog.text and "in more/" in caplog.text
 
 
 def test_test_classes_that_are_called_otherwise_are_refused(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_another_users_process_is_refused_by_client_and_server(monkeypatch: pyte
         monkeypatch.setattr(os, "getuid", lambda: user + 1)
         with pytest.raises(PermissionError, match="another user listens"):
             connect(ray_program())
-        monkeypatch.setattr(fork_server, "_IDLE_S", 0.1)
+        monkeypatch.setattr(fork_server, "IDLE_S", 0.1)
         monkeypatch.setattr(fork_server, "has_processes", lambda: False)
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked for another user"))
@@ -244,7 +244,7 @@ def test_a_full_queue_of_whoever_has_taken_its_name_delays_a_start_and_does_not_
         listener.listen(0)
         address = listener.getsockname()
         monkeypatch.setattr(fork_client, "server_address", lambda program: address)
-        monkeypatch.setattr(fork_client, "_CONNECTS_WITHIN_S", 1)
+        monkeypatch.setattr(fork_client, "CONNECTS_WITHIN_S", 1)
         with connect(ray_program()) as connection:
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16) == bytes(16), "not of what is sent"
             with suppress(BlockingIOError):

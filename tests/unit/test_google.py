@@ -154,7 +154,7 @@ def test_a_token_that_stays_refused_is_reported(google: GoogleStorage) -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (refusal(403, "AccessDenied"), "The access token has no permission for gs://tests/x/a; give whom it belongs"),
+        (refusal(403, "AccessDenied"), "The access token has no permission for gs://tests/x/a; give its owner"),
         (refusal(400, "InvalidArgument", "Words."), r"gs://tests/x/a cannot be used: Words\.$"),
     ],
 )

@@ -19,7 +19,7 @@ def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = chain([True, False, False, False], repeat(True))
-    monkeypatch.setattr(cluster_watch, "_ASK_HEAD_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster_watch, "ASK_HEAD_EVERY_S", 0.0)
     monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: next(answers))
     told: list[Event] = []
     watch = HeadWatch(told.append)

@@ -70,7 +70,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.not_quick
 def test_rows_are_written_during_the_run(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file._REWRITE_MIN_S", 0.1)
+    monkeypatch.setattr("raytrain.runs.line_file.REWRITE_MIN_S", 0.1)
     history = History(store)
     history.record(step_row(1))
     wait_for(lambda: steps(store) == [1])
@@ -225,7 +225,7 @@ def record(store: Any, first: int, last: int) -> None:
 
 
 def test_in_a_bucket_a_long_history_is_written_in_objects_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file._OBJECT_BYTES", 1000)
+    monkeypatch.setattr("raytrain.runs.line_file.OBJECT_BYTES", 1000)
     bucket: Any = Bucket()
     record(bucket, 1, 100)
     names = sorted(name for name in bucket.objects if name.startswith("metrics.jsonl"))
@@ -239,7 +239,7 @@ def test_in_a_bucket_a_long_history_is_written_in_objects_of_bounded_size(monkey
 def test_a_resumed_run_drops_exactly_what_follows_its_checkpoint(
     checkpoint: int, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file._OBJECT_BYTES", 1000)
+    monkeypatch.setattr("raytrain.runs.line_file.OBJECT_BYTES", 1000)
     monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 500)
     record(store, 1, 100)
     reader = RunReader(store, "first")

@@ -40,10 +40,10 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(im
         ]
 
     alone = train_runs(1, *runs("1"))
-    three = train_runs(3, *runs("3"), *runs("stopped", stop_after=12))  # within the third epoch
+    train_runs(3, *runs("stopped", stop_after=12))  # within the third epoch
     resumed = train_runs(2, *runs("stopped"))
-    for name, one, *others in zip(CASES, alone, three[: len(CASES)], resumed, strict=True):
-        assert max(largest_difference(one, other) for other in others) < 1e-10, name
+    for name, one, other in zip(CASES, alone, resumed, strict=True):
+        assert largest_difference(one, other) < 1e-10, name
 
 
 @pytest.mark.not_quick

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raytrain.inference.intervals import grouped_interval, wilson_interval
+from raytrain.inference.classification_metrics import grouped_interval, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_run_can_finish_although_its_history_cannot_be_written(monitor: RunMon
 def test_a_storage_failure_and_its_recovery_are_one_event_each(
     monitor: RunMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.history._RETRY_S", 0.1)
+    monkeypatch.setattr("raytrain.runs.history.RETRY_S", 0.1)
     in_the_way = tmp_path / "metrics.jsonl" / "in the way"
     in_the_way.mkdir(parents=True)
     monitor.record(step_row(1))

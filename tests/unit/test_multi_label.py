@@ -32,7 +32,7 @@ from raytrain.training.model import build_model
 from raytrain.training.optimisation import Loss
 from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
 from tests.helpers.small_runs import config as small_config
-from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 CLASSES = ("bright", "odd", "rare")
 NUM_IMAGES = 60

@@ -99,7 +99,7 @@ def test_a_failure_and_a_stop_say_why_without_secrets(monkeypatch: pytest.Monkey
 def test_a_webhook_that_fails_costs_a_line_without_its_url(
     folder: str, told: str, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notification, "_WEBHOOK_WITHIN_S", 0.2)
+    monkeypatch.setattr(notification, "WEBHOOK_WITHIN_S", 0.2)
     sent(webhook.url(folder))
     [line] = caplog.messages
     assert line == f"The message about run 'first' was not sent by --notify ({told})."
@@ -120,7 +120,7 @@ def test_a_command_has_the_facts_in_its_environment(tmp_path: Path, caplog: pyte
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(notification, "_COMMAND_WITHIN_S", 0.2)
+    monkeypatch.setattr(notification, "COMMAND_WITHIN_S", 0.2)
     sent("sleep 600 & wait")
     assert "(the command has not ended within 0 s)" in caplog.text
 

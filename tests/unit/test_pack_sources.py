@@ -247,7 +247,7 @@ def test_a_parquet_file_with_a_hole_that_no_checksum_shows_is_refused(tmp_path: 
         opened.seek(start)
         opened.write(bytes(4096))
     with pytest.raises(
-        UsageError, match=r"a\.parquet has images of 0 bytes in row 32 and the next 7, as zeros in place"
+        UsageError, match=r"a\.parquet has images of 0 bytes in row 32 and the next 7, as if zeros stood in place"
     ):
         packed(file, tmp_path / "packed")
 

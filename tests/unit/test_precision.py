@@ -55,7 +55,7 @@ def test_gpus_train_with_bfloat16_only_if_all_of_them_have_it(
 
 
 def test_the_flags_of_a_cpu_are_those_that_linux_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(precision, "CPU_INFO", tmp_path / "cpuinfo")
     assert precision.cpu_flags() == frozenset()
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\nbugs\t\t: x\n\nprocessor\t: 1\n")
     assert precision.cpu_flags() == {"fpu", "avx512_bf16"}

@@ -38,7 +38,7 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.model import build_model
 from tests.helpers.image_files import encoded
-from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 pytestmark = pytest.mark.not_quick
 

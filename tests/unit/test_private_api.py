@@ -24,9 +24,9 @@ from raytrain.launch.ray.private_api import (
     check_version,
     minor_version,
     missing,
+    variables_set,
     version_error,
 )
-from raytrain.launch.ray.process_variables import variables_set
 
 PACKAGE = Path(__file__).parents[2] / "raytrain"
 pytestmark = pytest.mark.not_quick  # importing torch starts a process

@@ -22,9 +22,9 @@ from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
+from raytrain.runs.metric_row import SuspiciousLabel
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import read_status
-from raytrain.runs.suspicious_labels import SuspiciousLabel
 from tests.helpers.small_runs import config
 from tests.helpers.stored_histories import step_row
 

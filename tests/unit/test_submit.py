@@ -84,7 +84,7 @@ def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClie
     monkeypatch.setattr(job_server, "job_client", Client)
     monkeypatch.setattr(job_server, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="1")))
     monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client._do_request,))
-    monkeypatch.setattr(job_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(job_server, "RETRY_S", 0.01)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loop.py").write_text("def loop(run): pass\n")
     return Client
@@ -208,7 +208,7 @@ def test_a_head_that_has_just_started_is_asked_again_with_the_same_job(
         assert "as job raytrain_1 to http://head:8265" in capsys.readouterr().err
     assert client.submitted["submission_id"] == "raytrain_1"
 
-    monkeypatch.setattr(job_server, "_STARTS_WITHIN_S", 0.0)
+    monkeypatch.setattr(job_server, "STARTS_WITHIN_S", 0.0)
     client.refusals = [RuntimeError("…status code 500: Traceback:\n  File …\nTimeoutError: no agent\n."), no_agent]
     assert submit(tmp_path) == 2
     assert "did not take the job (TimeoutError: no agent)." in capsys.readouterr().err
@@ -227,7 +227,7 @@ def test_a_lost_connection_repeats_and_loses_nothing(
 def test_a_cluster_that_answers_no_more_is_given_up(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_server, "_GIVE_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(job_server, "GIVE_UP_AFTER_S", 0.0)
     client.logs = [[RuntimeError("closed")] for _ in range(9)]
     assert submit(tmp_path) == 1
     assert "has not answered for 0 minutes; `raytrain show` says how far the run is." in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_nobody_answers() -> None:
 
 def test_the_cluster_answers_but_not_its_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gcs:
-        monkeypatch.setattr(job_server, "_GCS_PORT", gcs.getsockname()[1])
+        monkeypatch.setattr(job_server, "GCS_PORT", gcs.getsockname()[1])
         with pytest.raises(UsageError, match=r"answers, but its job server at http://127\.0\.0\.1:1 does not; forward"):
             JobServer("http://127.0.0.1:1")
 

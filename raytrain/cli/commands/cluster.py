@@ -110,10 +110,11 @@ def submit(
 
 def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
     """Raise UsageError if --vary cannot be read, or makes options that are not allowed."""
-    from raytrain.experiments.trials import plan_sweep, trials_of
+    from raytrain.experiments.trials import examples_of, plan_sweep
 
-    planned = plan_sweep(config, [word for words in options["vary"] for word in words], options["trials"])
-    for trial in trials_of(planned, config, config.name or "sweep"):
+    vary = [word for words in options["vary"] for word in words]
+    planned = plan_sweep(config, vary, options["trials"], sampler=options["sampler"], pruner=options["pruner"])
+    for trial in examples_of(planned, config, config.name or "sweep"):
         if config.loop is None:
             trial.config.check_learning_rate()
 
@@ -124,10 +125,10 @@ def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, addr
     from raytrain.launch.job_files import own_functions
     from raytrain.launch.ray.submit import JobServer, ask_doctor, entrypoint, job_server_url
 
-    own = [f"{flag(option)} {name}" for option, name in own_functions(config)]
+    own_code = [f"{flag(option)} {name}" for option, name in own_functions(config)]
     rows = [
         ("command", entrypoint(command)),
-        ("code", f"{', '.join(own)}: found" if own else "none of your own"),
+        ("code", f"{', '.join(own_code)}: found" if own_code else "none of your own"),
         ("files", f"{_size(files)} of {files.folder}" if files.paths else "none"),
         *(("", f"{path} ({num_bytes:,} bytes)") for path, num_bytes in files.sizes.items()),
         *(("not sent", path) for path in files.left_out),

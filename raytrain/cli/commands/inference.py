@@ -44,7 +44,10 @@ def evaluate(
     run: RunName,
     prediction: PredictionOptions,
     data: Annotated[
-        str | None, arg(help="Labelled images: a folder or a URL; by default the run's own validation images.")
+        str | None,
+        arg(
+            help="Labelled images: a folder or a URL; by default the run's own test images, else its validation images."
+        ),
     ] = None,
     labels: Annotated[
         str | None, arg(help="Label file of the images; by default their folders are the labels.")

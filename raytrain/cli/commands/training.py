@@ -14,6 +14,7 @@ from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
+from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import RATE_PICTURE, SWEEP_PICTURE
@@ -127,7 +128,7 @@ def find_rate(
     """Suggest a learning rate: train 100 steps (--max-steps), each at a higher rate, and look where the loss falls.
 
     Step i of n has the rate low · (high / low) ^ (i / (n - 1)), from 1e-6 to 10, or by --schedule rising:LOW..HIGH.
-    Nothing is tested, and no checkpoint is kept. A loop of your own must leave the rate to its optimizer's groups.
+    Nothing is evaluated, and no checkpoint is kept. A loop of your own must leave the rate to its optimizer's groups.
 
     Example: raytrain find-rate cifar10 --data s3://bucket/train
     """
@@ -152,28 +153,35 @@ def sweep(
         UseAppendAction,
         arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2; workers=1,2,4."),
     ] = (),
-    trials: Annotated[int | None, arg(help="Trials to draw at random; by default every combination of values.")] = None,
+    trials: Annotated[int | None, arg(help="Points to choose; by default every combination of values.")] = None,
+    sampler: Annotated[
+        Sampler | None,
+        arg(help="Who chooses the points of --trials: random by default, or one of Optuna's by what the others gave."),
+    ] = None,
+    pruner: Annotated[
+        Pruner | None, arg(help="Pruner of Optuna's that stops trials early, in place of --early-stopping.")
+    ] = None,
     folds: Annotated[
         int | None, arg(help="Cross-validation: train each point on so many folds, in turn; gives mean and deviation.")
     ] = None,
     early_stopping: Annotated[
         bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
     ] = True,
-    target_accuracy: Annotated[
+    target: Annotated[
         float | None,
-        arg(
-            help="With --vary workers=1,2,4: compare the time to this validation accuracy; by default 95 % of the best."
-        ),
+        arg(help="With --vary workers=1,2,4: compare the time to this value of --best; by default 5 % below the best."),
     ] = None,
+    notify_trials: Annotated[Flag, arg(help="--notify tells how each trial ends, and not only the sweep.")] = False,
     png: Annotated[str | None, arg(help="PNG file for the plot; by default sweep.png in the sweep's folder.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
     """Train several runs with different options at once, on the same images in memory, and find the best.
 
-    With --vary workers=1,2,4 they train one after the other, none is stopped early, and the figures are accuracy
-    against time and images/s against workers. Batch size and learning rate may be per worker, such as 32/worker.
+    Each trial has --workers workers, 1 by default, and as many train at once as there is room for. The metric of --best
+    compares them. With --vary workers=1,2,4 they train one after the other, none is stopped early, and the figures are
+    accuracy against time and images/s against workers. Batch size and learning rate may be per worker: 32/worker.
 
-    Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
+    Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=log:0.01..1 --trials 20 --sampler tpe
     """
     from raytrain.display.curves import save_png
     from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
@@ -186,9 +194,12 @@ def sweep(
             config,
             vary=[word for words in vary for word in words],
             trials=trials,
+            sampler=sampler,
+            pruner=pruner,
             folds=folds,
             early_stopping=early_stopping,
-            target_accuracy=target_accuracy,
+            target=target,
+            notify_trials=notify_trials,
             view=view.update,
             trust=trust,
         )

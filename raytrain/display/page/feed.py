@@ -53,7 +53,7 @@ Floats = NDArray[np.float64]
 
 
 class FeedCursor(NamedTuple):
-    """How far a viewer has read a run: the version of its state, and generation and points of its curves."""
+    """Position of a viewer in a run: the version of its state, and generation and points of its curves."""
 
     version: int = 0
     event: int = 0

@@ -2,6 +2,11 @@
 
 Only whoever has the token may see or stop a run. It is in the fragment of the page's address, which no browser sends
 anywhere, and the page sends it in a header of its own, which no other site can. There is no cookie.
+
+Any user of the machine can connect to a port of 127.0.0.1, and a process may have about a thousand files open: whoever
+connects often enough and says nothing would end the run. So a connection is a stranger's until a request on it has
+shown the token. A stranger has a few seconds for that, and of many strangers the oldest are hung up on: whoever opens
+the page needs no longer than its files take to load. Those with the token stay, also beside a thousand strangers.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from raytrain.display.page.connections import BACKLOG, KEPT_ALIVE_S, Connections
 from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.display.page.watched_runs import HomeRuns, WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
@@ -30,6 +34,11 @@ from raytrain.runs.redact import one_line
 DEFAULT_PORT = 8266  # next to that of Ray's dashboard
 TOKEN_HEADER = "X-Raytrain-Token"
 _HOST = "127.0.0.1"
+MAX_STRANGERS = 64  # connections that have not shown the token
+MAX_CONNECTIONS = 320  # all together; whoever has the token may open many pages
+STRANGER_S = 10.0  # seconds for the files of the page, and for the head of the first request with the token
+KEPT_ALIVE_S = 60.0  # seconds that a connection with the token may be idle between two requests
+BACKLOG = 32  # connections that are accepted at a time, before the oldest are ended
 _UPDATE_EVERY_S = 0.5
 _KEEP_ALIVE_S = 10.0
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
@@ -118,7 +127,7 @@ class PageServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._connections = Connections(self._runner.server)
+        self._connections = _Connections(self._runner.server)
 
         # Without a wish for a port it is the usual one, or any if another page has that.
         for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
@@ -156,7 +165,7 @@ class PageServer:
         has_token = secrets.compare_digest(token, self._token.encode())
         is_allowed = not request.path.startswith("/api/") or (has_token and _is_same_origin(request))
         if is_allowed and has_token:
-            self._connections.trust(request.protocol)
+            self._connections.trusted.add(request.protocol)
         try:
             response = await handler(request) if is_allowed else web.json_response({"error": "wrong token"}, status=403)
         except web.HTTPException as error:
@@ -263,3 +272,35 @@ async def _send(response: web.StreamResponse, event: str, message: bytes) -> Non
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
     await asyncio.wait_for(response.write(data), _SLOWEST_WRITE_S)
+
+
+class _Connections:
+    """Makes the protocol of each new connection to ``server``, for which old ones make room."""
+
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
+        self.trusted: set[web.RequestHandler] = set()  # on which a request has shown the token
+
+    def __call__(self) -> web.RequestHandler:
+        """Return the protocol of a new connection; asyncio calls this in its loop."""
+        # The oldest strangers go first, and those with the token only if all connections are theirs.
+        self.trusted.intersection_update(self._server.connections)
+        strangers = [connection for connection in self._server.connections if connection not in self.trusted]
+        num_all = len(self._server.connections) + 1
+        num_ended = max(len(strangers) + 1 - MAX_STRANGERS, num_all - MAX_CONNECTIONS, 0)
+        for connection in [*strangers, *self._server.connections][:num_ended]:
+            _hang_up(connection)
+
+        connection = self._server()
+        asyncio.get_running_loop().call_later(STRANGER_S, self._end_stranger, connection)
+        return connection
+
+    def _end_stranger(self, connection: web.RequestHandler) -> None:
+        if connection not in self.trusted:
+            _hang_up(connection)
+
+
+def _hang_up(connection: web.RequestHandler) -> None:
+    # Closing would wait until the other side has read what was sent to it, which may be never.
+    if connection.transport is not None:
+        connection.transport.abort()

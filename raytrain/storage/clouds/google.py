@@ -40,7 +40,7 @@ _SENTENCES = CloudSentences(
         "(gcloud auth application-default login)."
     ),
     no_permission=(
-        "The {identity} has no permission for {url}; give whom it belongs to the role Storage Object Viewer, "
+        "The {identity} has no permission for {url}; give its owner the role Storage Object Viewer, "
         "and to write Storage Object User."
     ),
 )

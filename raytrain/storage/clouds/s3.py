@@ -122,6 +122,8 @@ class S3(Cloud):
         query |= {"Delimiter": delimiter} if delimiter else {}
         first_names: set[str] = set()  # of each page
         num_names = 0
+
+        # Page after page. The first name of each is new, unless the server sends a page twice.
         while True:
             page: dict[str, Any] = client.list_objects_v2(**query)
             names = [entry["Key"] for entry in page.get("Contents", [])]

@@ -18,7 +18,7 @@ _BAD_TOKEN = (
 _NO_PERMISSION = (
     "The access key {identity} has no permission for {url}; "
     "grant it s3:ListBucket and s3:GetObject, and to write also s3:PutObject; "
-    "if the bucket lets whoever asks pay, set AWS_REQUEST_PAYER=requester."
+    "if its requesters pay for the bucket, set AWS_REQUEST_PAYER=requester."
 )
 KMS = "S3 cannot use the KMS key that encrypts {url}; enable that key, and grant kms:Decrypt and kms:GenerateDataKey."
 BAD_CONFIGURATION = "The AWS configuration is broken ({detail}); check ~/.aws/config."

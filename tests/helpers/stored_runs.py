@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.recipes import digits
-from raytrain.runs.documents import CLASSES, run_store, write_config
+from raytrain.runs.documents import CLAIM, CLASSES, run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
@@ -38,3 +38,8 @@ def add_checkpoint(store: Store, model: nn.Module, config: TrainConfig, classes:
     checkpoints = Checkpoints(store, Identity(config.model, tuple(classes), "", 128, 0), keep=1)
     checkpoints.save({"model": model.state_dict()}, Progress(step=1))
     checkpoints.close()
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    """Return all documents but the claim, which its owner renews."""
+    return {found.path: store.get(found.path) for found in store.list() if found.path != CLAIM}

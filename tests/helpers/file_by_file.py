@@ -1,4 +1,4 @@
-"""How the tests share two processes: what pytest-xdist asks of ``conftest.py``.
+"""How the tests share four processes: what pytest-xdist asks of ``conftest.py``.
 
 Each process has a Ray, an S3 server and folders of its own. It gets whole files, so that the fixtures of a module are
 made once, and first all tests that need a process without a Ray cluster, then those that are on one: a process that has
@@ -13,13 +13,13 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-_NUM_PROCESSES = 2
+_NUM_PROCESSES = 4  # on two cores, too: half of its time a test waits for other processes
 
 
 def num_processes(config: pytest.Config) -> int:
     """Return the number of processes beside pytest's own; 0 if that runs the tests itself.
 
-    One file is not worth a second Ray. Slow tests may look at the whole machine, fill its memory or make its networks.
+    One file is not worth another Ray. Slow tests may look at the whole machine, fill its memory or make its networks.
     What tests print with ``-s`` would come from no terminal.
     """
     files = {argument.partition("::")[0] for argument in config.args}
