@@ -85,7 +85,7 @@ class Archive:
         not say which of several images has the label.
         """
         try:
-            for image in self._parquet(file) if self.name.endswith(".parquet") else self._tar(file):
+            for image in self._images(file):
                 label = composed(image.label.strip())
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
@@ -100,6 +100,10 @@ class Archive:
                 raise
             reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
+
+    def _images(self, file: Any) -> ArchivedImages:
+        """Yield the images of an open file, in its order."""
+        return self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
 
     # Parquet.
 

@@ -1,4 +1,4 @@
-"""How the tests share four processes: what pytest-xdist asks of ``conftest.py``.
+"""How the tests share two processes: what pytest-xdist asks of ``conftest.py``.
 
 Each process has a Ray, an S3 server and folders of its own. It gets whole files, so that the fixtures of a module are
 made once, and first all tests that need a process without a Ray cluster, then those that are on one: a process that has
@@ -13,7 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-_NUM_PROCESSES = 4  # on two cores, too: half of its time a test waits for other processes
+_NUM_PROCESSES = 2
 
 
 def num_processes(config: pytest.Config) -> int:

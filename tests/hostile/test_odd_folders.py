@@ -78,7 +78,7 @@ def test_an_odd_folder_hides_no_run(runs: Path, make: Callable[[Path, Path], Any
         listed = home.all_runs()
         assert json.dumps(listed, allow_nan=False).isascii()  # a browser reads it
         assert "good" in [run["name"] for run in listed["runs"]]
-        assert [run["accuracies"] for run in listed["runs"] if run["name"] == "good"] == [[0.5]]
+        assert [run["measured"] for run in listed["runs"] if run["name"] == "good"] == [[0.5]]
         assert len(listed["left_out"]) == (make in LEFT_OUT.values())
 
         # Each run of the list can be opened, however damaged it is.
