@@ -54,6 +54,7 @@ def listeners_of(command: Sequence[str], folder: Path, until: str = "") -> dict[
 
 
 def _watch(until: str, command: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its jobs in the background ignore it
     most: Counter[str] = Counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
     done = threading.Event()
