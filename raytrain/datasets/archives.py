@@ -102,7 +102,7 @@ class Archive:
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
     def _images(self, file: Any) -> ArchivedImages:
-        """Yield the images of an open file, in its order."""
+        """Yield the images of an open file, in its order. Rows of a Ray data set override it."""
         return self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
 
     # Parquet.

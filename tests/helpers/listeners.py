@@ -23,7 +23,7 @@ import psutil
 ADDRESS = "10.66.0.1"  # of the machine in its network
 PROGRAMS = ("ip", "unshare")
 _PLACES = {"0.0.0.0": "all interfaces", "::": "all interfaces", "::1": "127.0.0.1", ADDRESS: "the node's address"}
-_EVERY_S = 0.1
+_EVERY_S = 0.02
 _PREPARE = f"""
 ip link set lo up
 ip link add outside type veth peer name beyond

@@ -21,11 +21,12 @@ from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import METRICS, SUMMARY, read_json, run_store, write_config, write_json
+from raytrain.runs.documents import METRICS, SUMMARY, read_json, run_store, write_config
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.status import read_status
+from tests.helpers.run_records import write_summary
 from tests.helpers.small_runs import config as small_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,23 +67,8 @@ class Trainer:
             if signals.stop_request is not None:
                 break
         request = signals.stop_request
-        status = "stopped" if request else "finished"
-        result = TrainResult(
-            name=name,
-            status=status,
-            steps=epoch,
-            epochs=epoch,
-            samples_seen=0,
-            validation_accuracy=None,
-            validation_loss=None,
-            checkpoint=None,
-            run_dir=store.url,
-            seconds=1.0,
-            num_workers=1,
-            stop_reason=request,
-        )
-        write_json(store, SUMMARY, result.summary())
-        monitor.finish(status, result)
+        result = write_summary(store, name, epoch, epoch, stop_reason=request)
+        monitor.finish("stopped" if result.stop_reason else "finished", result)
         view(monitor.snapshot())
         return result
 

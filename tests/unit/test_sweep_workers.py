@@ -27,9 +27,10 @@ from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import METRICS, SUMMARY, encode_lines, read_json, run_store, write_config, write_json
+from raytrain.runs.documents import METRICS, SUMMARY, encode_lines, read_json, run_store, write_config
 from raytrain.runs.history import History
 from raytrain.runs.outcome import StopReason, TrainResult
+from tests.helpers.run_records import write_summary
 from tests.helpers.scaling_histories import history
 from tests.helpers.small_runs import config as small_config
 
@@ -67,25 +68,11 @@ class Trainer:
         if is_stopped:
             self.signals.request_stop(StopReason("caller", "enough"))
             self._all_are_asked.wait(60)
-        status = "stopped" if is_stopped else "finished"
-        result = TrainResult(
-            name=name,
-            status=status,
-            steps=30,
-            epochs=3,
-            samples_seen=0,
-            validation_accuracy=0.9,
-            validation_loss=None,
-            checkpoint=None,
-            run_dir=store.url,
-            seconds=1.0,
-            num_workers=workers,
-            stop_reason=self.signals.stop_request if is_stopped else None,
-        )
-        write_json(store, SUMMARY, result.summary())
+        reason = self.signals.stop_request if is_stopped else None
+        result = write_summary(store, name, 30, 3, stop_reason=reason, num_workers=workers, validation_accuracy=0.9)
         monitor = RunMonitor(name, 30, 10, History(store))
         monitor.started(workers, 0)
-        monitor.finish(status, result)
+        monitor.finish("stopped" if result.stop_reason else "finished", result)
         if not is_stopped:
             rows = history(1000 * 1.7 ** (workers.bit_length() - 1), [0.5, 0.8, 0.9])
             store.put(METRICS, encode_lines(row.to_json() for row in rows))
