@@ -57,14 +57,27 @@ def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
     table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
-    looks = iter([100.0, 105.0, 145.0])
+    looks = iter([100.0, 105.0, 125.0, 145.0])
     looked = wanted()
     monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
     monkeypatch.setattr(looked._throttle, "due", lambda name, every_s: True)
     table["1f" + OURS] = {"state": "PENDING"}
-    looked.check()
-    looked.check()
+    for _ in range(3):
+        looked.check()
     with pytest.raises(UsageError, match="no room for 2 workers"):
+        looked.check()
+
+
+def test_the_time_for_which_a_head_was_silent_does_not_count(
+    table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
+    looks = iter([100.0, 105.0, 400.0, 405.0])
+    looked = wanted()
+    monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
+    monkeypatch.setattr(looked._throttle, "due", lambda name, every_s: True)
+    table["1f" + OURS] = {"state": "PENDING"}
+    for _ in range(4):
         looked.check()
 
 

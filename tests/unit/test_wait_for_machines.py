@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +31,7 @@ class Cluster:
         self.asked: list[dict[str, float]] = []
         self.removed = 0
         self.problems: list[str] = []
+        self.head_answers = True
 
     def hardware(self) -> Hardware:
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
@@ -47,16 +48,31 @@ class Cluster:
         self.removed += 1
 
 
+class Immediate:
+    """Asks at once, where a Background would ask in a thread."""
+
+    def __init__(self, function: Callable[[float], Any]) -> None:
+        self._function = function
+
+    def __call__(self, argument: float) -> Any:
+        return self._function(argument)
+
+    def close(self, within_s: float) -> None:
+        pass
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     made = Cluster([0, 0, 1, 1, 2])
+    monkeypatch.setattr(module, "head_answers", lambda timeout_s: made.head_answers)
+    monkeypatch.setattr(module, "Background", Immediate)
     monkeypatch.setattr(module, "cluster_hardware", made.hardware)
     monkeypatch.setattr(module, "autoscaler_problems", lambda: made.problems)
     monkeypatch.setattr(module.ray.util, "placement_group", made.placement_group)
     monkeypatch.setattr(module.ray.util, "remove_placement_group", made.remove_placement_group)
     monkeypatch.setattr(module.time, "monotonic", map(float, itertools.count()).__next__)
     yield made
-    assert made.removed == bool(made.asked)
+    assert made.removed == (bool(made.asked) and made.head_answers)
 
 
 def config(**given: Any) -> TrainConfig:
@@ -130,3 +146,17 @@ def test_without_a_cluster_there_is_nothing_to_wait_for() -> None:
 def test_a_stop_ends_the_wait(cluster: Cluster) -> None:
     with pytest.raises(KeyboardInterrupt):
         wait_for_machines(config(workers=9), lambda: True)
+
+
+def test_a_head_that_does_not_answer_holds_up_neither_a_stop_nor_the_limit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.gpus = [0]
+
+    def fall_silent() -> bool:
+        cluster.head_answers = False
+        monkeypatch.setattr(module, "cluster_hardware", lambda: pytest.fail("asked a head that does not answer"))
+        return False
+
+    with pytest.raises(UsageError, match="after 5 s the cluster has 0 GPUs"):
+        wait_for_machines(config(wait_for_machines_s=5.0), fall_silent)

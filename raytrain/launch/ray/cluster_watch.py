@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.launch.placement import Placement, available_workers, device_kind, wanted_workers
+from raytrain.launch.placement import Hardware, Placement, available_workers, device_kind, wanted_workers
 from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
 from raytrain.monitor.events import Event, HeadBack, HeadSilent, ReadersWait
@@ -23,6 +23,7 @@ from raytrain.runs.redact import one_line
 _log = logging.getLogger("raytrain")
 _ROOM_EVERY_S = 0.5
 _REPORT_EVERY_S = 60.0
+_ANSWER_WITHIN_S = 10.0
 
 
 def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> None:
@@ -31,17 +32,21 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         return
     hardware = cluster_hardware()
     device, fewest, _ = wanted_workers(config, hardware)
-    if fewest <= available_workers(config, device, hardware):
+    num_devices, problems = available_workers(config, device, hardware), []
+    if fewest <= num_devices:
         return
     worker = worker_resources(device, 1.0, config.accelerator_type)
-    # The autoscaler sees a group that has no room as a request for machines. It ends with this process at the latest.
+    # The autoscaler sees a group that has no room as a request for machines.
     group = ray.util.placement_group([worker] * fewest)
+    look = Background(_look_for_machines)  # a head that does not answer holds up neither a stop nor the limit
     try:
         started_at = reported_at = time.monotonic()
         reported: tuple[int, list[str]] | None = None
         while not group.wait(_ROOM_EVERY_S):
-            now, num_devices = time.monotonic(), available_workers(config, device, cluster_hardware())
-            problems = autoscaler_problems()
+            now = time.monotonic()
+            if (answer := look(_ANSWER_WITHIN_S)) is not None:
+                hardware, problems = answer
+                num_devices = available_workers(config, device, hardware)
             reasons = "; ".join(one_line(problem).rstrip(".") for problem in problems)
             why = f" The autoscaler cannot start machines ({reasons})." if problems else ""
             if is_stopped():
@@ -62,11 +67,23 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
                     why,
                 )
     finally:
-        ray.util.remove_placement_group(group)
+        look.close(_ANSWER_WITHIN_S)
+        # If the head does not answer, the group ends with this process.
+        if head_answers(_ANSWER_WITHIN_S):
+            ray.util.remove_placement_group(group)
+
+
+def _look_for_machines(timeout_s: float) -> tuple[Hardware, list[str]] | None:
+    """Return what the cluster has, and why the autoscaler cannot start more.
+
+    None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
+    """
+    return (cluster_hardware(), autoscaler_problems()) if head_answers(timeout_s) else None
 
 
 PLACED_WITHIN_S = 40.0
 POLL_EVERY_S = 5.0
+_SILENT_S = 30.0  # longer than a question and its answer take
 
 
 class CapacityCheck:
@@ -76,6 +93,7 @@ class CapacityCheck:
         self._placement = placement
         self._ask = Background(_waiting_groups)  # a head that does not answer holds up nothing else
         self._throttle = Throttle()
+        self._answered_at = 0.0
         self._waiting_since: dict[str, float] = {}  # when each placement group that waits was first seen
         self._is_reported = False
 
@@ -91,8 +109,13 @@ class CapacityCheck:
         if answer is None:  # none yet, or the head does not answer
             return
         waiting, free = answer
-        # A group that has been placed since is forgotten: if it waits again, its time begins anew.
+        # A head that was silent has placed nobody meanwhile, so that all times of waiting begin anew.
         now = time.monotonic()
+        if now - self._answered_at > _SILENT_S:
+            self._waiting_since = {}
+        self._answered_at = now
+
+        # A group that has been placed since is forgotten: if it waits again, its time begins anew, too.
         since = self._waiting_since
         waited_too_long = any(now - since[group_id] >= PLACED_WITHIN_S for group_id in waiting & since.keys())
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
@@ -184,7 +207,6 @@ def _waiting_task(task_cpus: Collection[float]) -> tuple[float, float, float]:
 
 
 ASK_HEAD_EVERY_S = 5.0
-_ANSWER_WITHIN_S = 10.0
 
 
 class HeadWatch:
