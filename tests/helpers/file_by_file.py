@@ -1,4 +1,4 @@
-"""How the tests share two processes: what pytest-xdist asks of ``conftest.py``.
+"""How the tests share processes: what pytest-xdist asks of ``conftest.py``.
 
 Each process has a Ray, an S3 server and folders of its own. It gets whole files, so that the fixtures of a module are
 made once, and first all tests that need a process without a Ray cluster, then those that are on one: a process that has
@@ -13,20 +13,23 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-_NUM_PROCESSES = 2
+from raytrain.loader.machine import cores
+
+_FEWEST, _MOST = 2, 4
 
 
 def num_processes(config: pytest.Config) -> int:
     """Return the number of processes beside pytest's own; 0 if that runs the tests itself.
 
-    One file is not worth another Ray. Slow tests may look at the whole machine, fill its memory or make its networks.
+    Most runs of the tests keep two cores busy, so there is a process for every two cores; at most four, each of which
+    has a Ray. One file is not worth another Ray. Slow tests may look at the whole machine, fill its memory or make its networks.
     What tests print with ``-s`` would come from no terminal.
     """
     files = {argument.partition("::")[0] for argument in config.args}
     is_one_file = len(files) == 1 and files.pop().endswith(".py")
     has_slow_tests = config.option.markexpr not in ("not slow", "quick")
     prints = config.option.capture == "no"
-    return 0 if is_one_file or has_slow_tests or prints else _NUM_PROCESSES
+    return 0 if is_one_file or has_slow_tests or prints else min(max(_FEWEST, cores() // 2), _MOST)
 
 
 class FileByFile(LoadScopeScheduling):
