@@ -107,7 +107,8 @@ def by_fastai(split: str, weights: str, epochs: int) -> dict[str, float]:
         train="train",
         valid="val",
         item_tfms=fastai.Resize(_PIXELS),
-        batch_tfms=fastai.aug_transforms(size=_PIXELS),
+        # Without `pretrained`, fastai does not normalise as the weights want it, so that is said here.
+        batch_tfms=[*fastai.aug_transforms(size=_PIXELS), fastai.Normalize.from_stats([0.5] * 3, [0.5] * 3)],
         num_workers=0,
     )
     recall: Any = fastai.Recall(average="macro")
