@@ -234,6 +234,58 @@ def compiled() -> dict[str, Tensor]:
     return weights(model)
 
 
+def large_and_small() -> nn.Module:
+    """A network whose gradients are written one by one, and together."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 400), nn.ReLU(), nn.Linear(400, 4)).double()
+
+
+def gradients_that_the_loop_keeps() -> dict[str, Tensor]:
+    """Nothing is written over them later, in whatever way they are kept."""
+    model = raytrain.parallel(large_and_small())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept: dict[str, Tensor] = {}
+    for step, (images, labels, _) in enumerate(slices(12)):
+        F.cross_entropy(model(images), labels).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            kept[f"{step} {name}"] = (parameter.grad, parameter.grad.detach(), parameter.grad[:1])[step % 3]
+        optimizer.step()
+        optimizer.zero_grad()
+    return kept
+
+
+def layers_that_are_called_twice() -> dict[str, Tensor]:
+    """Parts of a gradient come one after the other, with and without a sum between them."""
+    model = raytrain.parallel(large_and_small())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, (images, labels, _) in enumerate(slices(12), start=1):
+        with raytrain.no_sync(model, enabled=number % 3 != 0):
+            rows = images.clone().requires_grad_()  # a checkpoint of this kind needs it
+            again = checkpoint(model, rows, use_reentrant=True) if number % 2 else model(images * 2)
+            F.cross_entropy(model(images) + again, labels).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def a_body_that_learns_alone_before_its_head() -> dict[str, Tensor]:
+    """Two backwards before a sum have other shares, and the second one begins with other parameters."""
+    torch.manual_seed(0)
+    networks = raytrain.parallel(nn.Sequential(nn.Flatten(), nn.Linear(108, 6)).double(), nn.Linear(6, 4).double())
+    first, head = networks
+    optimizer = SGD([*first.parameters(), *head.parameters()], lr=0.1)
+    for number, (images, labels, _) in enumerate(slices()):
+        features = first(images)
+        with raytrain.no_sync(first, enabled=number % 2 == 0):
+            (F.cross_entropy(head(features), labels) if number % 2 else features.square().mean()).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(*networks)
+
+
 LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     plain,
     without_batch_norm,
@@ -248,6 +300,9 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     moved_and_partly_frozen,
     checkpointed_whole,
     named_samples,
+    gradients_that_the_loop_keeps,
+    layers_that_are_called_twice,
+    a_body_that_learns_alone_before_its_head,
 )
 
 
@@ -267,6 +322,21 @@ def test_several_processes_train_what_one_does(of_one_process: dict[str, dict[st
         torch.testing.assert_close(first[name], wanted, rtol=1e-12, atol=1e-12, msg=f"{{}}\n{name}".format)
         for other in others:
             torch.testing.assert_close(other[name], first[name], rtol=0, atol=0)
+
+
+def addresses_of_gradients() -> list[int]:
+    model = raytrain.parallel(large_and_small())
+    addresses: list[int] = []
+    for images, labels, _ in slices(4):
+        F.cross_entropy(model(images), labels).backward()
+        addresses += [each.grad.data_ptr() for each in model.parameters() if each.grad is not None][:1]
+        model.zero_grad()
+    return addresses
+
+
+def test_gradients_get_the_memory_of_those_that_the_loop_has_dropped() -> None:
+    for addresses in run_in_processes(2, addresses_of_gradients):
+        assert len(addresses) == 4 and len(set(addresses)) == 1
 
 
 def test_one_process_trains_what_plain_torch_does() -> None:
