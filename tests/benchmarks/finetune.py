@@ -31,7 +31,7 @@ _PIXELS = 128
 _NETWORK = "tf_efficientnet_lite0"
 _WEIGHTS = "RAYTRAIN_LITE0"
 _RAREST = 20
-_EPOCHS = {"all": 3, "a tenth": 5, "1 : 20": 3}  # of fastai, after the one with a frozen body
+_EPOCHS = {"all": 2, "a tenth": 13, "1 : 20": 6}  # of fastai, after the one with a frozen body
 _QUANTITIES = {"accuracy": "", "recall": "", "wall": "s", "cpu": "s of a core"}
 
 
