@@ -42,7 +42,7 @@ def test_a_notebook_leaves_ray_to_raytrain(path: Path) -> None:
 def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
     notebook = run("01-digits", tmp_path)
     accuracy, evaluation, classified = (
-        results(notebook, name) for name in ("raytrain.train(config", "raytrain.evaluate(", "model.classify(")
+        results(notebook, name) for name in ("await raytrain.start(config", "raytrain.evaluate(", "model.classify(")
     )
     assert "status='finished'" in accuracy
     assert float(evaluation.split("%")[0]) >= 97
