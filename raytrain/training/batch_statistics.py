@@ -38,7 +38,9 @@ class NormaliseTogether(torch.autograd.Function):
         x, weight, mean, variance, total, weight_of_loss = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
         if ctx.placeholder:  # or no image: torch's kernel ends the process. A loss of the loop's own may count it.
-            dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
+            # The sums depend on dy, or torch.compile would have the forward send them, at another place in the order.
+            nothing = dy.sum().nan_to_num() * 0
+            dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight) + nothing, torch.zeros_like(weight)
         else:  # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
@@ -51,7 +53,9 @@ class NormaliseTogether(torch.autograd.Function):
                 sums *= -weight * invstd / (total * weight_of_loss)
                 dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
             else:
-                dx += sums.sum() * 0  # torch.compile leaves out a collective whose result is not used
+                # torch.compile leaves out a collective whose result is not used, as is dx if there is no row.
+                nothing = sums.sum() * 0
+                dx, dweight, dbias = dx + nothing, dweight + nothing, dbias + nothing
         return dx, dweight, dbias, None, None, None, None, None, None
 
 

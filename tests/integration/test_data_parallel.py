@@ -303,6 +303,7 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     gradients_that_the_loop_keeps,
     layers_that_are_called_twice,
     a_body_that_learns_alone_before_its_head,
+    compiled,
 )
 
 
