@@ -186,6 +186,7 @@ def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
 
     ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
     """
+    check_named(config)
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
     refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
@@ -200,7 +201,6 @@ def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
             f"storage is {config.storage!r}, and Ray has given this process a folder of its own ({os.getcwd()}), where "
             "nobody would find the run: give an absolute path or a URL."
         )
-    check_named(config)
     check_named_code(config)
 
 

@@ -159,7 +159,9 @@ def check_named_code(config: TrainConfig) -> None:
 
 
 def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if the data or the name is missing, or the name is not allowed."""
+    """Raise UsageError if the options are something else, the data or the name is missing, or the name not allowed."""
+    if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
+        raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
     if config.resume and not config.name:  # whose --data is that of the run
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if not config.data:

@@ -21,7 +21,8 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -50,6 +51,8 @@ _OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
     *("channels_last", "seed", "epochs"),
 )
 _ENDLESS = 1_000_000  # epochs, if the loader is not told how many there are
+# Attributes that hold processes, pipes and threads, which no copy and no other process can use.
+_OPEN = ("_source", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
 
 
 class ImageLoader:
@@ -67,19 +70,21 @@ class ImageLoader:
     ``state_dict()`` holds the number of the next step, so a checkpoint of one number of processes goes on with any
     other, in the middle of an epoch, with each sample once.
 
+    One loop at a time goes over a loader. A copy, also in another process, goes on from the same place by itself.
+
     A batch may have fewer images than others: the last one of an epoch (unless ``drop_last``), or one with images that
     cannot be read, which are left out, logged, and listed in ``skipped``. A process that has no image in a step gets a
     black placeholder, whose ``num_used`` is 0; networks of :func:`raytrain.parallel` count it as nothing.
 
     Args:
         data: training images: a folder or a URL (s3://…, gs://…, az://…), as ``--data`` of ``raytrain train``.
-        batch_size: number of images in a global batch, of all processes together.
+        batch_size: number of images in a global batch, of all processes together; a whole number.
         rank: number of this process. By default that of ``torch.distributed``, or RANK of the environment, as torchrun
             and Ray Train set it; give it with ``world_size``.
         world_size: number of processes, given with ``rank``.
         device: where batches are wanted; by default the current GPU, or the CPU.
         drop_last: leave out the last global batch of an epoch if it is shorter.
-        transforms: your own, which takes uint8 (C, H, W) and returns the same; or as ``--transforms``.
+        transforms: one function of your own, which takes uint8 (C, H, W) and returns the same; or as ``--transforms``.
         options: options of the data, the images and the augmentation, as ``raytrain train --help-all`` lists them, with
             ``_`` in place of ``-``: ``test_data``, ``labels``, ``cache``, ``image_size``, ``mean``, ``flip``,
             ``mixup``, ``seed``, … ``epochs`` is only needed for an ``image_size`` that grows.
@@ -100,34 +105,51 @@ class ImageLoader:
         transforms: Callable[..., Any] | str | None = None,
         **options: Any,
     ) -> None:
-        if (rank is None) != (world_size is None):
-            raise UsageError("ImageLoader has only one of rank and world_size; give both, or neither.")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise UsageError(
-                f"ImageLoader has rank {rank} and world_size {world_size}; the ranks of N processes are 0 to N-1."
-            )
-        self._group = ProcessGroup(None if rank is None or world_size is None else (rank, world_size))
-        self._device = None if device is None else torch.device(device)
+        self._group = ProcessGroup(_given_place(rank, world_size))
+        self._device = _given_device(device)
         self._drop_last = drop_last
         self._transforms = transforms
         if isinstance(transforms, str):
             options["transforms"] = transforms
-        asked = _options(os.fspath(data), batch_size, options)
+        elif transforms is not None and not callable(transforms):
+            raise UsageError(
+                f"transforms is a {type(transforms).__name__}, and ImageLoader takes one function of an image; make "
+                "one of several by torchvision.transforms.v2.Compose([...])."
+            )
+        asked = _options(data, batch_size, options)
         self._asked_decoder = asked.decoder
         self._config, self._data = _list_together(asked, self._group)
         self._plan = training_plan(self._config, self._data.train)
+        if not len(self):
+            raise UsageError(
+                f"batch_size is {batch_size}, and drop_last leaves out the only batch of an epoch, as there are "
+                f"{self.num_images} training images; give a smaller batch_size, or leave out drop_last."
+            )
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
-        self._source: ProcessImages | None = None  # once the first batch is wanted
+        self._loops = 0  # that have begun, or were ended by a state: the newest alone may go on
         self._skipped = _SkippedImages(self._config, self._data.num_images)
-        self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
-        self._ahead_step = 0  # that the next item of it is for
-        self._opened = ExitStack()
-        self._close = weakref.finalize(self, self._opened.close)
+        self._open_nothing()
         self.validation = HeldOutImages(self, "validation")
         """This process's slice of the validation images: an iterable of batches, each image on one process."""
         self.test = HeldOutImages(self, "test") if self._data.test is not None else None
         """The same of the test images; None if the images have two parts."""
+
+    def _open_nothing(self) -> None:
+        """Begin without processes and batches that are read ahead, which only the first batch needs."""
+        self._source: ProcessImages | None = None
+        self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
+        self._ahead_step = 0  # that the next item of it is for
+        self._opened, self._opened_by = ExitStack(), os.getpid()
+        self._close = weakref.finalize(self, _close_own, self._opened, self._opened_by)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or another process needs of this loader: it opens for itself what is open here."""
+        return {name: value for name, value in vars(self).items() if name not in _OPEN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_nothing()
 
     # What is read.
 
@@ -170,11 +192,17 @@ class ImageLoader:
         self._resumes = False
         if epoch >= self._config.epochs:
             raise UsageError(f"epochs is {self._config.epochs}, and the loop asks for another one; give more epochs.")
-        while self._next_step < epoch * per_epoch + len(self):
-            batch = self._batch(self._next_step)
-            self._next_step += 1  # the batch counts as used from now on
+        self._loops = this_loop = self._loops + 1
+        for step in range(self._next_step, epoch * per_epoch + len(self)):
+            if self._loops != this_loop:
+                raise UsageError(
+                    "A loop over an ImageLoader goes on after another one over the same loader has begun, or after a "
+                    "state was loaded; two loops at once need a loader each."
+                )
+            batch = self._batch(step)
+            # The batch counts as used from now on, and with the last one the epoch.
+            self._next_step = self._step_after(step)
             yield batch
-        self._next_step = (epoch + 1) * per_epoch
 
     # Its state.
 
@@ -202,8 +230,15 @@ class ImageLoader:
                     f"The state is of a loader whose {name} is {state.get(name)}, and that of this one is {value}; "
                     "load it into a loader of the same images and options, or begin without it."
                 )
-        self._next_step = next_step
+        self._next_step = self._step_after(next_step - 1) if next_step else 0
         self._resumes = True
+        self._loops += 1
+
+    def _step_after(self, step: int) -> int:
+        """Return the step that follows ``step``, which is not one that ``drop_last`` leaves out."""
+        epoch, position = divmod(step, self._plan.steps_per_epoch)
+        is_last = position + 1 >= len(self)
+        return (epoch + 1) * self._plan.steps_per_epoch if is_last else step + 1
 
     def _identity(self) -> dict[str, Any]:
         """Return what the number of a step depends on."""
@@ -234,16 +269,20 @@ class ImageLoader:
 
     def _start(self) -> DeviceBatches:
         """Start to read, if that has not begun, and return what gives batches. All processes call this together."""
-        if self._source is not None:
-            return self._batches
         if not self._close.alive:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
+        if self._opened_by != os.getpid():  # a fork: threads, and what answers through pipes, are in the other process
+            self._close.detach()
+            self._open_nothing()
+        if self._source is not None:
+            return self._batches
         config, data, group = self._config, self._data, self._group
         rank, world_size = group.rank_and_size()
         device = self._device
         if device is None:
             gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        group.everywhere(lambda: _check_there(device))
 
         # What differs between the processes now would give each of them other batches, or another number of them.
         digests = {part: images.digest for part, (_, images, _) in data.parts.items()}
@@ -324,7 +363,43 @@ class HeldOutImages:
         return self._loader._start().held_out(self._part)
 
 
-def _options(data: str, batch_size: int, options: dict[str, Any]) -> TrainConfig:
+def _given_place(rank: object, world_size: object) -> tuple[int, int] | None:
+    """Return the rank and the number of processes that were given; None if that is neither."""
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise UsageError("ImageLoader has only one of rank and world_size; give both, or neither.")
+    if isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex):  # also whole numbers of NumPy's
+        place = index(rank), index(world_size)
+        if 0 <= place[0] < place[1]:
+            return place
+    raise UsageError(
+        f"ImageLoader has rank {rank!r} and world_size {world_size!r}; the ranks of N processes are 0 to N-1, whole "
+        "numbers."
+    )
+
+
+def _given_device(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device is {device!r}, which torch does not know; give cpu, cuda or cuda:1.") from None
+
+
+def _check_there(device: torch.device) -> None:
+    """Raise UsageError if ``device`` is a GPU that this process does not have."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"device is {device}, and the GPUs that this process sees are {count}; give another, or cpu.")
+
+
+def _close_own(opened: ExitStack, process: int) -> None:
+    """Close what ``process`` has opened, unless this is a fork of it: what a fork has inherited is not its own."""
+    if os.getpid() == process:
+        opened.close()
+
+
+def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, Any]) -> TrainConfig:
     """Return the options of a loader. Raises UsageError for one that is not about images and their augmentation."""
     sections = DataOptions, AugmentationOptions
     known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
@@ -334,9 +409,17 @@ def _options(data: str, batch_size: int, options: dict[str, Any]) -> TrainConfig
                 f"ImageLoader has no option {name}{did_you_mean(name, known)}; it takes those of the data, the images "
                 "and the augmentation, which `raytrain train custom --help-all` lists."
             )
+    if isinstance(batch_size, str):
+        raise UsageError(
+            f"batch_size is {batch_size!r}, and ImageLoader takes a whole number, of images of all processes together; "
+            "for 32 of each process give 32 * world_size."
+        )
     if "epochs" not in options and isinstance(options.get("image_size"), str):
         raise UsageError(f"image_size is {options['image_size']}, which grows with the epochs; give epochs, too.")
-    return TrainConfig(**{"epochs": _ENDLESS, **options, "data": data, "batch_size": batch_size})
+    asked = TrainConfig(**{"epochs": _ENDLESS, **options, "data": data, "batch_size": batch_size})
+    if not asked.data:
+        raise UsageError("data is empty; give s3://…, gs://…, az://… or a folder with one folder of images per class.")
+    return asked
 
 
 def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:

@@ -29,7 +29,13 @@ class ProcessGroup:
             return self._given
         if self.can_talk:
             return dist.get_rank(), dist.get_world_size()
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, world_size = os.environ.get("RANK") or "0", os.environ.get("WORLD_SIZE") or "1"
+        if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+            raise UsageError(
+                f"RANK is {rank!r} and WORLD_SIZE {world_size!r} in the environment, and the ranks of N processes are "
+                "0 to N-1; set both as torchrun does, or neither."
+            )
+        return int(rank), int(world_size)
 
     @property
     def can_talk(self) -> bool:

@@ -11,7 +11,10 @@ The distributions are those of torchvision's transforms of the same names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +22,9 @@ import torch
 from torch import Tensor
 
 from raytrain.config.auto_augment import AutoAugment
+from raytrain.config.data import AugmentationOptions
 from raytrain.config.network import Size
+from raytrain.config.values import check_limit, hints_of, read_value
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError
 from raytrain.training.image_operations import Operation, apply_operations, erase
@@ -86,7 +91,7 @@ class Augmentation:
         fill: colour of what an operation uncovers, from 0 to 255: a number, or one for each channel.
         seed: any whole number.
 
-    Raises UsageError for a policy that does not exist.
+    Raises UsageError for a policy that does not exist, and for numbers that the options of a run do not take, either.
     """
 
     def __init__(
@@ -100,11 +105,17 @@ class Augmentation:
         fill: float | Sequence[float] = 128,
         seed: int = 0,
     ) -> None:
-        self.auto_augment = None if auto_augment is None else AutoAugment.parse(auto_augment)
-        self.rotation, self.color_jitter = rotation, color_jitter
-        self.blur, self.random_erasing = blur, random_erasing
-        self.seed = seed
-        self._fill = torch.tensor(fill, dtype=torch.float32).reshape(-1, 1, 1)  # (C, 1, 1)
+        policy = _option("auto_augment", auto_augment)
+        self.auto_augment = None if policy is None else AutoAugment.parse(policy)
+        self.rotation, self.color_jitter = _option("rotation", rotation), _option("color_jitter", color_jitter)
+        self.blur, self.random_erasing = _option("blur", blur), _option("random_erasing", random_erasing)
+        self.seed = _whole("seed", seed)
+        colours = np.asarray(fill)
+        if colours.dtype.kind not in "iuf" or colours.ndim > 1 or not ((colours >= 0) & (colours <= 255)).all():
+            raise UsageError(
+                f"Augmentation got the fill {fill!r:.80}; give a number from 0 to 255, or one for each channel."
+            )
+        self._fill = torch.from_numpy(colours.astype(np.float32)).reshape(-1, 1, 1)  # (C, 1, 1)
 
     def __bool__(self) -> bool:
         """Return whether it changes anything."""
@@ -116,7 +127,11 @@ class Augmentation:
         ``samples``, whole numbers (m,), say which images these are; if they are on a GPU, the host waits for them.
         Raises UsageError for images of another type or shape.
         """
-        keys = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples, np.int64)
+        keys, epoch = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples), _whole("epoch", epoch)
+        if not isinstance(images, Tensor):
+            raise UsageError(
+                f"Augmentation got images in a {type(images).__name__}; give a tensor, torch.uint8 (m, C, H, W)."
+            )
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
             raise UsageError(
                 f"Augmentation got images of {images.dtype} {tuple(images.shape)}; give torch.uint8 (m, C, H, W) with "
@@ -131,6 +146,11 @@ class Augmentation:
             raise UsageError(f"Augmentation got {len(images)} images and {keys.size} samples; give one for each.")
         if not len(images):
             return images
+        if keys.dtype.kind not in "iu":
+            raise UsageError(
+                f"Augmentation got samples of the type {keys.dtype}; give whole numbers, one for each image."
+            )
+        keys = keys.astype(np.int64)
         self._fill = fill = self._fill.to(images.device)
         images = images.contiguous()
         size = images.shape[2], images.shape[3]
@@ -223,6 +243,22 @@ class Augmentation:
         box_heights, box_widths = (np.take_along_axis(each, first, axis=0)[0] * is_erased for each in (heights, widths))
         top, left = np.floor(top * (height - box_heights + 1)), np.floor(left * (width - box_widths + 1))
         return np.stack([top, left, top + box_heights, left + box_widths], axis=1).astype(np.int64)
+
+
+def _option(name: str, value: Any) -> Any:
+    """Return the ``value`` of an option as a plain one; raise UsageError if a run would not take it."""
+    plain = read_value(name, value, hints_of(AugmentationOptions)[name])
+    if name != "auto_augment":
+        check_limit(AugmentationOptions, name, plain)
+    return plain
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return ``value`` as an int; raise UsageError if it is no whole number, of Python, NumPy or torch."""
+    if isinstance(value, SupportsIndex):
+        with suppress(TypeError):  # an array of floats, or of several
+            return index(value)
+    raise UsageError(f"Augmentation got the {name} {value!r:.80}; give a whole number.")
 
 
 def _signed(operations: Operations, magnitudes: Floats, numbers: Floats) -> Floats:

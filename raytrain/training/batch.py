@@ -158,7 +158,7 @@ def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
 def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
     """Move tensors to the device. To a GPU they are copied beside what it still computes of the step before."""
     if device.type != "cuda":
-        return tensors
+        return [tensor.to(device) for tensor in tensors]
     copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         copies = [tensor.to(device, non_blocking=True) for tensor in tensors]

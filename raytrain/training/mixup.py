@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.data.plan.permutation import mix
+from raytrain.errors import UsageError
 from raytrain.training.batch import Batch
 
 _KEY = 3  # keeps these random numbers apart from those of augmentation
@@ -39,7 +40,13 @@ def mix_batch(
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
             no CutMix. With both, each step draws which.
         label_sets: see :func:`to_batch`.
+
+    Raises UsageError if both are 0, or one is below 0.
     """
+    if not (mixup >= 0 and cutmix >= 0 and mixup + cutmix > 0):
+        raise UsageError(
+            f"mix_batch got mixup {mixup} and cutmix {cutmix}; give at least one that is above 0, and none below."
+        )
     random = np.random.default_rng(mix(seed, batch.step, _KEY))
     cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
     alpha = cutmix if cuts else mixup

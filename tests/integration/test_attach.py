@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import raytrain
+from raytrain.display.look import look
 from raytrain.errors import StorageError, TrainingFailed, UsageError
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.runs.documents import run_store
@@ -132,6 +133,13 @@ def test_bad_options_are_one_sentence_and_leave_nothing(
     with pytest.raises((UsageError, StorageError), match=re.escape(sentence)):
         attached_run(images, storage, **options)
     assert not list(storage.rglob("*.json*"))
+
+
+def test_options_in_a_dict_are_refused() -> None:
+    options: Any = {"data": "photos"}
+    for call in (lambda: raytrain.attach(options).__enter__(), lambda: raytrain.train(options), lambda: look(options)):
+        with pytest.raises(UsageError, match=r"The options are a dict; give raytrain\.TrainConfig"):
+            call()
 
 
 def test_one_of_several_processes_that_have_no_group_does_not_train_alone(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import multiprocessing
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -101,6 +104,19 @@ def test_the_shorter_last_batch_can_be_left_out(images: Path) -> None:
     assert loader.epoch == 2
 
 
+def test_a_state_of_the_last_step_goes_on_with_the_next_epoch(images: Path) -> None:
+    """Also if a shorter batch follows, which is left out."""
+    (left,), (alone,), (resumed,) = (loaders(images, 1, drop_last=True) for _ in range(3))
+    states = [left.state_dict() for _ in left]
+    assert states[-1]["next_step"] == 5 and left.epoch == 1
+    epoch([alone])
+    second = epoch([alone])
+    for next_step in (5, 4):  # the latter of a loader that leaves nothing out
+        resumed.load_state_dict({**states[-1], "next_step": next_step})
+        assert resumed.epoch == 1
+        assert_same(epoch([resumed]), second)
+
+
 def test_epochs_come_to_an_end_if_there_is_a_number_of_them(images: Path) -> None:
     (loader,) = loaders(images, 1, epochs=1)
     epoch([loader])
@@ -189,12 +205,19 @@ def test_an_image_that_kills_its_decoder_is_left_out(
         ({"rank": -1, "world_size": 2}, "rank -1 and world_size 2"),
         ({"rank": 0, "world_size": 0}, "rank 0 and world_size 0"),
         ({"image_size": "8..12"}, "grows with the epochs; give epochs"),
+        ({"rank": "0", "world_size": "2"}, "rank '0' and world_size '2'; .* whole numbers"),
         ({"batch_size": 0}, "batch"),
+        ({"batch_size": "8/worker"}, "batch_size is '8/worker', and ImageLoader takes a whole number"),
+        ({"batch_size": 100, "drop_last": True}, "drop_last leaves out the only batch .* there are 81 training images"),
+        ({"device": "gpu"}, "device is 'gpu', which torch does not know"),
+        ({"transforms": [torch.clone]}, r"transforms is a list, and ImageLoader takes one function .*Compose\("),
+        ({"data": None}, "--data is None; give text"),
+        ({"data": ""}, "data is empty"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(images: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ImageLoader(images, **{"batch_size": 20, **options})
+        ImageLoader(**{"data": images, "batch_size": 20, **options})
 
 
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
@@ -253,11 +276,64 @@ def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path) -> No
     wait_for(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "it runs on")
 
 
-def test_a_closed_loader_says_so(images: Path) -> None:
+@pytest.mark.parametrize("num_read", [0, 1, 5])
+def test_a_closed_loader_says_so(images: Path, num_read: int) -> None:
     (loader,) = loaders(images, 1)
+    batches = iter(loader)
+    for _ in range(num_read):
+        next(batches)
     loader.close()
-    with pytest.raises(UsageError, match="closed ImageLoader"):
-        next(iter(loader))
+    for asked in (*([batches] if num_read == 1 else []), loader, loader.validation):
+        with pytest.raises(UsageError, match="closed ImageLoader"):
+            next(iter(asked))
+
+
+def test_two_loops_over_one_loader_at_once_are_refused(images: Path) -> None:
+    (loader,) = loaders(images, 1)
+    with pytest.raises(UsageError, match="two loops at once need a loader each"):
+        list(zip(loader, loader, strict=False))
+    assert len(epoch([loader])) == 5
+
+
+def test_a_copy_of_a_loader_goes_on_from_the_same_place_with_processes_of_its_own(images: Path) -> None:
+    (loader,), (whole,) = loaders(images, 1, cache="none"), loaders(images, 1)
+    next(iter(loader))
+    copied, sent = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
+    epoch([whole])
+    second = epoch([whole])
+    for each in (loader, copied, sent):
+        assert_same(epoch([each]), second)
+        each.close()
+
+
+def test_a_forked_process_reads_by_itself(images: Path) -> None:
+    """Its loader has begun in the process that it is a fork of, whose threads and pipes it cannot use."""
+    (loader,), (whole,) = loaders(images, 1, cache="none"), loaders(images, 1)
+    next(iter(loader))
+    epoch([whole])
+    second = [samples for samples, _, _ in epoch([whole])]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=lambda: results.put([samples for samples, _, _ in epoch([loader])]))
+    process.start()
+    assert results.get(timeout=60) == second
+    process.join()
+    assert [samples for samples, _, _ in epoch([loader])] == second
+
+
+def test_a_rank_in_the_environment_that_is_none_is_refused(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, world_size in (("x", "2"), ("1", ""), ("0", "-2")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(UsageError, match=f"RANK is '{rank}' and WORLD_SIZE"):
+            next(iter(ImageLoader(images, batch_size=20, **SIZE)))
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_other_devices_are_obeyed(images: Path) -> None:
+    with pytest.raises(UsageError, match=r"device is cuda:99, and the GPUs that .* are \d+"):
+        next(iter(ImageLoader(images, batch_size=20, device="cuda:99", **SIZE)))
+    (loader,) = loaders(images, 1, device="meta")
+    assert {each.device.type for batch in (next(iter(loader)),) for each in batch} == {"meta"}
 
 
 # Processes that talk to each other.

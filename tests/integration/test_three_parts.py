@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import raytrain
 from raytrain.data.labels.manifest import Manifest
+from raytrain.diagnostics.look import look_at
+from raytrain.display.look import look_page
 from raytrain.runs.documents import TEST_MANIFEST, VALIDATION_MANIFEST, run_store
 from raytrain.runs.history import read_metrics
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
+from tests.helpers.attached_runs import attached_run
 from tests.helpers.folder_runs import folder_run, train_here, train_runs
-from tests.helpers.small_runs import make_images
+from tests.helpers.small_runs import config, make_images
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,32 @@ def test_test_images_are_measured_once_and_the_same_on_any_number_of_workers(ima
     train_runs(3, three)
     found = json.loads((tmp_path / "tested-0.json").read_text())
     assert found == pytest.approx({name: value for name, value in rows[0].metrics.items() if name in found})
+
+
+def test_an_attached_run_measures_its_test_images_once_at_its_end(images: Path, tmp_path: Path) -> None:
+    result = attached_run(images, tmp_path, epochs=2)
+    rows = [row for row in read_metrics(run_store(str(tmp_path), "run")) if row.kind in ("evaluation", "test")]
+    assert [row.kind for row in rows] == ["evaluation", "evaluation", "test"]
+    assert rows[2].step == result.steps == 6 and rows[2].metrics["accuracy"] is not None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] == pytest.approx(rows[2].metrics["accuracy"])
+
+
+def test_a_look_has_all_three_parts(images: Path, tmp_path: Path) -> None:
+    copied = next((images / "train" / "red").iterdir())
+    whole = shutil.copytree(images, tmp_path / "images")
+    shutil.copy(copied, whole / "test" / "red" / "copy.png")
+    result = look_at(config(whole, tmp_path))
+    assert (result.training_images, result.validation_images, result.test_images) == (60, 12, 19)
+    counts = {each.name: (each.training, each.validation, each.test) for each in result.classes}
+    assert counts == {"blue": (20, 4, 6), "green": (20, 4, 6), "red": (20, 4, 7)}
+    assert result.sample.images == result.duplicates.compared == 91
+    ((key, of_training),) = [(each.key, each.training_key) for each in result.duplicates.held_out]
+    assert key.endswith("red/copy.png") and of_training.endswith(f"red/{copied.name}")
+    console = Console(width=120, file=io.StringIO())
+    console.print(look_page(result))
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert re.search(r"test images +19", text) and re.search(r"red +20 +4 +7", text)
 
 
 def writes_what_it_tested(run: Run) -> None:

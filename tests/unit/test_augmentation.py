@@ -16,6 +16,7 @@ import raytrain
 from raytrain.errors import UsageError
 from raytrain.training.augmentation import magnitudes_of
 from raytrain.training.image_operations import Operation, apply_operations, erase
+from raytrain.training.mixup import mix_batch
 
 BILINEAR, FILL = v2.InterpolationMode.BILINEAR, [100, 120, 140]
 POLICIES = {"rand": v2.RandAugment, "trivial": v2.TrivialAugmentWide, "augmix": v2.AugMix}
@@ -154,6 +155,9 @@ def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_directi
         (torch.zeros(2, 3, 8, 8), range(2), r"images of torch.float32 \(2, 3, 8, 8\); give torch.uint8 \(m, C, H, W\)"),
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), range(2), "with one or three channels"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), range(3), "got 2 images and 3 samples; give one for each"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [0.2, 1.0], "samples of the type float64; give whole numbers"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), ["a", "b"], "samples of the type <U1; give whole numbers"),
+        ([torch.zeros(3, 8, 8, dtype=torch.uint8)], range(1), "images in a list; give a tensor"),
         (
             torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
             range(2),
@@ -164,6 +168,34 @@ def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_directi
 def test_other_images_are_refused(images: Tensor, samples: range, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         raytrain.Augmentation("randaugment", fill=FILL)(images, samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blur": 2}, "--blur is 2; it must be at least 0 and at most 1"),
+        ({"rotation": -5}, "--rotation is -5"),
+        ({"rotation": float("nan")}, "--rotation is nan"),
+        ({"color_jitter": "much"}, "--color-jitter is 'much'; give a number"),
+        ({"auto_augment": 3}, "--auto-augment is 3; give"),
+        ({"fill": "red"}, "got the fill 'red'; give a number from 0 to 255"),
+        ({"fill": (0, 0, 256)}, "got the fill"),
+        ({"seed": 1.5}, "got the seed 1.5; give a whole number"),
+    ],
+)
+def test_numbers_that_no_run_would_take_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        raytrain.Augmentation(**options)
+    with pytest.raises(UsageError, match=r"got the epoch 0\.5; give a whole number"):
+        raytrain.Augmentation("randaugment")(noise(2), range(2), 0.5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("shares", [{}, {"mixup": -1.0}, {"mixup": 0.2, "cutmix": -1.0}])
+def test_a_mixture_of_nothing_is_refused(shares: dict[str, Any]) -> None:
+    labels = torch.zeros(2, dtype=torch.int64)
+    batch = raytrain.Batch(torch.zeros(2, 3, 8, 8), labels, labels, labels, 0, 0, 2, (2,))
+    with pytest.raises(UsageError, match=r"mix_batch got mixup .* give at least one that is above 0, and none below"):
+        mix_batch(batch, 3, 0, **shares)
 
 
 @pytest.mark.parametrize("text", ["rand-m31-n2", "rand-m9-mstd0.5", "rand-m9-n0", "augmix-m11", "augmix-m0", "randaug"])
