@@ -184,7 +184,7 @@ def _suspicious_images(
         ranked = check_can_rank(config, ranked)
     if ranked is None:
         return None
-    files = write_labels(ranked, data, write_to) if write_to is not None else {}
+    files = write_labels(ranked, data, write_to, config) if write_to is not None else {}
     rows = tuple(row for row in ranked.table.slice(0, _MAX_SUSPICIOUS).to_pylist() if row["draws"])
     pixels = read_pictures(data, ranked.samples[: min(NUM_SUSPICIOUS_SHOWN, len(rows))].tolist(), _MAX_SIDE)
     return SuspiciousImages(rows, tuple(pixels), files)

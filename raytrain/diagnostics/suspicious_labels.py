@@ -14,8 +14,11 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from raytrain.config import TrainConfig
-from raytrain.data.dataset import Dataset
+from raytrain.data.dataset import Dataset, label_columns
+from raytrain.data.labels.label_file import read_label_file
+from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.storage.open import check_output, write_output
@@ -72,24 +75,34 @@ def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabel
     return RankedLabels(pa.table(columns), samples)
 
 
-def write_labels(ranked: RankedLabels, data: Dataset, output: str) -> dict[str, str]:
+def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: TrainConfig) -> dict[str, str]:
     """Write label files to correct, and return them by the option that takes each, such as ``--labels``.
 
     The first one has the training images, the most suspicious first, and what else is below ``--data``, with a column
-    ``split`` that keeps it where it was. Held-out images of other folders have a file each beside it.
+    ``split`` that keeps it where it was. Held-out images of other folders have a file each beside it. Paths, labels and
+    groups are in the columns that ``config`` names, so that the run's own options read the files.
     """
     check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
-    by_url: dict[str, list[tuple[str, Manifest]]] = {}
-    for part, (store, images, _) in data.parts.items():
-        by_url.setdefault(store.url, []).append((part, images))
+    by_url: dict[str, list[Part]] = {}
+    for part, (store, _, _) in data.parts.items():
+        by_url.setdefault(store.url, []).append(part)
 
     written: dict[str, str] = {}
     for parts in by_url.values():
-        tables = [ranked.table if part == "train" else _labels_of(images) for part, images in parts]
-        if len(parts) > 1:
-            splits = zip(tables, parts, strict=True)
-            tables = [table.add_column(2, "split", pa.array([part] * len(table))) for table, (part, _) in splits]
-        first = parts[0][0]
+        tables: list[pa.Table] = []
+        for part in parts:
+            images = data.parts[part][1]
+            table = ranked.table if part == "train" else _labels_of(images)
+            if config.group_by is not None:
+                keys, groups = images.keys.to_pylist(), _groups_of(config, part, data)
+                group_of = dict(zip(keys, groups, strict=True))
+                column = pa.array([group_of[path] for path in table["path"].to_pylist()], pa.string())
+                table = table.add_column(2, config.group_by, column)
+            if len(parts) > 1:
+                table = table.add_column(2, "split", pa.array([part] * len(table)))
+            own_names = {"path": config.key_column or "path", "label": next(iter(config.label_column), "label")}
+            tables.append(table.rename_columns([own_names.get(name, name) for name in table.column_names]))
+        first = parts[0]
         stem, dot, suffix = output.rpartition(".")
         name = output if first == "train" else f"{stem}-{first}{dot}{suffix}"
         write_output(name, _encode(pa.concat_tables(tables, promote_options="default"), name))
@@ -107,6 +120,20 @@ def check_can_rank(config: TrainConfig, ranked: RankedLabels | None) -> RankedLa
         "it has no checkpoint yet, or its loop gives logits neither to run.loss nor to run.accuracy nor to run.show"
     )
     raise UsageError(f"The labels of run {config.name!r} are not ranked: {reason}.")
+
+
+def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
+    """Return the group of each image of a part, (N,), by the label file or the pattern; "" where it says nothing."""
+    store, images, _ = data.parts[part]
+    columns = label_columns(config)
+    file = {"train": None, "validation": config.validation_labels, "test": config.test_labels}[part] or config.labels
+    if config.label_pattern is not None:
+        table = table_by_pattern(store, config.label_pattern, columns, config.max_bad_fraction)
+    else:
+        assert file is not None  # --group-by is refused without one
+        table = read_label_file(file, columns, [store.url])
+    rows = table.rows_of(images)
+    return np.where(rows < 0, "", table.groups[rows]).tolist()
 
 
 def _labels_of(images: Manifest) -> pa.Table:

@@ -31,7 +31,7 @@ from raytrain.display.console import (
 )
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
-from raytrain.experiments.compare import compare_records, last_row
+from raytrain.experiments.compare import compare_records, compared_by, last_row
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS, plain
 from raytrain.runs.logs import StoredLog
@@ -43,7 +43,8 @@ from raytrain.runs.redact import one_line
 LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
-_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")  # columns that go first if there is no room
+_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
+"""Columns that go first if there is no room."""
 _WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 _MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
@@ -80,6 +81,7 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
         ("status", [status_text(status.status) for status in statuses]),
         ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
+        *_best_column(runs),
         ("last\naccuracy", [format_value(run.validation_accuracy) for run in runs]),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
@@ -89,6 +91,25 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
     return Group(FittingTable(columns), *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+
+def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
+    """Return the best value of each run by its own --best; nothing if no summary has one."""
+    if all(run.best_value is None for run in runs):
+        return []
+    names = {run.best_metric for run in runs if run.best_value is not None}
+    if len(names) == 1:
+        return [(f"best\n{_metric_name(*names)}", [format_value(run.best_value) for run in runs])]
+    values = [
+        UNKNOWN if run.best_value is None else f"{_metric_name(run.best_metric)} {format_value(run.best_value)}"
+        for run in runs
+    ]
+    return [("best", values)]
+
+
+def _metric_name(name: str) -> str:
+    """Return the name of a metric, which a loop may have made up, as it is shown."""
+    return one_line(name.replace("_", " "))
 
 
 class FittingTable:
@@ -212,6 +233,11 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     for option in runs[0].options:
         table.add_row(option.replace("_", " "), *(Text(format_option(run.options[option])) for run in runs))
     table.add_section()
+    names_of_best = {run.best_metric for run in runs}
+    best = [format_value(run.best_value) for run in runs]
+    if len(names_of_best) > 1:
+        best = [f"{_metric_name(run.best_metric)} {value}" for run, value in zip(runs, best, strict=True)]
+    table.add_row(f"best {_metric_name(*names_of_best)}" if len(names_of_best) == 1 else "best", *best)
     for name, (label, spec) in _RESULTS.items():
         table.add_row(label, *(one_line(format_optional(getattr(run, name), spec)) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
@@ -252,7 +278,8 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
         loss = "" if result.test_loss is None else f", loss {result.test_loss:.4f}"
         about["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
     if best is not None:
-        score = f"; {config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}" if math.isfinite(best[0]) else ""
+        value = -best[0] if compared_by(config).is_lower_better else best[0]
+        score = f"; {_metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
         about["best"] = f"{best[1]}, which the commands below use{score}"
 
     # What is worth a line only if it is there.
@@ -340,6 +367,8 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
             "recipe": run.recipe,
             **dataclasses.asdict(run.status),
             **options,
+            "best_metric": run.best_metric,
+            "best_value": run.best_value,
             "validation_accuracy": run.validation_accuracy,
             "seconds": run.seconds,
             "tags": run.tags,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +15,23 @@ from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.values import Location
-from raytrain.errors import UsageError
+from raytrain.errors import RaytrainError, UsageError
+from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
+from raytrain.training.evaluation_metrics import is_lower_better
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
     """One run of a comparison. What is not known yet is None.
 
-    ``options`` are those in which the runs differ. ``validation_accuracy`` and ``validation_loss`` are from the last
-    evaluation, ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of
-    training, and ``skipped`` counts images.
+    ``options`` are those in which the runs differ. ``best_value`` is the best that an evaluation has measured of
+    ``best_metric``, that of ``--best``; ``validation_accuracy`` and ``validation_loss`` are from the last evaluation.
+    ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of training, and
+    ``skipped`` counts images.
     """
 
     name: str
@@ -34,6 +39,8 @@ class ComparedRun:
     status: str
     steps: int
     epochs: float
+    best_metric: str
+    best_value: float | None
     validation_accuracy: float | None
     validation_loss: float | None
     loss: float | None
@@ -82,7 +89,11 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         rows = record.metrics
         test, train = last_row(rows, "evaluation"), last_row(rows, "step")
         speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
-        steps = rows[-1].step if rows else 0
+        # Not each step has a row, so the last one may be before the step at which the run stopped.
+        steps = max(record.status.step, rows[-1].step if rows else 0)
+        metric = compared_by(record.config)
+        measured = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
+        known = [value for value in measured if value is not None and not math.isnan(value)]
         compared.append(
             ComparedRun(
                 name=record.name,
@@ -90,6 +101,8 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 status=record.status.status,
                 steps=steps,
                 epochs=round(steps / steps_per_epoch(rows), 2),
+                best_metric=metric.name,
+                best_value=max(known, key=metric.score, default=None),
                 validation_accuracy=test and test.accuracy,
                 validation_loss=test and test.loss,
                 loss=train and train.loss,
@@ -100,6 +113,19 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
             )
         )
     return compared
+
+
+def compared_by(config: TrainConfig | None) -> Compared:
+    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read.
+
+    Example: ``compared_by(record.config).score(0.5)``
+    """
+    if config is None:
+        return ACCURACY
+    is_lower = False
+    with suppress(RaytrainError, ImportError):  # a class of torchmetrics that is not there
+        is_lower = is_lower_better(config.best_metric, config)
+    return Compared(config.best_metric, is_lower)
 
 
 def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:

@@ -164,19 +164,22 @@ class SweepStudy:
 
         What a trial that was interrupted measures again changes nothing: the pruner says what it has said before.
         """
+        value = value if math.isfinite(value) else math.nan  # as the log has it, in which an infinite one is null
         with self._lock:
             if (number, epoch) not in self._decisions and number not in self._ended:
                 self._trials[number].report(value, epoch)
                 self._record({"event": "measured", "trial": number, "epoch": epoch, "value": value})
-                self._decisions[number, epoch] = self._trials[number].should_prune()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of numpy, if all values are NaN
+                    self._decisions[number, epoch] = self._trials[number].should_prune()
             return self._decisions.get((number, epoch), False)
 
     def end(self, number: int, value: float | None, *, is_pruned: bool) -> None:
-        """Note that a trial has nothing left to do, and its best ``value``; a trial without one stays unknown."""
+        """Note that a trial has nothing left to do, and its best ``value``; without one, only if it was pruned."""
         from optuna.trial import TrialState
 
         with self._lock:
-            if number in self._ended or value is None:
+            if number in self._ended or (value is None and not is_pruned):
                 return
             if is_pruned:
                 self._study.tell(self._trials[number], state=TrialState.PRUNED)

@@ -19,7 +19,15 @@ from raytrain.experiments.scaling import Compared
 from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.experiments.sweep_session import SweepSession, SweepView
 from raytrain.experiments.trial_results import SweepResult, is_over, stored_result
-from raytrain.experiments.trials import Sweep, Trial, check_names_free, examples_of, plan_sweep, trials_of
+from raytrain.experiments.trials import (
+    Sweep,
+    Trial,
+    as_typed,
+    check_names_free,
+    examples_of,
+    plan_sweep,
+    trials_of,
+)
 from raytrain.launch.placement import Hardware, Placement, check_room, place
 from raytrain.launch.prepare import check_named, prepare, settle_options
 from raytrain.launch.train import open_machines
@@ -118,10 +126,14 @@ def sweep(
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()
             trial.config.check_metrics(measured_metrics(trial.config))
+            check_compared(trial)
     config = settle_options(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
-        (check_trials if config.resume else check_names_free)(runs)
+        if config.resume:
+            check_trials(runs)
+        else:
+            check_names_free(planned, prepared.config.storage, prepared.name)
         examples = runs if planned.sampler is None else examples_of(planned, prepared.config, prepared.name)
         hardware = join()
         at_once, placement = _place_trials(planned, prepared.config, hardware)
@@ -157,6 +169,18 @@ def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tu
     # More workers than those of all trials would take cores from reading.
     at_once = 1 if planned.trains_alone else max(1, min(fitting // workers, planned.num_trials))
     return at_once, place(dataclasses.replace(config, workers=at_once * workers), hardware)
+
+
+def check_compared(trial: Trial) -> None:
+    """Raise UsageError if a trial, whose own --best or --metrics may differ, does not measure what all are compared by.
+
+    The sweep would take it for one that was never evaluated.
+    """
+    if trial.metric not in measured_metrics(trial.config):
+        raise UsageError(
+            f"--best {trial.metric} compares the trials, and those with {as_typed(trial.values)} do not measure it; "
+            f"add --metrics {trial.metric}, or compare them by another metric."
+        )
 
 
 def check_trials(trials: Sequence[Trial]) -> None:

@@ -20,6 +20,8 @@ from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.runs.redact import one_line, redact
 
 WAITING = "waiting"
+_ENDS_TRIAL = ("early_stopping", "target", "patience", "time", "cost")
+"""Kinds of :class:`StopReason` after which a trial has its result: a resume of the sweep must not train it further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,10 @@ class TrialResult:
         )
 
     def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial with what the ``rows`` of evaluations have measured, of which NaN counts as nothing."""
+        """Return the same trial with what the ``rows`` of evaluations have measured; only finite values count."""
         rows = list(rows)
         values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
-        known = tuple((epoch, value) for epoch, value in values if value is not None and not math.isnan(value))
+        known = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))
         best = min if self.is_lower_better else max
         return dataclasses.replace(
             self,
@@ -153,8 +155,10 @@ def is_stopped_early(trial: TrialResult) -> bool:
 
 
 def is_over(trial: TrialResult) -> bool:
-    """Return True if the trial has nothing left to do: it was finished, or stopped early."""
-    return trial.status == "finished" or is_stopped_early(trial)
+    """Return True if the trial has nothing left to do: it was finished, or stopped early or by options of its own."""
+    if trial.status == "finished":
+        return True
+    return trial.status == "stopped" and isinstance(trial.reason, StopReason) and trial.reason.kind in _ENDS_TRIAL
 
 
 def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import threading
 
@@ -34,12 +35,15 @@ class EarlyStopping:
             epoch *= 2
 
     def is_worse(self, trial: str, epoch: int, score: float) -> bool:
-        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones."""
+        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones.
+
+        A score of -inf, of a trial that has diverged, is worse than any other, and no measure for others.
+        """
         with self._lock:
             rung = next((measured for first, measured in self._rungs if first <= epoch), None)
             if rung is None or trial in rung:
                 return False
-            before = list(rung.values())
+            before = [other for other in rung.values() if math.isfinite(other)]
             rung[trial] = score
             return bool(before) and score < statistics.median(before)
 
@@ -118,8 +122,13 @@ class TrialRun:
         for row in snapshot.rows:
             if row.kind == "evaluation":
                 self._evaluations[row.step] = row
-                value = row.metrics.get(self.trial.metric)
-                if value is not None and self._judge.is_worse(self._number, self.trial.name, row.epoch, value):
-                    reason = StopReason("early_stopping", metric=self.trial.metric, value=value, count=row.epoch)
+                metric = self.trial.metric
+                if metric not in row.metrics:
+                    continue
+                value = row.metrics[metric]
+                value = math.nan if value is None else value  # as a stored row has it
+                if self._judge.is_worse(self._number, self.trial.name, row.epoch, value):
+                    known = value if math.isfinite(value) else None
+                    reason = StopReason("early_stopping", metric=metric, value=known, count=row.epoch)
                     self.signals.request_stop(reason)
         self.result = self.result.now(snapshot, self._evaluations.values())

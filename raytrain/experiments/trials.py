@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -108,7 +108,9 @@ def plan_sweep(
     if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
     stored = read_sweep(store)
-    if (vary and tuple(vary) != stored.vary) or trials not in (None, stored.num_trials):
+    folds = parse(stored.vary).get("validation_fold")
+    num_chosen = stored.num_trials // (len(folds) if isinstance(folds, tuple) else 1)
+    if (vary and tuple(vary) != stored.vary) or trials not in (None, stored.num_trials, num_chosen):
         words = " ".join(stored.vary)
         raise UsageError(
             f"Sweep {config.name!r} was started with --vary {words} and {stored.num_trials} trials; leave --vary and "
@@ -148,7 +150,12 @@ def _new_sweep(
     if sampler not in (None, "grid") and trials is None:
         raise UsageError(f"--sampler {sampler} chooses points; say how many with --trials.")
     if sampler in (None, "grid", "random"):
-        return Sweep(vary=tuple(vary), points=tuple(points(space, trials, seed)), pruner=pruner)
+        # Chance chooses the other options: each of its points is trained on every fold.
+        folds = space.pop("validation_fold", None) if trials is not None else None
+        chosen = points(space, trials, seed)
+        if isinstance(folds, tuple):
+            chosen = [{**point, "validation_fold": fold} for point in chosen for fold in folds]
+        return Sweep(vary=tuple(vary), points=tuple(chosen), pruner=pruner)
 
     assert trials is not None
     if trials < 1:
@@ -248,13 +255,12 @@ def write_sweep(store: Store, sweep: Sweep) -> None:
     write_json(store, SWEEP, dataclasses.asdict(sweep))
 
 
-def check_names_free(trials: Iterable[Trial]) -> None:
-    """Raise UsageError if a run has the name that a trial of a new sweep would get."""
-    for trial in trials:
-        if trial.store.exists(CONFIG):
+def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
+    """Raise UsageError if a run has the name that a trial of the new sweep called ``name`` has, or will get."""
+    for trial_name in trial_names(sweep, name):
+        if run_store(storage, trial_name).exists(CONFIG):
             raise UsageError(
-                f"A run called {trial.name!r} is in {trial.config.storage} already; choose another --name for the "
-                "sweep."
+                f"A run called {trial_name!r} is in {storage} already; choose another --name for the sweep."
             )
 
 

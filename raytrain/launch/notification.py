@@ -32,7 +32,7 @@ COMMAND_WITHIN_S = 20.0
 _MAX_REASON = 200  # characters of an error message
 _FACTS = (
     *("name", "status", "steps", "epochs", "validation_accuracy", "test_accuracy", "seconds", "dollars", "gpu_kwh"),
-    *("checkpoint", "run_dir", "error"),
+    *("best_metric", "best_value", "checkpoint", "run_dir", "error"),
 )
 
 
@@ -65,6 +65,8 @@ def message_of(result: TrainResult) -> dict[str, Any]:
         for name in ("validation_accuracy", "test_accuracy")
         if facts[name] is not None
     ]
+    if result.best_value is not None and result.best_metric not in (None, "accuracy"):
+        measured.append(f"best {result.best_metric.replace('_', ' ')} {result.best_value:.4f}")
     measured += [] if result.dollars is None else [f"${result.dollars:,.2f}"]
     text = f"Run {result.name} {result.status} after {result.steps:,} steps"
     if result.stop_reason is not None:

@@ -263,7 +263,7 @@ class RunSession:
             self._write_first_documents()
         self._phase = RunPhase.CONCLUDED
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
-        result = self._recorder.result(outcome, snapshot, self._launch.num_workers)
+        result = self._recorder.result(outcome, snapshot, self._launch.num_workers, self._launch.config.best_metric)
         self._monitor.finish(outcome.status, result)
         snapshot = self._show()
         self._picturing.close()

@@ -43,7 +43,7 @@ class CostMeter:
         self._clock = clock
         self._since = started_at  # until when the dollars are counted
         self._dollars_per_hour = 0.0
-        self._dollars = before.dollars or 0.0
+        self._dollars = self._shown = before.dollars or 0.0
         self._kwh_before = before.gpu_kwh
         self._joules: dict[tuple[int, int], float] = {}  # since the start of a worker, by attempt and rank
         self.gpus_without_price: set[str] = set()
@@ -60,18 +60,20 @@ class CostMeter:
         if self._prices is None:
             return dataclasses.replace(snapshot, gpu_kwh=kwh)
 
-        # Without a machine that is known, the time is counted later.
+        # Until a machine is known, the time since the start costs as much as one, and is counted anew afterwards.
         self._dollars_per_hour = self._rate(self._prices, snapshot.machines) or self._dollars_per_hour
-        if self._dollars_per_hour and not snapshot.over:
+        if not snapshot.over:
             now = self._clock()
-            self._dollars += (now - self._since) / _SECONDS_PER_HOUR * self._dollars_per_hour
-            self._since = now
-        return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._dollars, 6))
+            rate = self._dollars_per_hour or self._prices.per_machine or 0.0
+            self._shown = self._dollars + (now - self._since) / _SECONDS_PER_HOUR * rate
+            if self._dollars_per_hour:
+                self._dollars, self._since = self._shown, now
+        return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown, 6))
 
     def _rate(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
         """Return what the machines, or their GPUs, cost in an hour, as far as they are known."""
         if prices.per_machine is not None:
-            return prices.per_machine * max(1, len({use.node for use in machines}))
+            return prices.per_machine * len({use.node for use in machines})
         rate = 0.0
         for use in machines:
             price = prices.of_gpu(use.gpu or "")

@@ -84,8 +84,8 @@ class RunRecorder:
                 return read_stop_request(self._store.fail_fast())
         return None
 
-    def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int) -> TrainResult:
-        """Return how the run ended, as its summary says it."""
+    def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int, best_metric: str) -> TrainResult:
+        """Return how the run ended, as its summary says it; ``best_metric`` is that of ``--best``."""
         # Workers that were lost have named no checkpoint; the newest one in storage is theirs, too.
         progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
         checkpoint, request = outcome.checkpoint, snapshot.stop_request
@@ -101,6 +101,8 @@ class RunRecorder:
             validation_loss=progress.validation_loss,
             test_accuracy=progress.test_accuracy,
             test_loss=progress.test_loss,
+            best_metric=best_metric,
+            best_value=progress.best_value,
             checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
             run_dir=self._store.url,
             seconds=round(time.monotonic() - self._started_at, 2),

@@ -88,6 +88,7 @@ class Progress:
     evaluated_step: int | None = None
     score: float | None = None  # of the last evaluation by --best, the larger the better
     best_score: float | None = None
+    best_value: float | None = None  # the metric of the best score, without a sign
     num_worse: int = 0  # evaluations since the best one
     thresholds: tuple[float, ...] | None = None
     """Of each class, if an image may have several: the probability from which on an image has it."""
@@ -137,6 +138,8 @@ class TrainResult:
     num_decoded_on_cpu: int = 0  # images that GPUs could not decode, with --decoder gpu; each as often as it was used
     test_accuracy: float | None = None  # None if the run has no test images, or has not ended
     test_loss: float | None = None
+    best_metric: str | None = None  # that of --best
+    best_value: float | None = None  # the best that an evaluation has measured of it
     dollars: float | None = None  # by --price, in all attempts
     gpu_kwh: float | None = None  # energy of the GPUs, in all attempts
     startup_seconds: float | None = None  # the part of ``seconds`` before the workers trained

@@ -50,6 +50,8 @@ class RunInfo:
     config: TrainConfig | None
     status: RunStatus
     validation_accuracy: float | None = None
+    best_value: float | None = None
+    """The best that an evaluation has measured of the metric of ``--best``, as its summary says."""
     seconds: float | None = None
     """Duration of its last attempt, as its summary says."""
     problems: tuple[str, ...] = ()
@@ -58,6 +60,11 @@ class RunInfo:
     def recipe(self) -> str:
         """The recipe that the run was started from; empty if its options cannot be read."""
         return self.config.recipe if self.config else ""
+
+    @property
+    def best_metric(self) -> str:
+        """The metric of ``--best``; the accuracy if its options cannot be read."""
+        return self.config.best_metric if self.config else "accuracy"
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -144,7 +151,7 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
     result = _parsed(SUMMARY, summary, parse_object, problems.append) or {}
-    numbers = {key: plain(result.get(key)) for key in ("validation_accuracy", "seconds")}
+    numbers = {key: plain(result.get(key)) for key in ("validation_accuracy", "best_value", "seconds")}
     return RunInfo(
         name=name,
         config=options,

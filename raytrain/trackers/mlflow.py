@@ -39,8 +39,7 @@ class MLflowTracker:
             # The experiment that the environment names; MLflow's default without one.
             experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
             if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
-                experiment = self._client.get_experiment_by_name(name)
-                experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+                experiment_id = self._experiment_called(name)
             tags = {_URL_TAG: run.store.url, **({_SWEEP_TAG: run.sweep.name} if run.sweep else {})}
             mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
         self.run_id: str = mlflow_run.info.run_id
@@ -51,6 +50,18 @@ class MLflowTracker:
         page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
         uri: str = self._client.tracking_uri
         self.place = uri.rstrip("/") + page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+    def _experiment_called(self, name: str) -> str:
+        """Return the ID of an experiment, which is made if there is none: perhaps by another trial at this moment."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return self._client.create_experiment(name)
+            except MlflowException:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    raise
+        return experiment.experiment_id
 
     def _earlier_run(self, run: TrackedRun) -> Run | None:
         """Return the run of an earlier attempt.

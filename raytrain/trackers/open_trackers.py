@@ -17,9 +17,10 @@ from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.documents import SWEEP, open_run, read_config, run_store
+from raytrain.runs.documents import SWEEP, open_run, read_config, run_names, run_store
 from raytrain.runs.status import read_status
 from raytrain.runs.stored_rows import read_rows
+from raytrain.storage.open import open_store
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, hyperparams
 from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
 
@@ -81,9 +82,9 @@ def _named(tracker: object) -> NamedTracker:
 
 @dataclass(frozen=True)
 class TrackResult:
-    """The trackers that have the history of ``run`` now.
+    """The trackers that have the history of ``run`` now, or those of all trials of a sweep.
 
-    ``rows`` counts also those that were sent before; ``places`` are URLs, or commands that show the run.
+    ``rows`` counts also those that were sent before; ``places`` are URLs, or commands that show the runs.
     """
 
     run: str
@@ -99,26 +100,48 @@ class TrackResult:
 def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> TrackResult:
     """Send the history of a run that is over, and its last checkpoint, as far as the trackers lack it.
 
-    ``trackers`` are names or objects, as for :func:`raytrain.train`. Raises UsageError if the run still trains or is a
-    sweep, and RaytrainError with what went wrong if a tracker fails::
+    A sweep stands for its trials, which are shown together, as while they train. ``trackers`` are names or objects, as
+    for :func:`raytrain.train`; names only for a sweep. Raises UsageError if the run still trains, and RaytrainError
+    with what went wrong if a tracker fails::
 
         raytrain.track("first", ["mlflow"]).places
     """
     if not trackers:
         raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")
-    store = open_run(os.fspath(storage), run)
+    storage = os.fspath(storage)
+    store = open_run(storage, run)
+    if not store.exists(SWEEP):
+        return _track_run(run, trackers, storage)
+
+    # Each trial is a run of the trackers, which have places in common.
+    if read_status(store).active:
+        raise UsageError(f"Sweep {run!r} is training; `raytrain sweep … --track` sends its trials while they train.")
+    several = [trackers] if isinstance(trackers, (str, Tracker)) else trackers
+    if not all(isinstance(tracker, str) for tracker in several):
+        raise UsageError(f"{run!r} is a sweep, and an object takes one run; name trackers, or send trial by trial.")
+    sent = [
+        _track_run(name, trackers, storage)
+        for name in run_names(open_store(storage))
+        if re.fullmatch(rf"{re.escape(run)}-\d+", name)
+    ]
+    places = dict.fromkeys(place for trial in sent for place in trial.places)
+    used = dict.fromkeys(name for trial in sent for name in trial.trackers)
+    return TrackResult(run, [*used], sum(trial.rows for trial in sent), [*places])
+
+
+def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
+    """Send the history of one run; raise as :func:`track` does."""
+    store = open_run(storage, run)
     status = read_status(store)
     if status.active:
         raise UsageError(f"Run {run!r} is training; `raytrain train … --track` sends it while it trains.")
-    if store.exists(SWEEP):
-        raise UsageError(f"{run!r} is a sweep; name one of its trials, which `raytrain runs` lists.")
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
     events: list[Event] = []
-    # A trial is shown with the others of its sweep, as while it trains.
+    # A trial is shown with the others of its sweep.
     of_sweep: TrackedSweep | None = None
-    if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(os.fspath(storage), trial[1]).exists(SWEEP):
-        of_sweep = TrackedSweep(trial[1], run_store(os.fspath(storage), trial[1]))
+    if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(storage, trial[1]).exists(SWEEP):
+        of_sweep = TrackedSweep(trial[1], run_store(storage, trial[1]))
     tracked = TrackedRun(run, store, sweep=of_sweep)
     threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:

@@ -49,11 +49,8 @@ class EarlyStop:
                 self.reason = StopReason("target", config.until, metric=name, value=measured[name])
 
         # The score is the metric that counts, a loss or an error with a minus, so that the largest is the best.
-        score = measured.get(config.best_metric)
-        if score is None or math.isnan(score):
-            score = None
-        elif is_lower_better(config.best_metric, config):
-            score = -score
+        value = measured.get(config.best_metric, math.nan)
+        score = None if math.isnan(value) else -value if is_lower_better(config.best_metric, config) else value
         progress = replace(progress, score=score)
         if config.best_metric not in measured:
             return progress
@@ -61,11 +58,11 @@ class EarlyStop:
         # --patience: evaluations in a row that are not better than the best one.
         best = progress.best_score
         if score is not None and (best is None or score > best):
-            return replace(progress, best_score=score, num_worse=0)
+            return replace(progress, best_score=score, best_value=value, num_worse=0)
         num_worse = progress.num_worse + 1
         if config.patience is not None and num_worse >= config.patience:
-            value = None if best is None else abs(best)
-            self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
+            value, count = progress.best_value, config.patience
+            self.reason = StopReason("patience", metric=config.best_metric, value=value, count=count)
         return replace(progress, num_worse=num_worse)
 
     def trained(self, row: MetricRow) -> None:

@@ -19,6 +19,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
+from raytrain.runs.status import RunStatus, write_status
 
 ROWS = [
     {"kind": "step", "step": 10, "epoch": 1, "loss": 2.0, "accuracy": 0.2, "images_per_s": 900.0, "elapsed_s": 3.0},
@@ -82,6 +83,12 @@ def test_the_results_come_from_the_history(storage: str) -> None:
     assert (first.validation_accuracy, first.validation_loss, first.loss) == (0.5, 1.5, None)
     assert (second.validation_accuracy, second.loss, second.skipped) == (None, 2.0, 1)
     assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
+
+
+def test_a_run_that_stopped_after_its_last_row_has_the_steps_of_its_status(storage: str) -> None:
+    write_status(run_store(storage, "first"), RunStatus(status="stopped", step=27, num_steps=64))
+    first, _ = raytrain.compare(["first", "second"], storage=storage)
+    assert (first.steps, first.epochs) == (27, 1.69)
 
 
 def test_fewer_than_two_runs_are_refused(storage: str) -> None:

@@ -62,6 +62,8 @@ def test_each_machine_of_a_worker_is_paid_for_once() -> None:
 def test_machines_are_paid_for_before_they_are_known_and_while_workers_start_again() -> None:
     gpus = (use(gpu="NVIDIA A100-SXM4-80GB"), use(1, gpu="NVIDIA L4"))
     assert costs(["A100=1.5", "L4=0.5", "A100-SXM4=2"], (1, ()), (2, gpus), (3, ())) == [0.0, 5.0, 7.5]
+    machines = use(0, "a"), use(1, "b")
+    assert costs(["3"], (1, ()), (2, machines), (3, ())) == [3.0, 12.0, 18.0], "one at least, until both are known"
 
 
 def test_a_resumed_run_goes_on_from_what_it_has_cost() -> None:

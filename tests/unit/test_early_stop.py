@@ -54,6 +54,13 @@ def test_the_best_may_be_the_lowest_loss() -> None:
     assert reason == StopReason("patience", metric="loss", value=0.6, count=2) and progress.best_score == -0.6
 
 
+def test_the_best_value_keeps_its_sign() -> None:
+    stop, progress = EarlyStop(TrainConfig(batch_size=1, best="kappa", patience=1)), Progress()
+    for kappa in (-0.3, -0.2, -0.25):
+        progress = stop.evaluated(progress, {"kappa": kappa})
+    assert (stop.reason, progress.best_value) == (StopReason("patience", metric="kappa", value=-0.2, count=1), -0.2)
+
+
 @pytest.mark.parametrize(
     ("options", "measured", "expected"),
     [

@@ -23,6 +23,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import (
     EVENTS,
     METRICS,
+    SUMMARY,
     SWEEP,
     encode_lines,
     open_run,
@@ -223,6 +224,39 @@ def test_the_list_of_runs_drops_columns_on_a_narrow_screen_and_cuts_no_cell(tmp_
         assert "…" not in text and all(len(line) <= width for line in text.splitlines())
         shown[width] = [word for word in ("heartbeat", "recipe", "step", "tags", "status", "accuracy") if word in text]
     assert shown[80] == ["heartbeat", "recipe", "status", "accuracy"] and len(shown[120]) == 6
+
+
+def shown(page: Any) -> list[list[str]]:
+    """The words of each line of a page."""
+    console = PlainConsole(file=io.StringIO(), width=120)
+    console.print(page)
+    return [line.split() for line in console.file.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_runs_are_listed_with_the_best_value_of_what_each_is_judged_by(tmp_path: Path) -> None:
+    for name, metric, value in (("a", "loss", 0.25), ("b", "MulticlassCohenKappa", -0.5)):
+        write_json(stored(tmp_path, name, best=metric), SUMMARY, {"best_metric": metric, "best_value": value})
+    both = list_runs(str(tmp_path))
+    lines = {words[0]: words for words in shown(runs_table(both, "runs")) if words}
+    assert "loss 0.2500" in " ".join(lines["a"]) and "MulticlassCohenKappa -0.5000" in " ".join(lines["b"])
+    [alone] = (run for run in both if run.name == "a")
+    assert ["best", "last"] in shown(runs_table([alone], "runs")), "above loss and accuracy"
+
+
+def test_runs_are_compared_by_the_best_value_of_what_each_is_judged_by(tmp_path: Path) -> None:
+    for name, metric in (("a", "loss"), ("b", None)):
+        rows = [
+            MetricRow(kind="evaluation", step=step, epoch=1, metrics={"accuracy": 0.1 * step, "loss": 0.05 * step})
+            for step in (4, 6, 5)
+        ]
+        put_rows(stored(tmp_path, name, best=metric), sorted(rows, key=lambda row: row.step))
+    compared = raytrain.compare(["a", "b"], storage=str(tmp_path))
+    assert [(run.best_metric, run.best_value) for run in compared] == [
+        ("loss", pytest.approx(0.2)),
+        ("accuracy", pytest.approx(0.6)),
+    ]
+    lines = shown(comparison_page([read_run(str(tmp_path), name) for name in ("a", "b")]))
+    assert ["best", "loss", "0.2000", "accuracy", "0.6000"] in lines
 
 
 def test_a_sweep_stands_for_its_trials_in_a_comparison(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def tree(folder: Path, *classes: str, count: int = 6) -> Path:
     return folder
 
 
-def options(data: Path, storage: Path, **more: str) -> TrainConfig:
+def options(data: Path, storage: Path, **more: Any) -> TrainConfig:
     half = (0.5, 0.5, 0.5)
     return TrainConfig(
         data=str(data),
@@ -40,7 +41,7 @@ def options(data: Path, storage: Path, **more: str) -> TrainConfig:
         learning_rate=1,
         mean=half,
         std=half,
-        **more,  # pyright: ignore[reportArgumentType]
+        **more,
     )
 
 
@@ -80,18 +81,37 @@ def test_a_label_file_that_is_given_back_has_the_same_images_in_each_part(suffix
     store, data = trained(config)
     output = f"{tmp_path}/labels.{suffix}"
     ranked = check_can_rank(config, rank_labels(config, store, data))
-    assert write_labels(ranked, data, output) == {"--labels": output}
+    assert write_labels(ranked, data, output, config) == {"--labels": output}
     again = open_dataset(options(tmp_path / "images", tmp_path / "others", labels=output))
     for before, after in ((data.train, again.train), (data.validation, again.validation)):
         assert after.keys.to_pylist() == before.keys.to_pylist()
         assert after.labels.tolist() == before.labels.tolist()
 
 
+def test_a_label_file_that_is_given_back_keeps_groups_and_the_names_of_columns(tmp_path: Path) -> None:
+    images = tree(tmp_path / "images", "cat", "dog")
+    paths = sorted(file.relative_to(images).as_posix() for file in images.rglob("*.png"))
+    rows = [f"{path},{path[:3]},{'abcd'[number % 4]}" for number, path in enumerate(paths)]
+    (tmp_path / "own.csv").write_text("\n".join(["file,kind,patient", *rows]) + "\n")
+    columns: dict[str, Any] = {"key_column": "file", "label_column": ("kind",), "group_by": "patient"}
+    columns["validation_fraction"] = 0.25
+    config = options(images, tmp_path / "runs", labels=f"{tmp_path}/own.csv", **columns)
+    store, data = trained(config)
+    output = tmp_path / "labels.csv"
+    write_labels(check_can_rank(config, rank_labels(config, store, data)), data, str(output), config)
+    groups = dict(zip(paths, ("abcd"[number % 4] for number in range(len(paths))), strict=True))
+    written = list(csv.DictReader(output.open()))
+    assert {row["file"]: row["patient"] for row in written} == groups
+    again = open_dataset(options(images, tmp_path / "others", labels=str(output), **columns))
+    assert again.train.keys.to_pylist() == data.train.keys.to_pylist()
+    assert again.validation.labels.tolist() == data.validation.labels.tolist()
+
+
 def test_a_corrected_label_counts(tmp_path: Path) -> None:
     config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
     store, data = trained(config)
     file = tmp_path / "labels.csv"
-    write_labels(check_can_rank(config, rank_labels(config, store, data)), data, str(file))
+    write_labels(check_can_rank(config, rank_labels(config, store, data)), data, str(file), config)
     rows = list(csv.DictReader(file.open()))
     rows[0]["label"] = "ox"
     with file.open("w") as opened:
@@ -106,7 +126,8 @@ def test_held_out_images_of_another_folder_have_a_file_of_their_own(tmp_path: Pa
     held_out = str(tree(tmp_path / "held-out", "cat", "dog", count=2))
     config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs", validation_data=held_out)
     store, data = trained(config)
-    files = write_labels(check_can_rank(config, rank_labels(config, store, data)), data, f"{tmp_path}/labels.csv")
+    ranked = check_can_rank(config, rank_labels(config, store, data))
+    files = write_labels(ranked, data, f"{tmp_path}/labels.csv", config)
     assert files == {"--labels": f"{tmp_path}/labels.csv", "--validation-labels": f"{tmp_path}/labels-validation.csv"}
     more = {"labels": files["--labels"], "validation_labels": files["--validation-labels"]}
     again = open_dataset(options(tmp_path / "images", tmp_path / "others", validation_data=held_out, **more))

@@ -90,7 +90,7 @@ def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -
     monitor.request_stop(StopReason("signal", "SIGINT"))
     progress = Progress(step=50, samples_seen=400, validation_accuracy=0.75, validation_loss=0.5, evaluated_step=40)
     outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
-    result = recorder.result(outcome, monitor.snapshot(), num_workers=2)
+    result = recorder.result(outcome, monitor.snapshot(), num_workers=2, best_metric="accuracy")
     monitor.finish(outcome.status, result)
     recorder.conclude(result, monitor.snapshot())
     assert (result.status, result.epochs, result.stop_reason) == ("stopped", 1.25, StopReason("signal", "SIGINT"))

@@ -5,6 +5,7 @@ Stand-ins train, so that no process starts.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from raytrain import TrainConfig, UsageError
 from raytrain.display.terminal import startup_lines
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
+from raytrain.experiments.optuna_study import SweepStudy
+from raytrain.experiments.search_space import parse
 from raytrain.experiments.trial_results import SweepResult, is_stopped_early
 from raytrain.experiments.trials import PLAN, plan_sweep, read_sweep
 from raytrain.launch.placement import Hardware
@@ -250,6 +253,10 @@ def test_a_log_that_does_not_fit_the_trials_is_begun_anew(
         ({"sampler": "tpe", "trials": 2, "vary": "epochs=0..2"}, "--epochs is 0; it must be at least 1"),
         ({"vary": "seed=1,2", "workers": 65}, "--workers is 65, and this machine has 1 CPUs; ask for at most 4"),
         ({"vary": "seed=1,2", "track": ("tensorbord",)}, "There is no tracker 'tensorbord'"),
+        (
+            {"vary": "best=loss,accuracy", "best": "auroc"},
+            "--best auroc compares the trials, and those with best=loss do not measure it; add --metrics auroc",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
@@ -259,6 +266,55 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         swept(Trainer(), **{"vary": VARY[0], **asked})
     assert sentence in str(raised.value)
     assert not list(tmp_path.glob("runs/tried*"))
+
+
+def test_a_run_that_has_the_name_of_a_trial_is_not_taken_for_it(
+    swept: Callable[..., SweepResult], tmp_path: Path
+) -> None:
+    write_config(run_store(str(tmp_path / "runs"), "tried-01"), TrainConfig(batch_size=1))
+    trainer = Trainer()
+    with pytest.raises(UsageError, match=r"A run called 'tried-01' is in .* already; choose another --name"):
+        swept(trainer, vary=VARY[0], trials=2, sampler="tpe")
+    assert trainer.started == []
+
+
+def test_the_sampler_learns_of_trials_that_their_own_options_stop_and_none_trains_again(
+    swept: Callable[..., SweepResult], tmp_path: Path
+) -> None:
+    class Patient(Trainer):
+        def _train(self, config: TrainConfig, request: TrainRequest) -> TrainResult:
+            request.signals.request_stop(StopReason("patience", metric="loss", count=1))
+            return super()._train(config, request)
+
+    swept(Patient(), vary=VARY[0], trials=3, sampler="tpe")
+    assert (tmp_path / "runs" / "tried" / STUDY).read_text().count("ended") == 3
+    again = Trainer()
+    swept(again, resume=True)
+    assert again.started == []
+
+
+def test_the_study_knows_of_trials_that_diverged_also_after_a_resume(tmp_path: Path) -> None:
+    def study(*, is_resumed: bool = False) -> SweepStudy:
+        return SweepStudy(
+            run_store(str(tmp_path), "tried"),
+            parse(VARY[:1]),
+            sampler="tpe",
+            pruner="median",
+            seed=0,
+            is_lower_better=True,
+            num_epochs=4,
+            is_resumed=is_resumed,
+        )
+
+    first = study()
+    for number, value in enumerate((math.inf, math.nan, 0.5)):
+        assert first.choose(lambda point: True) is not None
+        first.is_worse(number, 1, value)
+    first.end(0, None, is_pruned=True)
+    first.close()
+    assert study(is_resumed=True).choose(lambda point: True) == first.choose(lambda point: True)
+    log = (tmp_path / "tried" / STUDY).read_text()
+    assert '"ended", "trial": 0, "value": null, "pruned": true' in log
 
 
 def test_a_sweep_is_resumed_with_its_own_sampler(swept: Callable[..., SweepResult], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.cli.commands import COMMANDS
+from raytrain.experiments.scaling import Compared
 from raytrain.experiments.sweep import sweep
 from raytrain.experiments.trial_results import best_first, is_over, stored_result
-from raytrain.experiments.trial_run import EarlyStopping
+from raytrain.experiments.trial_run import EarlyStopping, Judge
 from raytrain.experiments.trials import Trial, check_names_free, plan_sweep, trials_of, write_sweep
 from raytrain.launch.train import train
 from raytrain.runs.documents import METRICS, SUMMARY, run_store, write_config, write_json
@@ -61,6 +63,11 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     [
         ({"status": "finished"}, True),
         ({"status": "stopped", "stop_reason": {"kind": "early_stopping", "value": 0.1}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "patience", "metric": "accuracy", "count": 3}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "target", "detail": "accuracy=0.9"}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "time", "detail": "1h"}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "cost", "detail": "5"}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "tracker", "detail": "wandb"}}, False),
         ({"status": "stopped", "stop_reason": {"kind": "signal", "detail": "SIGINT"}}, False),
         ({"status": "failed", "error": "boom"}, False),
         ({}, False),
@@ -95,7 +102,7 @@ def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) ->
     with pytest.raises(UsageError, match="'rates-00' is not a sweep"):
         plan_sweep(config(tmp_path, name="rates-00", resume=True), [], None)
     with pytest.raises(UsageError, match=r"'rates-00' is in .* already"):
-        check_names_free(trials(tmp_path))
+        check_names_free(plan_sweep(config(tmp_path), VARY, None), str(tmp_path), "rates")
     with pytest.raises(UsageError, match="'rates' is a sweep"):
         train(options)
 
@@ -111,6 +118,26 @@ def test_the_upper_half_passes_each_rung_whoever_comes_first() -> None:
     assert not early.is_worse("better", 4, 0.6)
     assert early.is_worse("first", 5, 0.5)
     assert not early.is_worse("better", 8, 0.1), "nobody came as far before"
+
+
+def test_a_trial_whose_metric_is_nan_is_worse_than_any_other_and_no_measure_for_it() -> None:
+    judge = Judge(Compared("loss", is_lower_better=True), EarlyStopping(num_epochs=16), study=None)
+    assert not judge.is_worse(0, "nan", 2, math.nan), "it is the first"
+    assert not judge.is_worse(1, "poor", 2, 9.0)
+    assert judge.is_worse(2, "nan too", 2, math.nan)
+    assert judge.is_worse(3, "poorer", 2, 10.0)
+
+
+def test_chance_tries_each_point_on_all_folds(tmp_path: Path) -> None:
+    vary = ["learning-rate=log:0.01..1", "validation-fold=1/3,2/3,3/3"]
+    planned = plan_sweep(config(tmp_path), vary, 2)
+    rates, folds = zip(*(point.values() for point in planned.points), strict=True)
+    assert folds == ("1/3", "2/3", "3/3") * 2 and len(set(rates[:3])) == len(set(rates[3:])) == 1
+
+    store = run_store(str(tmp_path), "rates")
+    write_config(store, config(tmp_path))
+    write_sweep(store, planned)
+    assert plan_sweep(config(tmp_path, resume=True), vary, 2) == planned, "the same words resume it"
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1, 2, 3])

@@ -152,6 +152,19 @@ def test_mlflow_takes_odd_values_long_names_and_many_rows(store: Store, mlflow: 
     assert len(values) == 1500
 
 
+def test_trials_that_make_the_experiment_at_the_same_time_share_it(
+    store: Store, mlflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [place] = tracked(store, ["mlflow"], step_rows(1, 2))
+    find, answers = type(mlflow).get_experiment_by_name, [None]
+    monkeypatch.setattr(  # as if it were made right after the question
+        type(mlflow), "get_experiment_by_name", lambda self, name: answers.pop() if answers else find(self, name)
+    )
+    other = MLflowTracker(TrackedRun("other", store))
+    experiments = {mlflow.get_run(id).info.experiment_id for id in (run_id(place), other.run_id)}
+    assert len(experiments) == 1 and not answers
+
+
 def test_mlflow_never_continues_a_run_that_is_not_this_runs(store: Store, mlflow: Any) -> None:
     theirs = mlflow.create_run("0", run_name="precious").info.run_id
     write_json(store, "trackers/mlflow.json", {"id": theirs, "step": 2})

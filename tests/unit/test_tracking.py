@@ -13,7 +13,7 @@ import pytest
 
 import raytrain
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.runs.documents import METRICS, run_store, write_config
+from raytrain.runs.documents import METRICS, SWEEP, run_store, write_config, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, write_status
@@ -30,8 +30,8 @@ def store(tmp_path: Path) -> Store:
     return run_store(str(tmp_path), "first")
 
 
-def stored_run(storage: Path, rows: list[MetricRow], status: str = "finished") -> Store:
-    store = run_store(str(storage), "first")
+def stored_run(storage: Path, rows: list[MetricRow], status: str = "finished", name: str = "first") -> Store:
+    store = run_store(str(storage), name)
     write_config(store, options())
     write_status(store, RunStatus(status=status, step=10, num_steps=10))
     store.put(METRICS, b"".join(json.dumps(row.to_json()).encode() + b"\n" for row in rows))
@@ -265,6 +265,20 @@ def test_only_a_run_that_is_over_is_sent_later(tmp_path: Path) -> None:
     stored_run(tmp_path, step_rows(1, 5))
     with pytest.raises(RaytrainError, match="tracker Failing failed"):
         raytrain.track("first", [Failing()], storage=str(tmp_path))
+
+
+@pytest.mark.not_quick
+def test_a_sweep_stands_for_its_trials_which_are_shown_together(tmp_path: Path) -> None:
+    sweep = stored_run(tmp_path, [], name="rates")
+    write_json(sweep, SWEEP, {"vary": ["seed=0,1,2"], "points": [{"seed": number} for number in range(3)]})
+    for name in ("rates-00", "rates-01", "rates-of-others"):  # the third trial has not started
+        stored_run(tmp_path, step_rows(1, 5), name=name)
+    result = raytrain.track("rates", "tensorboard", storage=str(tmp_path))
+    assert (result.rows, result.trackers) == (10, ["tensorboard"])
+    assert result.places == [f"tensorboard --logdir {tmp_path}/rates/tensorboard"]
+    assert {file.parent.name for file in tmp_path.rglob("events.*")} == {"rates-00", "rates-01"}
+    with pytest.raises(UsageError, match="'rates' is a sweep, and an object takes one run; name trackers"):
+        raytrain.track("rates", Recorder(), storage=str(tmp_path))
 
 
 def test_a_tracker_that_needs_much_cpu_gets_its_rows_in_larger_groups() -> None:

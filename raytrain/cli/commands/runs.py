@@ -88,6 +88,8 @@ def track(
 ) -> CommandResult:
     """Send the metrics of a run that is over, and its last checkpoint, to trackers, as far as they lack them.
 
+    A sweep stands for its trials, which the trackers show together.
+
     Example: raytrain track first --track mlflow
     """
     return CommandResult(None, raytrain.track(run, track, storage=storage).summary())

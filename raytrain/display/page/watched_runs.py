@@ -14,8 +14,9 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import run_info_json
 from raytrain.errors import RaytrainError, StorageError
+from raytrain.experiments.compare import compared_by
 from raytrain.experiments.find_rate import stored_suggestion
-from raytrain.experiments.scaling import ACCURACY, Compared
+from raytrain.experiments.scaling import Compared
 from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
@@ -37,12 +38,9 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options
 from raytrain.runs.status import read_status
-from raytrain.training.evaluation_metrics import is_lower_better
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from raytrain.config import TrainConfig
 
 _NUM_CURVES, _NUM_POINTS = 100, 200  # that the list of runs shows
 _READ_EVERY_S = 1.0
@@ -125,7 +123,7 @@ class WatchedRuns:
             {
                 "suspicious": suspicious,
                 "config": config,
-                "metric": _metric_json(_compared(config)),
+                "metric": _metric_json(compared_by(config)),
                 "unused_options": unused,
                 "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
@@ -232,7 +230,7 @@ class HomeRuns(StoredRuns):
                 {
                     **run_info_json(run),
                     "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
-                    "metric": _metric_json(self._compared.setdefault(run.name, _compared(run.config))),
+                    "metric": _metric_json(self._compared.setdefault(run.name, compared_by(run.config))),
                     "measured": self._measured(run) if number < _NUM_CURVES else [],
                 }
                 for number, run in enumerate(runs)
@@ -249,16 +247,6 @@ class HomeRuns(StoredRuns):
                 curve = plain([row.metrics.get(metric) for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
             self._curves[run.name] = run.status.heartbeat_at, curve
         return curve
-
-
-def _compared(config: TrainConfig | None) -> Compared:
-    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read."""
-    if config is None:
-        return ACCURACY
-    is_lower = False
-    with suppress(RaytrainError, ImportError):  # a class of torchmetrics that is not there
-        is_lower = is_lower_better(config.best_metric, config)
-    return Compared(config.best_metric, is_lower)
 
 
 def _metric_json(metric: Compared) -> dict[str, Any]:
