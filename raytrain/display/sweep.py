@@ -205,7 +205,8 @@ def _conclusion(result: SweepResult, about: str, storage: str, picture: str | No
     """
     if picture is not None:
         again = shell_command("compare", result.name, storage=storage)
-        yield Text(f"All curves are in the picture {one_line(picture)}, and in: {one_line(again)}")
+        yield Text(f"All curves are in the picture {one_line(picture)}. They are also shown by")
+        yield command_line(again)
     if result.best is not None:
         store = run_store(storage, result.best)
         yield Text.assemble("The best is ", (result.best, "bold"), about)

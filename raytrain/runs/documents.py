@@ -115,7 +115,7 @@ def check_name(name: str) -> str:
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
         raise UsageError(
             f"--name is {name!r}{hint}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
-            "digit."
+            "digit; the letters are a to z and A to Z."
         )
     return name
 

@@ -263,10 +263,15 @@ class DriverLog(LogCopies):
         return [LogFile(self._path, self._name)]
 
     def write(self, text: str) -> None:
-        """Add to the log, as a stream does."""
+        """Add to the log, as a stream does, until the log has ended.
+
+        Libraries keep the stream that :mod:`sys` had when they were imported: colorama, which Ray brings, writes to it
+        once more when the process ends.
+        """
         with self._writing:
-            self._file.write(text)
-            self._file.flush()
+            if not self._file.closed:
+                self._file.write(text)
+                self._file.flush()
 
 
 class _Tee:

@@ -63,6 +63,15 @@ def test_what_handlers_of_loggers_print_is_kept_once(store: Store, capsys: pytes
     assert capsys.readouterr().err == "there is no GPU\nover\n"
 
 
+def test_a_stream_that_a_library_has_kept_prints_after_the_log_has_ended(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DriverLog(store):
+        kept_by_colorama = sys.stdout
+    print("reset", file=kept_by_colorama)
+    assert capsys.readouterr().out == "reset\n" and kept(store) == ""
+
+
 def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,12 @@ def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_r
     assert [line.split("raytrain ")[1].split()[0] for line in commands if " --trust" in line] == needs_it
 
 
+def test_the_command_that_shows_all_curves_can_be_copied_from_a_narrow_screen() -> None:
+    seen = text(results_table(result(), custom(), "/home/me/runs/rates/sweep.png"), width=60)
+    commands = [line.rstrip() for line in seen.splitlines() if line.startswith("  ")]
+    assert any(line.endswith("raytrain compare rates") for line in commands)
+
+
 def test_no_value_is_cut_on_a_narrow_screen() -> None:
     lines = text(results_table(result(), custom()), width=80).splitlines()
     rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
