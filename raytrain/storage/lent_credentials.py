@@ -46,10 +46,13 @@ class CredentialBroker:
     """Hold the credentials that the driver lent last for each cloud, in the memory of this process.
 
     Who asks for some that have expired waits up to 10 s for others: if the machine has slept, the driver lends again.
+    If it does not, they are revoked, or their source has failed: then nobody waits for these any more. Each request of
+    a store would, and a run that has to end with a sentence would take hours.
     """
 
     def __init__(self) -> None:
         self._lent: dict[str, BucketCredentials | None] = {}
+        self._given_up: dict[str, BucketCredentials | None] = {}  # those that were not replaced within 10 s
         self._changed = threading.Condition()
         self._ticket: str | None = None
 
@@ -69,10 +72,15 @@ class CredentialBroker:
 
     def source(self, cloud: str) -> BucketCredentials | None:
         """Return the lent credentials of a cloud. This method is the ``LentCredentials`` of stores in this process."""
+
+        def is_settled() -> bool:
+            lent = self._lent.get(cloud)
+            return lent is None or not lent.have_expired or lent is self._given_up.get(cloud)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (lent := self._lent.get(cloud)) is None or not lent.have_expired, _RENEWED_WITHIN_S
-            )
+            if not self._changed.wait_for(is_settled, _RENEWED_WITHIN_S):
+                self._given_up[cloud] = self._lent.get(cloud)
+                self._changed.notify_all()
             return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -118,6 +119,32 @@ def test_credentials_that_expire_while_the_machine_sleeps_are_replaced(resolver:
         lender.lend_if_due()
         assert [each.result(60) for each in asked] == [after.fields(), after]
     assert cache()["access_key_id"] == "ASIAAFTER"
+
+
+def test_nobody_waits_twice_for_keys_that_nobody_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(self: threading.Condition, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        waits.append(timeout)
+        return False
+
+    monkeypatch.setattr(lent_credentials, "_RENEWED_WITHIN_S", 0.01)
+    broker, expired = CredentialBroker(), datetime.now(timezone.utc) - timedelta(hours=1)
+    broker.lend(TICKET, "s3", (revoked := Credentials("ASIAREVOKED", "s", "t", expired)).fields())
+    assert broker.source("s3") == revoked
+    with monkeypatch.context() as second:
+        second.setattr(threading.Condition, "wait", wait)
+        assert [broker.source("s3") for _ in range(3)] == [revoked] * 3
+        assert not waits, "a store asks for each of its requests"
+
+    # Others that have expired may be replaced, too.
+    broker.lend(TICKET, "s3", Credentials("ASIAOTHER", "s", "t", expired).fields())
+    with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patient:
+        patient.setattr(lent_credentials, "_RENEWED_WITHIN_S", 60.0)
+        asked = threads.submit(broker.source, "s3")
+        broker.lend(TICKET, "s3", KEYS.fields())
+        assert asked.result(60) == KEYS
 
 
 def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:
