@@ -78,8 +78,8 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
     train_bytes, validation_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
         raise UsageError(
-            f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e6:,.0f} MB there while a "
-            f"machine has {memory_bytes / 1e6:,.0f} MB for them; use --cache auto."
+            f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e9:.2f} GB there while a "
+            f"machine has {memory_bytes / 1e9:.2f} GB for them; use --cache auto."
         )
     plan = data.plan(config)
     as_files = data.train_format.as_files

@@ -46,7 +46,7 @@ from raytrain.training.protocols import Worker
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
-_SMALL = 1 << 15  # numbers: the time of a gradient that is smaller goes into calls, not into its numbers
+_SMALL = 1 << 15  # numbers in a gradient; for fewer, the calls take longer than the arithmetic
 HOOK_NOTE = (
     "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what "
     "it changes depends on the number of workers; change parameter.grad after backward(), or use "
@@ -252,8 +252,9 @@ class ExactGradients:
 class Bucket:
     """Parameters of one kind, whose gradients travel in one tensor.
 
-    Memory that is new to the process costs a page fault for each 4 KiB, as much time as all that is computed here. So
-    the tensor is kept, and used again unless the loop still has a gradient of the backward before.
+    On a CPU, memory that is new to the process costs a page fault for each 4 KiB, as much time as all that is computed
+    here. So the tensor is kept there, and used again unless the loop still has a gradient of the backward before. Torch
+    keeps the memory of a GPU itself.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -282,11 +283,11 @@ class Bucket:
         """
         if not self._is_ready:
             self._renew()
-        view, counts = self._views[parameter], isinstance(factor, Tensor) or factor
+        view, is_used = self._views[parameter], isinstance(factor, Tensor) or factor
         if parameter in self.arrived:
             self.write_small()
-            view.add_(gradient * factor if counts else 0.0)
-        elif not counts:
+            view.add_(gradient * factor if is_used else 0.0)
+        elif not is_used:
             view.zero_()
         elif gradient.numel() < _SMALL:
             self._small.append((view, gradient))
@@ -362,20 +363,20 @@ class Bucket:
 
     def _empty(self) -> None:
         self.work, self._is_ready, self._views, self._small = None, False, {}, []
-        self._flags = torch.empty(0)  # it was a part of the tensor
+        self._flags = torch.empty(0)  # the old ones are a view of the tensor, and would count as its user
+        if self._flat is not None and not self._flat.is_cpu:
+            self._flat = None
         self.arrived.clear()
         self.arrived_now.clear()
 
 
 def _is_shared(flat: Tensor) -> bool:
-    """Return whether anything has memory of ``flat`` but itself; True for a GPU, whose memory torch keeps anyway.
+    """Return whether anything uses the memory of ``flat`` but itself; True if this torch does not say.
 
-    A parameter's gradient, a copy of the loop's that shares its memory, and the graph of another backward all do.
+    Users are a parameter's gradient, a view of it, NumPy's arrays, and what a graph has saved for a backward.
     """
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or not flat.is_cpu:
-        return True
-    return count(flat.untyped_storage()._cdata) > 2  # the tensor, and what untyped_storage() returned
+    return count is None or count(flat.untyped_storage()._cdata) > 2  # the tensor, and what untyped_storage() returned
 
 
 def _split_into_buckets(parameters: Sequence[Tensor]) -> Iterator[Bucket]:

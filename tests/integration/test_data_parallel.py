@@ -224,8 +224,15 @@ def named_samples() -> dict[str, Tensor]:
 
 
 def compiled() -> dict[str, Tensor]:
-    """Called through ``torch.compile``, which compiles again on a process that gets another number of images."""
-    model = raytrain.parallel(network())
+    """Called through ``torch.compile``, which compiles again on a process that gets another number of images.
+
+    The collectives of several batch norms, one of which has no weight, come in one order also without images.
+    """
+    torch.manual_seed(0)
+    norms = nn.BatchNorm2d(5), nn.BatchNorm2d(6, affine=False), nn.BatchNorm2d(4)
+    convolutions = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 6, 2), nn.Conv2d(6, 4, 2)
+    layers = (layer for pair in zip(convolutions, norms, strict=True) for layer in (*pair, nn.ReLU()))
+    model = raytrain.parallel(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 4)).double())
     call, optimizer = torch.compile(model, backend="aot_eager"), SGD(model.parameters(), lr=0.1)
     for images, labels, _ in slices(3):
         optimizer.zero_grad()

@@ -53,32 +53,30 @@ def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str
         looked.check()
 
 
+def check_at(times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check at each of these times, in seconds, workers that may wait for 40 s."""
+    checked = wanted()
+    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
+    monkeypatch.setattr(capacity_check.time, "monotonic", map(float, times).__next__)
+    monkeypatch.setattr(checked._throttle, "due", lambda name, every_s: True)
+    for _ in times:
+        checked.check()
+
+
 def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
     table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
-    looks = iter([100.0, 105.0, 125.0, 145.0])
-    looked = wanted()
-    monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
-    monkeypatch.setattr(looked._throttle, "due", lambda name, every_s: True)
     table["1f" + OURS] = {"state": "PENDING"}
-    for _ in range(3):
-        looked.check()
+    check_at([100, 105, 125], monkeypatch)
     with pytest.raises(UsageError, match="no room for 2 workers"):
-        looked.check()
+        check_at([100, 105, 125, 145], monkeypatch)
 
 
 def test_the_time_for_which_a_head_was_silent_does_not_count(
     table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
-    looks = iter([100.0, 105.0, 400.0, 405.0])
-    looked = wanted()
-    monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
-    monkeypatch.setattr(looked._throttle, "due", lambda name, every_s: True)
     table["1f" + OURS] = {"state": "PENDING"}
-    for _ in range(4):
-        looked.check()
+    check_at([100, 105, 400, 405], monkeypatch)
 
 
 def test_gpus_of_a_type_are_named(table: dict[str, dict[str, str]]) -> None:
