@@ -41,6 +41,7 @@ import numpy.typing as npt
 
 from raytrain.config.user_code import describe
 from raytrain.data.blocks import Block, Files, lend
+from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.machine import cores
@@ -244,6 +245,7 @@ class _Server:
 
     def serve(self, num_threads: int) -> None:
         """Read what the worker asks for, in ``num_threads`` threads, until it says that this is the end, or ends."""
+        keep_freed_memory()
         for _ in range(num_threads):
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raytrain.config.child_processes import send_own_code
 from raytrain.config.user_code import describe, restart_may_help, users_line
+from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import Note
 from raytrain.runs.documents import UNUSED_OPTIONS, write_json
@@ -26,7 +27,6 @@ from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.evaluation import check_evaluation, evaluate_prepared
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_source import remember_source_lines
-from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
 from raytrain.training.precision import precision_warning, set_gpu_products

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import Size, training_size
+from raytrain.data.blocks import Buffers
 from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import crop_boxes, crop_numbers
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
@@ -46,6 +47,7 @@ class Augment:
         by_channel = torch.tensor([config.mean, config.std], dtype=torch.float64)[:, :, None, None]  # (2, C, 1, 1)
         self.scale = (1 / (255 * by_channel[1])).to(self.dtype)  # x·scale + shift = (x/255 - mean) / std
         self.shift = (-by_channel[0] / by_channel[1]).to(self.dtype)
+        self._buffers = Buffers()
 
     def train(self, images: Tensor, draws: Int64s, epoch: int) -> Tensor:
         """Augment and normalise the images of ``draws``, int64 (B,), for ``epoch``."""
@@ -92,12 +94,17 @@ class Augment:
     def _normalise(self, pixels: Tensor, inside: Tensor | None = None) -> Tensor:
         """Convert to the network's dtype and memory format; pixels that are not ``inside`` become 0."""
         self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
-        planes = (
-            pixels.to(self.dtype, memory_format=torch.contiguous_format, copy=True).mul_(self.scale).add_(self.shift)
-        )
+        planes = self._room_for(pixels).copy_(pixels).mul_(self.scale).add_(self.shift)
         if inside is not None:
             planes.mul_(inside)
         return planes.contiguous(memory_format=self.memory_format)  # last: broadcasting over three channels is slow
+
+    def _room_for(self, pixels: Tensor) -> Tensor:
+        """Return a tensor of their shape, of undefined content; on a CPU, in the memory of a batch that nobody has."""
+        if pixels.device.type != "cpu":
+            return torch.empty(pixels.shape, dtype=self.dtype, device=pixels.device)
+        room = self._buffers.take((pixels.numel() * self.dtype.itemsize,))
+        return torch.from_numpy(room).view(self.dtype).view(pixels.shape)
 
 
 def _within(index: Tensor, size: int) -> Tensor:

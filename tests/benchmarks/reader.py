@@ -9,6 +9,7 @@ of raytrain.train leave out its start, while which it reads ahead; those of the 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,7 +39,7 @@ def measure(bench: Bench) -> Report:
         served = bench.scratch / kind
         for bucket in ("raytrain", "litdata"):
             (served / bucket).mkdir(parents=True)
-        (served / "images").symlink_to(images)
+        shutil.copytree(images, served / "images")  # the server follows no link
         with S3Server(served) as server:
             on_server = dataclasses.replace(bench, environment=bench.environment | server.environment())
             on_server.alone(Side(pack_both, {"images": str(images)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from raytrain.loader.decoders import Decoders, Report
 from raytrain.runs.metric_row import SkippedImage
 
 ROWS, ROW_BYTES = 3, 4
-FAILS, FAILS_STRANGELY, DIES = 100, 200, 300
+FAILS, FAILS_STRANGELY, DIES, COUNTS_PAGES = 100, 200, 300, 400
 
 
 class Recorder:
@@ -52,6 +53,8 @@ class Reader:
             raise Strange("out of order", threading.Lock())
         if draws[0] == DIES:
             os.kill(os.getpid(), signal.SIGSEGV)
+        if draws[0] == COUNTS_PAGES:
+            return Block(np.zeros((len(draws), 2, 2, 1), np.uint8), np.full(len(draws), _new_pages()), draws)
         assert pixels is not None
         images = pixels[: len(draws) * ROW_BYTES].reshape(len(draws), 2, 2, 1)
         images[:] = draws[:, None, None, None] + epoch
@@ -60,6 +63,16 @@ class Reader:
 
     def read_ahead(self) -> None:
         pass
+
+
+def _new_pages() -> int:
+    """Return the pages that the system gives to this process for a few photographs of 640 KB."""
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            photographs = [np.full(640 << 10, 1, np.uint8) for _ in range(3)]
+            del photographs
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def open_readers(report: Report) -> list[Reader]:

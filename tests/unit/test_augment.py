@@ -154,6 +154,14 @@ def test_grey_images_have_one_channel() -> None:
     assert grey.train(images()[..., :1], SAMPLES, 0).shape == (40, 1, 12, 16)
 
 
+def test_the_memory_of_a_batch_is_used_again_once_nobody_has_it() -> None:
+    plain = augment()
+    kept = plain.evaluate(images())[3:5]
+    addresses = {plain.evaluate(255 - images()).data_ptr() for _ in range(20)}
+    torch.testing.assert_close(kept, plain.evaluate(images())[3:5], rtol=0, atol=0)
+    assert len(addresses) == 1
+
+
 def test_the_random_numbers_are_those_of_splitmix64() -> None:
     # First outputs of the published generator for seed 1234567, https://prng.di.unimi.it/splitmix64.c
     words = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from raytrain.errors import UsageError
 from raytrain.loader.decoders import DecoderKilled
 from raytrain.runs.metric_row import SkippedImage
 from tests.helpers.decoder_reading import (
+    COUNTS_PAGES,
     DIES,
     FAILS,
     FAILS_STRANGELY,
@@ -57,6 +59,11 @@ def test_memory_is_used_again_once_nobody_has_it(reading: Reading) -> None:
         addresses.add(block(reading, first).result(60).images.ctypes.data)
     np.testing.assert_array_equal(kept[:, 0, 0, 0], [1, 2])
     assert len(addresses) < 39
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+def test_a_process_keeps_the_memory_of_photographs(reading: Reading) -> None:
+    assert block(reading, COUNTS_PAGES).result(60).labels[0] < 1000
 
 
 def test_threads_that_ask_at_once_get_what_they_asked_for(reading: Reading) -> None:

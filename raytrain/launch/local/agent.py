@@ -40,7 +40,6 @@ from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
-from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
@@ -151,7 +150,6 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
     config, num_workers, attempt = spec.config, inputs.num_workers, os.environ["TORCHELASTIC_RESTART_COUNT"]
     loads = config.worker_load or (1.0,) * num_workers
     isolated = config.resume or attempt != "0"  # an image may have ended the run, or its workers, before
-    keep_freed_memory()  # in the processes that decode, too
     with MachineBatches(inputs.data, spec.plan, rank, loads, inputs.cache, reporter, isolated=isolated) as source:
         # Not before those processes are forked: a user's file may start threads when it is imported.
         spec = spec.with_functions()
