@@ -36,6 +36,7 @@ from pathlib import Path
 from tests.helpers.small_runs import loop_with
 
 FOLDER = Path({folder!r})
+STEP = FOLDER / (FOLDER / "start").read_text()  # workers of a killed driver may train on for a while
 
 def is_asked(wish):
     try:
@@ -47,7 +48,7 @@ def is_asked(wish):
 def before_step(run, batch):
     time.sleep(0.25)  # Slow enough for faults to happen in between.
     if run.rank == 0:
-        (FOLDER / "step").write_text(str(batch.step))
+        STEP.write_text(str(batch.step))
     if is_asked("print"):
         print(",".join(f"http://10.0.0.5:9000/images/{{number:08d}}.jpg" for number in range(26_000)), flush=True)
     if is_asked("raise"):
@@ -69,6 +70,7 @@ class Soaked:
     folder: Path
     environment: dict[str, str]
     workers: int = 2
+    starts: int = 0
     met: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -105,13 +107,17 @@ class Soaked:
             "--json",
             *more,
         ]
-        (self.folder / "step").write_text("")
+        # Each start has a file of its own for its step.
+        self.starts += 1
+        self._step = self.folder / f"step-{self.name}-{self.starts}"
+        self._step.write_text("")
+        (self.folder / "start").write_text(self._step.name)
         self.log = (self.folder / f"{self.name}.log").open("a+")
         self.driver = subprocess.Popen(command, env=self.environment, stdout=self.log, stderr=self.log)
 
     @property
     def step(self) -> int:
-        return int((self.folder / "step").read_text() or -1)
+        return int(self._step.read_text() or -1)
 
     @property
     def over(self) -> bool:
