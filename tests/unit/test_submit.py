@@ -386,8 +386,9 @@ def served(answer: dict[str, str]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("", "Give the command after --"),
-        ("stop first", "Give the command after --"),
+        ("", "Give train or sweep after --, such as"),
+        ("trian cifar10", "Give train or sweep after --, not trian (did you mean train?), such as"),
+        ("stop first", "Give train or sweep after --, not stop"),
         ("train cifra10 --data s3://b/x", "There is no recipe 'cifra10'"),
         ("train cifar10 --data s3://b/x --storage s3://b/r --epochs 0", "--epochs is 0"),
         ("train cifar10 --data s3://b/x --storage s3://b/r --address auto", "--address is the job server's"),

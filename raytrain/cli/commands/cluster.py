@@ -15,7 +15,7 @@ from raytrain.cli.command import Address, CommandResult, Flag, Storage
 from raytrain.cli.commands.training import sweep, train
 from raytrain.cli.parser import config_file_of, parse
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.runs.redact import one_line, printable
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def submit(
     # The options are checked here, rather than minutes later on the cluster.
     commands = {"train": train, "sweep": sweep}
     if not command or command[0] not in commands:
+        wrong = f", not {command[0]}{did_you_mean(command[0], commands)}" if command else ""
         raise UsageError(
-            "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
+            f"Give train or sweep after --{wrong}, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
         )
     options = parse(command, commands).keywords
     config: TrainConfig = options["config"]
