@@ -45,7 +45,7 @@ class SuspiciousPictures:
         if not labels or labels == self._written:
             return
         train = self._data.train
-        with suppress(RaytrainError):  # a picture is not worth the run
+        with suppress(RaytrainError, OSError, RuntimeError):  # a picture is not worth the run; no process may start
             # Those that are in memory are not read again: most stay the same from one evaluation to the next.
             samples = [label.sample for label in labels]
             self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}

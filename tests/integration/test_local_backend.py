@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -155,6 +156,20 @@ def test_a_killed_agent_costs_a_restart_and_nothing_else(
     torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
     assert "the process that starts the workers was killed by SIGKILL" in Path(tmp_path, "run/events.jsonl").read_text()
     assert [each for each in processes() if each not in before] == []
+
+
+def killing_its_agent(run: Run) -> None:
+    killed = Path(run.config.storage) / "killed"
+    for _ in train_on(run):
+        if run.rank == 0 and not killed.exists():
+            killed.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)  # cut short: a worker ends with its agent
+
+
+def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(data: Path, tmp_path: Path) -> None:
+    result = raytrain.train(options(data, tmp_path, epochs=2), loop=killing_its_agent)
+    assert (result.status, result.samples_seen) == ("finished", 2 * 180)
 
 
 def test_an_agent_that_is_killed_too_often_fails_the_run(data: Path, tmp_path: Path) -> None:

@@ -163,6 +163,25 @@ def test_the_images_whose_labels_look_wrong_are_written_with_their_pictures(imag
     assert second["image"].startswith("data:image/png;base64,") and second["label"] == keys[0].partition("/")[0]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no process starts")])
+def test_pictures_that_cannot_be_made_cost_no_run(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1)])
+        coordinator.conclude(DONE)
+
+    monkeypatch.setattr("raytrain.launch.suspicious_pictures.read_pictures", fail)
+    with session(images, tmp_path, train) as (opened, _):
+        assert opened.watch().status == "finished"
+    store = run_store(str(tmp_path), "run")
+    assert not store.exists(SUSPICIOUS_LABELS) and read_status(store).status == "finished"
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(), SystemExit(1)])
 def test_a_view_whose_terminal_is_closed_costs_no_checkpoint(
     images: Path, tmp_path: Path, error: BaseException

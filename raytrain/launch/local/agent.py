@@ -73,7 +73,9 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         # torch has files for what workers raise, and leaves that of one that outlives its driver.
         tempfile.tempdir = inputs.folder
-        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine.
+        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine. torch makes one beside
+        # the file nevertheless, unless this is set, and says on the terminal whose hostname it cannot look up.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = f"{inputs.folder}/agent"
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
         worker_spec = WorkerSpec(
@@ -127,7 +129,10 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
 
     An error of the user's ends the run. After any other error, the agent starts all workers again.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
+    # The agent's handlers would raise in the loop, as if that had failed. The agent sends SIGTERM to workers whose
+    # neighbour has failed, and the system SIGINT once the agent has died.
+    for ends_worker in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ends_worker, signal.SIG_DFL)
     tempfile.tempdir = None  # what a loop keeps for itself goes where the user wants it
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
