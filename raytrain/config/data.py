@@ -128,7 +128,10 @@ def _check_pattern(options: DataOptions, pattern: str) -> None:
     """Raise UsageError if ``--label-pattern`` does not go with the other options of labels."""
     for name in ("labels", "validation_labels", "test_labels"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--label-pattern and {flag(name)} both say the classes of the images; give one of them.")
+            raise UsageError(
+                f"--label-pattern and {flag(name)} both say the classes of the images; give one of them "
+                "(--label-pattern none omits one that a run or a file of options has)."
+            )
     expression = check_label_pattern(pattern)
     if options.group_by is not None and options.group_by not in expression.groupindex:
         raise UsageError(

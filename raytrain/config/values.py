@@ -25,6 +25,8 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 Location = str | os.PathLike[str]
 """A folder or a file, as a path or as text, or a URL."""
 
+MAX_PORT = 65_535
+
 Bound = tuple[Callable[[float, float], bool], str, float]
 """A comparison that the first number of two must pass, the words for it, and the second number."""
 

@@ -98,6 +98,7 @@ class SuspiciousImages:
     rows: tuple[dict[str, Any], ...]
     pixels: tuple[Pixels | None, ...]  # (H, W, C) each, of the first ones; None if an image cannot be read
     label_files: dict[str, str]  # that were written, by the option that takes each
+    replaces_pattern: bool = False  # the label files are for use in place of the run's --label-pattern
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,7 +188,7 @@ def _suspicious_images(
     files = write_labels(ranked, data, write_to, config) if write_to is not None else {}
     rows = tuple(row for row in ranked.table.slice(0, _MAX_SUSPICIOUS).to_pylist() if row["draws"])
     pixels = read_pictures(data, ranked.samples[: min(NUM_SUSPICIOUS_SHOWN, len(rows))].tolist(), _MAX_SIDE)
-    return SuspiciousImages(rows, tuple(pixels), files)
+    return SuspiciousImages(rows, tuple(pixels), files, replaces_pattern=config.label_pattern is not None)
 
 
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:

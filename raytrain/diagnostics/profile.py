@@ -108,6 +108,7 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
         until=None,
         patience=None,
         max_time=None,
+        max_cost=None,
         evaluate_every=0,
         checkpoint_every=(),
         trace=False,

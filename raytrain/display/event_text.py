@@ -81,7 +81,7 @@ def stop_text(reason: StopReason) -> str:
         "patience": f"--patience {count}: {metric} is not {bound}",
         "time": f"--max-time {detail}",
         "tracker": f"a request in {detail}",
-        "cost": f"--max-cost {detail}: the run has cost {format_dollars(value)}",
+        "cost": f"--max-cost {detail}: {format_dollars(value)} are spent",
     }
     return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
 

@@ -151,6 +151,8 @@ def _suspicious(result: LookResult) -> Iterable[RenderableType]:
     yield headed_table(["image", "label", "or", "margin"], [], rows)
     if images.label_files:
         options = " ".join(f"{option} {shlex.quote(file)}" for option, file in images.label_files.items())
+        if images.replaces_pattern:  # which a run that starts with --config config.json would have, too
+            options = f"--label-pattern none {options}"
         yield Text(f"Correct the column label, from the first row on, and train again with {options}")
 
 

@@ -31,19 +31,20 @@ from raytrain.display.console import (
 )
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
-from raytrain.experiments.compare import compare_records, compared_by, last_row
+from raytrain.errors import flag
+from raytrain.experiments.compare import SortKey, compare_records, compared_by, last_row
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS, plain
 from raytrain.runs.logs import StoredLog
 from raytrain.runs.metric_row import own_metrics
-from raytrain.runs.outcome import TrainResult, resume_command, shell_command, train_command
+from raytrain.runs.outcome import StopReason, TrainResult, resume_command, shell_command, train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 
 LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
-_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
+_LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
 """Columns that go first if there is no room."""
 _WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
@@ -64,8 +65,13 @@ _RESULTS = {
 Column = tuple[str | Text, Sequence[str] | Sequence[Text]]  # A heading, and the cells below it
 
 
-def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:
-    """Return the list of runs; ``filtered`` says that others may be there."""
+def runs_table(
+    runs: Sequence[RunInfo], storage: str, *, filtered: bool = False, sorted_by: SortKey = "heartbeat"
+) -> RenderableType:
+    """Return the list of runs; ``filtered`` says that others may be there.
+
+    A column that the runs are ``sorted_by`` is shown, however narrow the screen.
+    """
     if not runs:
         return Text(
             f"No run in {storage} matches --filter."
@@ -85,12 +91,23 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
         ("last\naccuracy", [format_value(run.validation_accuracy) for run in runs]),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
+    if any(run.seconds is not None for run in runs):
+        times = [UNKNOWN if run.seconds is None else format_duration(run.seconds) for run in runs]
+        columns.insert(-1, ("time", times))
     if any(status.dollars is not None for status in statuses):
         costs = [UNKNOWN if status.dollars is None else format_dollars(status.dollars) for status in statuses]
         columns.insert(-1, ("cost", costs))
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
-    return Group(FittingTable(columns), *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+    # Values of several metrics do not compare, which whoever sorts by them has to know.
+    keep = "last\naccuracy" if sorted_by == "accuracy" else sorted_by
+    parts: list[RenderableType] = [FittingTable(columns, keep)]
+    metrics = sorted({_metric_name(run.best_metric) for run in runs if run.best_value is not None})
+    if sorted_by == "best" and len(metrics) > 1:
+        several = f"The runs have several metrics of --best, which do not compare: {', '.join(metrics)}."
+        parts.append(Text(f"{several} Those of each stand together, the best first."))
+    return Group(*parts, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
 
 
 def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
@@ -113,16 +130,20 @@ def _metric_name(name: str) -> str:
 
 
 class FittingTable:
-    """A table without those of its columns that the screen has no room for, as far as they matter less."""
+    """A table without those of its columns that the screen has no room for, as far as they matter less.
 
-    def __init__(self, columns: Sequence[Column]) -> None:
+    The column with the heading ``keep`` is never left out.
+    """
+
+    def __init__(self, columns: Sequence[Column], keep: str = "") -> None:
         self._columns = columns
+        self._keep = keep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table with as many columns as there is room for; see rich's protocol."""
         # Measured without a limit, the table tells how wide it would like to be.
         columns = list(self._columns)
-        for name in _LESS_IMPORTANT:
+        for name in (name for name in _LESS_IMPORTANT if name != self._keep):
             if console.measure(rows_table(*columns), options=options.update(width=_WIDE)).maximum <= options.max_width:
                 break
             columns = [column for column in columns if str(column[0]) != name]
@@ -291,11 +312,23 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     # What to do next. The user's own code in these options is trusted: the user has just run it.
     if result.status != "finished":
         command = resume_command(dataclasses.replace(config, name=result.name))
-        lines += [Text("\nResume with"), command_line(command)]
+        lines += [Text(f"\n{resume_heading('Resume', result.stop_reason)}"), command_line(command)]
     if best is not None and result.status != "failed":
         trust = any(map(names_own_function, (config.model, config.loop)))
         lines.append(try_next(result.name, config.storage, trust=trust))
     return Group(*lines)
+
+
+def resume_heading(verb: str, reason: StopReason | None) -> str:
+    """Return what stands above the command that resumes a run or a sweep; one that has spent its limit needs another.
+
+    Example: ``resume_heading("Resume", None) == "Resume with"``
+    """
+    if reason and reason.kind == "cost":
+        return f"{verb} with a higher --max-cost added to"
+    if reason and reason.option:
+        return f"{verb} with another {flag(reason.option)}, or none, added to"
+    return f"{verb} with"
 
 
 def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:

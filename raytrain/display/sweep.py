@@ -11,10 +11,10 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from raytrain.config.user_code import names_own_function
-from raytrain.display.console import UNKNOWN, format_optional
+from raytrain.display.console import UNKNOWN, format_dollars, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
-from raytrain.display.run_tables import Column, command_line, rows_table, status_text, try_next
+from raytrain.display.run_tables import Column, command_line, resume_heading, rows_table, status_text, try_next
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name
@@ -149,15 +149,17 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         mean = "" if folds.mean is None else f"{folds.metric.replace('_', ' ')} {folds.mean:.4f}{spread} over "
         parts.append(Text.assemble(about, (f"{mean}{known}", "bold")))
 
-    # Below the table: why trials ended early, and the command that continues them.
-    lines = [
+    # Below the table: the cost, why trials ended early, and the command that continues them.
+    lines: list[RenderableType] = [] if result.dollars is None else [Text(f"cost {format_dollars(result.dollars)}")]
+    lines += [
         Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_reason_text(trial)}")
         for trial in trials
         if trial.reason
     ]
     if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in trials):
         command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
-        lines += [Text("Resume the stopped and failed trials with"), command_line(command)]
+        heading = resume_heading("Resume the stopped and failed trials", result.stop_reason)
+        lines += [Text(heading), command_line(command)]
     about = f": {as_typed(trials[0].values)}" if trials else ""
     return Group(*parts, *lines, Text(), *_conclusion(result, about, config.storage, picture))
 

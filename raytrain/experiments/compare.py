@@ -1,4 +1,4 @@
-"""Compares runs: the options in which they differ, and how far and how well each trained."""
+"""Compares runs: the options in which they differ, how far and how well each trained, and the order of their list."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
@@ -20,7 +21,7 @@ from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
-from raytrain.runs.records import RunRecord, read_run
+from raytrain.runs.records import RunInfo, RunRecord, read_run
 from raytrain.training.evaluation_metrics import is_lower_better
 
 
@@ -126,6 +127,47 @@ def compared_by(config: TrainConfig | None) -> Compared:
     with suppress(RaytrainError, ImportError):  # a class of torchmetrics that is not there
         is_lower = is_lower_better(config.best_metric, config)
     return Compared(config.best_metric, is_lower)
+
+
+SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"]
+
+_WORDS: dict[SortKey, Callable[[RunInfo], str]] = {
+    "name": lambda run: run.name,
+    "recipe": lambda run: run.recipe,
+    "status": lambda run: run.status.status,
+}
+_NUMBERS: dict[SortKey, Callable[[RunInfo], float | None]] = {
+    "heartbeat": lambda run: run.status.heartbeat and run.status.heartbeat.timestamp(),
+    "step": lambda run: run.status.step,
+    "accuracy": lambda run: run.validation_accuracy,
+    "time": lambda run: run.seconds,
+    "cost": lambda run: run.status.dollars,
+}
+
+
+def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
+    """Return the runs in another order: words as in a dictionary, of numbers the largest first, unknown ones last.
+
+    By ``best``, the best one is the first. Values of different metrics do not compare: the runs of each metric stand
+    together, those of the most frequent one first.
+
+    Example:
+        >>> sort_runs(list_runs("./runs"), "best")[0].name
+    """
+    if key in _WORDS:
+        return sorted(runs, key=_WORDS[key])
+    if key in _NUMBERS:
+        numbers = {run.name: _NUMBERS[key](run) for run in runs}
+        return sorted(runs, key=lambda run: -math.inf if (value := numbers[run.name]) is None else value, reverse=True)
+    frequency = Counter(run.best_metric for run in runs if run.best_value is not None)
+
+    def rank(run: RunInfo) -> tuple[bool, int, str, float]:
+        if run.best_value is None:
+            return True, 0, "", 0.0
+        metric = compared_by(run.config)
+        return False, -frequency[metric.name], metric.name, -metric.score(run.best_value)
+
+    return sorted(runs, key=rank)
 
 
 def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:

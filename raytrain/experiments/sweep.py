@@ -29,7 +29,7 @@ from raytrain.experiments.trials import (
     trials_of,
 )
 from raytrain.launch.placement import Hardware, Placement, check_room, place
-from raytrain.launch.prepare import check_named, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, check_named, prepare, settle_options
 from raytrain.launch.train import open_machines
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity
@@ -128,7 +128,7 @@ def sweep(
             trial.config.check_metrics(measured_metrics(trial.config))
             check_compared(trial)
     config = settle_options(config)
-    with open_machines(config) as join, prepare(config) as prepared:
+    with open_machines(config) as join, prepare(config, TrainRequest(started_at=started_at)) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
         if config.resume:
             check_trials(runs)
@@ -155,7 +155,7 @@ def sweep(
             notify_trials=notify_trials,
         )
         with signals or StopSignals() as signals, session:
-            return session.watch(signals, view, started_at)
+            return session.watch(signals, view)
 
 
 def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tuple[int, Placement]:

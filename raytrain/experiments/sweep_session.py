@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import RaytrainError, TrainingFailed, UsageError
+from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
@@ -29,10 +29,11 @@ from raytrain.experiments.trial_results import (
     message_of_sweep,
 )
 from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
-from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, trial_of, trials_of, write_sweep
+from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, num_digits, trial_of, trials_of, write_sweep
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import Placement, device_kind, gpus
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_budget
+from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
@@ -41,6 +42,7 @@ from raytrain.runs.documents import STUDY, SUMMARY, write_json
 from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.status import RunStatus, read_status
 from raytrain.training.evaluation_metrics import measured_metrics
 
 SweepView = Callable[[Sequence[TrialResult]], None]
@@ -51,7 +53,8 @@ _POLL_EVERY_S = 0.5
 
 
 class SweepSession:
-    """A sweep that trains while the session is open. Raises UsageError if the machines have too little.
+    """A sweep that trains while the session is open. Raises UsageError if the machines have too little,
+    or the dollars of --max-cost are spent.
 
     ``trials`` are those whose points are known, ``examples`` what is known of all, ``placement`` is the layout of those
     that train ``at_once``.
@@ -116,7 +119,16 @@ class SweepSession:
         for trial in trials:
             self._add(trial)
         self._is_stopping = False
-        self._recorder = RunRecorder(prepared.store, self._num_steps)
+
+        # The sweep costs what the machines of all trials cost: two trials on one machine pay for it once.
+        before = RunStatus(status="starting")
+        if prepared.config.resume:
+            with suppress(StorageError):
+                before = read_status(prepared.store)
+        if self._waiting or len(self._runs) < planned.num_trials:
+            check_budget(prepared.config, before, f"Sweep {prepared.name!r}")
+        self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
+        self._recorder = RunRecorder(prepared.store, self._num_steps, before=before)
         self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._is_concluded = False
         self._gpus: SimpleQueue[str | None] = SimpleQueue()  # of each trial that trains at the same time
@@ -230,13 +242,18 @@ class SweepSession:
             self._notification.send({"text": f"Sweep {name} was {status}", "name": name, "status": status})
         self._notification.wait()
 
-    def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
+    def watch(self, signals: StopSignals, view: SweepView | None) -> SweepResult:
         """Return when all trials have ended; raise TrainingFailed if the sweep failed as a whole."""
+        limit = self._prepared.config.max_cost
         with closing(self._documents):
             while wait(self._ended, _POLL_EVERY_S).not_done:
                 snapshot = self._poll(view, signals)[0]
-                # A request to stop comes from a viewer, from storage or from a signal. Each trial gets it.
-                if (request := snapshot.stop_request or self._documents(snapshot)) is not None:
+                # A request to stop comes from a viewer, from storage, from a signal or from --max-cost. Each trial gets
+                # it.
+                request = snapshot.stop_request or self._documents(snapshot)
+                if limit is not None and (snapshot.dollars or 0.0) >= limit:
+                    request = request or StopReason("cost", f"{limit:g}", value=snapshot.dollars)
+                if request is not None:
                     signals.request_stop(request)
                 if signals.stop_request is not None:
                     self._is_stopping = True
@@ -264,7 +281,8 @@ class SweepSession:
             best=next((trial.name for trial in trials if trial.value is not None), None),
             trials=trials,
             run_dir=self._prepared.store.url,
-            seconds=round(time.monotonic() - started_at, 2),
+            seconds=round(time.monotonic() - self._prepared.started_at, 2),
+            dollars=snapshot.dollars,
             stop_reason=signals.stop_request if stopped else None,
             scaling=self._scalings(histories) if self._planned.varies_workers else (),
             folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
@@ -318,8 +336,8 @@ class SweepSession:
 
             assert self._judge.study is not None
             point = self._judge.study.choose(is_allowed)
-            if point is None:  # there are fewer than were asked for
-                self._planned = dataclasses.replace(planned, trials=number)
+            if point is None:  # there are fewer than were asked for; the trials keep their names
+                self._planned = dataclasses.replace(planned, trials=number, digits=num_digits(planned))
                 write_sweep(self._prepared.store, self._planned)
                 return None
             self._planned = dataclasses.replace(planned, points=(*planned.points, point))
@@ -339,7 +357,10 @@ class SweepSession:
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)
-        return dataclasses.replace(snapshot, status="running", step=steps, num_workers=training), failure
+        snapshot = dataclasses.replace(snapshot, status="running", step=steps, num_workers=training)
+        machines = tuple(use for run in self._runs for use in run.machines)
+        paid = self._cost.update(dataclasses.replace(snapshot, machines=machines))
+        return dataclasses.replace(snapshot, dollars=paid.dollars), failure
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
         """Write the documents that are due, in the background; return a stop request that lay in storage."""

@@ -20,7 +20,7 @@ from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.runs.redact import one_line, redact
 
 WAITING = "waiting"
-_ENDS_TRIAL = ("early_stopping", "target", "patience", "time", "cost")
+_ENDS_TRIAL = ("early_stopping", "target", "patience", "time")
 """Kinds of :class:`StopReason` after which a trial has its result: a resume of the sweep must not train it further."""
 
 
@@ -110,6 +110,8 @@ class SweepResult:
     trials: tuple[TrialResult, ...]
     run_dir: str
     seconds: float
+    dollars: float | None = None
+    """What the machines of all trials have cost by --price, over resumes."""
     stop_reason: StopReason | None = None
     scaling: tuple[Scaling, ...] = ()
     """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
@@ -171,6 +173,7 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
     if best is not None and best.value is not None:
         about = f"{best.metric.replace('_', ' ')} {best.value:.4f}"
         text += f": {best.name} is the best of {len(result.trials)}, {about} with {as_typed(best.values)}"
+    text += "" if result.dollars is None else f", ${result.dollars:,.2f}"
     text += f". {failure}" if failure else ""
     facts = {
         "text": text,
@@ -181,6 +184,7 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
         "value": best and best.value,
         "trials": len(result.trials),
         "seconds": result.seconds,
+        "dollars": result.dollars,
         "run_dir": result.run_dir,
         "error": failure,
     }

@@ -17,6 +17,7 @@ from raytrain.launch.train import start_run
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 
@@ -78,6 +79,7 @@ class TrialRun:
         self._notifies = notifies
         self.result = stored_result(trial)
         self.aborted = False
+        self.machines: tuple[MachineUse, ...] = ()  # those that it trains on now
         self._judge = judge
         self.signals = StopSignals()  # a trial that waits, and is asked to stop, does not start
         self._evaluations: dict[int, MetricRow] = {}  # by step
@@ -112,11 +114,14 @@ class TrialRun:
         except Exception as error:
             reason = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
             self.result = dataclasses.replace(self.result, status="failed", reason=reason)
+        finally:
+            self.machines = ()
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Note how the run stands, as its view, and stop it if it is worse than the others."""
         if self.aborted:
             raise KeyboardInterrupt
+        self.machines = snapshot.machines
         if snapshot.first_row == 0:
             self._evaluations.clear()
         for row in snapshot.rows:

@@ -37,7 +37,8 @@ class Sweep:
     """The points that a sweep tries. It is stored in the sweep's folder, so that the sweep can be resumed.
 
     ``sampler`` and ``pruner`` are Optuna's. With a sampler, each of ``trials`` points is chosen when a trial may start,
-    and ``points`` are those so far; without one, ``points`` are all.
+    and ``points`` are those so far; without one, ``points`` are all. ``digits`` has the number in the name of a trial,
+    if the names were made for more trials than there are: the sampler has run out of points.
     """
 
     vary: tuple[str, ...]
@@ -45,6 +46,7 @@ class Sweep:
     trials: int | None = None
     sampler: Sampler | None = None
     pruner: Pruner | None = None
+    digits: int | None = None
 
     @property
     def num_trials(self) -> int:
@@ -215,15 +217,20 @@ def trial_of(sweep: Sweep, config: TrainConfig, name: str, number: int, point: P
     """Return a trial of the sweep called ``name``; raise UsageError if its options are not allowed."""
     trial_name = check_name(trial_names(sweep, name)[number])
     values: dict[str, Any] = {"workers": 1 if config.workers == "auto" else config.workers, **point}
-    options = dataclasses.replace(config, **values, name=trial_name, resume=False)
+    # The limit of the cost is one for the whole sweep, which sees to it.
+    options = dataclasses.replace(config, **values, name=trial_name, resume=False, max_cost=None)
     metric = config.best_metric
     return Trial(trial_name, point, options.scaled_to(int(options.workers)), metric, is_lower_better(metric, config))
 
 
 def trial_names(sweep: Sweep, name: str) -> list[str]:
     """Return the names of all trials of the sweep called ``name``, in the order of its points: NAME-00, NAME-01, …"""
-    width = max(2, len(str(sweep.num_trials - 1)))
-    return [f"{name}-{number:0{width}d}" for number in range(sweep.num_trials)]
+    return [f"{name}-{number:0{num_digits(sweep)}d}" for number in range(sweep.num_trials)]
+
+
+def num_digits(sweep: Sweep) -> int:
+    """Return how many digits the number in a trial's name has: at least two, and as many as the last trial needs."""
+    return sweep.digits or max(2, len(str(sweep.num_trials - 1)))
 
 
 def names_of(storage: str, name: str) -> list[str]:
@@ -267,13 +274,19 @@ def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
 def read_sweep(store: Store) -> Sweep:
     """Return the document in the sweep's folder; UsageError if it is damaged, or a point sets what may not vary."""
     document = read_json(store, SWEEP)
-    trials, sampler, pruner = (document.get(name) for name in ("trials", "sampler", "pruner"))
+    trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
     has_points = matches(document.get("vary"), list[str]) and are_points(document.get("points"))
     # A sweep has a number of trials of its own if, and only if, its points are chosen later.
     has_trials = (isinstance(trials, int) and sampler is not None) or (trials is None and sampler is None)
     are_known = sampler in (None, *get_args(Sampler)) and pruner in (None, *get_args(Pruner))
+    are_known = are_known and digits in (None, *range(2, 10))
     if not (has_points and has_trials and are_known and len(document["points"]) <= (trials or math.inf)):
         raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
     return Sweep(
-        vary=tuple(document["vary"]), points=tuple(document["points"]), trials=trials, sampler=sampler, pruner=pruner
+        vary=tuple(document["vary"]),
+        points=tuple(document["points"]),
+        trials=trials,
+        sampler=sampler,
+        pruner=pruner,
+        digits=digits,
     )

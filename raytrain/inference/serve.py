@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from raytrain.config.extras import extra
-from raytrain.config.values import Location
+from raytrain.config.values import MAX_PORT, Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.plan.permutation import Floats
 from raytrain.errors import UsageError
@@ -112,6 +112,9 @@ def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floa
 
 def _check_free(host: str, port: int) -> None:
     """Raise UsageError unless a server may listen at ``host`` and ``port`` of this machine."""
+    if not 1 <= port <= MAX_PORT:
+        raise UsageError(f"--port is {port}; a port is a number from 1 to {MAX_PORT}.")
+
     # SO_REUSEADDR: a port whose last server has just ended counts as free.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import threading
 from contextlib import suppress
 from typing import Any
@@ -30,6 +31,7 @@ _log = logging.getLogger("raytrain")
 WEBHOOK_WITHIN_S = 5.0
 COMMAND_WITHIN_S = 20.0
 _MAX_REASON = 200  # characters of an error message
+_MAX_ERRORS_BYTES = 4096  # that are read of what a command has printed; its last line counts
 _FACTS = (
     *("name", "status", "steps", "epochs", "validation_accuracy", "test_accuracy", "seconds", "dollars", "gpu_kwh"),
     *("best_metric", "best_value", "checkpoint", "run_dir", "error"),
@@ -141,23 +143,26 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
 def _run_command(command: str, message: dict[str, Any]) -> str | None:
     """Run the user's command in a shell, with the facts in its environment; return what went wrong, if anything did."""
     facts = {f"RAYTRAIN_{name.upper()}": str(value) for name, value in message.items()}
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        env={**os.environ, **facts},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=COMMAND_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return f"the command has not ended within {COMMAND_WITHIN_S:.0f} s"
-    if process.returncode == 0:
-        return None
-    last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    # Its errors go to a file: a pipe would stay open as long as what the command leaves in the background, with `&`.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            env={**os.environ, **facts},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            process.wait(COMMAND_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"the command has not ended within {COMMAND_WITHIN_S:.0f} s"
+        if process.returncode == 0:
+            return None
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - _MAX_ERRORS_BYTES))
+        last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     return f"the command ended with code {process.returncode}" + (f": {last}" if last else "")

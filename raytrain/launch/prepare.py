@@ -48,7 +48,7 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
-from raytrain.runs.status import read_status, stored_status
+from raytrain.runs.status import RunStatus, read_status, stored_status
 from raytrain.storage.lent_credentials import Scope
 from raytrain.training.weights_source import DEFAULT, check_downloads
 
@@ -261,6 +261,9 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "run from its --weights."
             )
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
+    # So are those that describe the run: without its price, what it has cost so far would be lost, and its tags and its
+    # note may be newer than the script that resumes it.
+    undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
     return dataclasses.replace(
         config,
         precision=before.precision if config.precision == "auto" else config.precision,
@@ -271,8 +274,20 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     )
 
 
+def check_budget(config: TrainConfig, before: RunStatus, what: str) -> None:
+    """Raise UsageError if ``what`` has spent the dollars of ``--max-cost`` ``before`` it starts.
+
+    Example: ``check_budget(config, read_status(store), "Run 'first'")``
+    """
+    if config.max_cost is not None and (before.dollars or 0.0) >= config.max_cost:
+        raise UsageError(
+            f"{what} has cost ${before.dollars:,.2f} already, and --max-cost is {config.max_cost:g}; give a higher "
+            "limit to go on."
+        )
+
+
 def already_trained(config: TrainConfig) -> TrainResult | None:
-    """Return how a resumed run ended that has all the epochs that ``config`` asks for; None if it lacks some."""
+    """Return how a resumed run ended that would train nothing, or stop again at once; None if there is more to do."""
     store = run_store(config.storage, config.name or "")
     if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
@@ -280,23 +295,26 @@ def already_trained(config: TrainConfig) -> TrainResult | None:
     if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
         return None
 
-    # It finished with as many epochs, or was stopped in an attempt at more.
+    stop_reason = stop_reason_of(summary)
+
+    # It finished with as many epochs, or was stopped in an attempt at more, or by an option that is what it was.
     steps_per_epoch = -(-status.num_steps // before.epochs)
     has_all = status.status == "finished" and config.epochs <= before.epochs
     has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
-    if not (has_all or has_more):
+    ended_by = stop_reason.option if stop_reason and status.status == "stopped" else None
+    has_stopped = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
+    if not (has_all or has_more or has_stopped):
         return None
-    stop_reason = stop_reason_of(summary)
     try:
         result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
     except TypeError:  # its summary is not there, or damaged
         return None
-    _log.warning(
-        "Run %r has %g epochs already, and --epochs is %d: there is nothing to do, and nothing was changed.",
-        config.name,
-        result.epochs,
-        config.epochs,
-    )
+    because = f"has {result.epochs:g} epochs already, and --epochs is {config.epochs}"
+    advice = ""
+    if ended_by is not None and has_stopped:
+        because = f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {result.epochs:g} epochs"
+        advice = f"; give another {flag(ended_by)}, or none, to train on"
+    _log.warning("Run %r %s: there is nothing to do, and nothing was changed%s.", config.name, because, advice)
     return result
 
 

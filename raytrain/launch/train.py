@@ -25,7 +25,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
-from raytrain.launch.prepare import TrainRequest, already_trained, check_options, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, already_trained, check_budget, check_options, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
@@ -33,7 +33,7 @@ from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import SWEEP, run_store
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason, TrainResult
-from raytrain.runs.status import mark_failed
+from raytrain.runs.status import mark_failed, read_status
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
@@ -111,8 +111,11 @@ def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainRes
     while True:
         config = settle_options(config)
         # Runs of a sweep have been asked already, and a restart has work left.
-        if request.group is None and not request.restarting and (result := already_trained(config)) is not None:
-            return result
+        if request.group is None and not request.restarting:
+            if (result := already_trained(config)) is not None:
+                return result
+            if config.resume:
+                check_budget(config, read_status(run_store(config.storage, config.name or "")), f"Run {config.name!r}")
         try:
             return train_once(config, request)
         except CoordinatorLost as lost:

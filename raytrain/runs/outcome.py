@@ -52,6 +52,11 @@ class StopReason:
     def __str__(self) -> str:
         return "/".join(map(str, self.to_json().values()))
 
+    @property
+    def option(self) -> str | None:
+        """The option that would end a resumed run as soon as it is measured again; None if there is none."""
+        return {"target": "until", "patience": "patience"}.get(self.kind)
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}

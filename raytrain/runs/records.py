@@ -1,4 +1,4 @@
-"""Stored runs: the list of them, filtered and sorted; tags, notes, deletion."""
+"""Stored runs: the list of them, filtered; tags, notes, deletion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
@@ -174,25 +174,14 @@ def _parsed(path: str, content: bytes | Exception, parse: Callable[[bytes], T], 
         return None
 
 
-SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "accuracy"]
-
-_SORT_VALUES: dict[SortKey, Callable[[RunInfo], Any]] = {
-    "heartbeat": lambda run: run.status.heartbeat_at,
-    "name": lambda run: run.name,
-    "recipe": lambda run: run.recipe,
-    "status": lambda run: run.status.status,
-    "step": lambda run: run.status.step,
-    "accuracy": lambda run: -1.0 if run.validation_accuracy is None else run.validation_accuracy,
-}
-_DESCENDING = ("heartbeat", "step", "accuracy")
 _FIELDS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}  # by the names of their flags
 
 
-def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str], sort: SortKey) -> list[RunInfo]:
-    """Return the runs that meet all ``conditions``, sorted; raise UsageError for a condition that cannot be read.
+def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunInfo]:
+    """Return the runs that meet all ``conditions``; raise UsageError for a condition that cannot be read.
 
     Example:
-        >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"], "accuracy")
+        >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])
     """
     # All conditions are read first: a mistake is one even if there are no runs.
     wanted: list[tuple[str, str]] = []
@@ -204,8 +193,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str], sort: SortKe
             hint = did_you_mean(name, ["status", *_FIELDS])
             raise UsageError(f"--filter {condition!r}: {name!r} is neither status nor an option of a run{hint}.")
         wanted.append((name, value))
-    selected = [run for run in runs if all(_meets(run, name, value) for name, value in wanted)]
-    return sorted(selected, key=_SORT_VALUES[sort], reverse=sort in _DESCENDING)
+    return [run for run in runs if all(_meets(run, name, value) for name, value in wanted)]
 
 
 def _meets(run: RunInfo, name: str, value: str) -> bool:

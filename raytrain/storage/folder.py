@@ -40,6 +40,7 @@ TOO_MANY_FILES = (
 _BY_ERRNO: dict[int, str] = {
     errno.ENOENT: "There is no folder {url}; check the path, on every machine that uses it.",
     errno.ENOTDIR: "{url} is below a file, not below a folder; check the path.",
+    errno.EEXIST: "{url} is below a file, not below a folder; check the path.",
     errno.EISDIR: "{url} is a folder, but should be a file; remove it or choose another place.",
     errno.EACCES: "This user has no permission for {url}; change the permissions or choose another place.",
     errno.EPERM: "This user has no permission for {url}; change the permissions or choose another place.",
@@ -47,6 +48,12 @@ _BY_ERRNO: dict[int, str] = {
     errno.ENOSPC: "The disk of {url} is full; free space or choose another place.",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), TOO_MANY_FILES),
     errno.EDQUOT: "The disk quota for {url} is used up; free space or choose another place.",
+}
+_UNWRITABLE: dict[int, str] = {  # of a whole folder, where it reads otherwise than of a file in it
+    errno.ENOENT: "{url} cannot be written: no folder and no file can be made there; choose another place.",
+    errno.EEXIST: "{url} is a file, but should be a folder; remove it or choose another place.",
+    errno.EACCES: "This user has no permission to write to {url}; change the permissions or choose another place.",
+    errno.EPERM: "This user has no permission to write to {url}; change the permissions or choose another place.",
 }
 
 
@@ -171,6 +178,17 @@ class FolderStore(Store):
     def check_readable(self) -> None:
         with self._explained(""):
             os.scandir(self.url).close()
+
+    def check_writable(self) -> None:
+        try:
+            super().check_writable()
+        except StorageError as error:
+            if not isinstance(cause := error.__cause__, OSError):
+                raise
+            # The folder is what somebody can mend; the name of the file that was tried says nothing.
+            if sentence := _UNWRITABLE.get(cause.errno or 0):
+                raise StorageError(sentence.format(url=self.url)) from cause
+            raise explain_os_error(cause, self.url) from cause
 
     def remove_if_empty(self) -> None:
         self._check_owner()

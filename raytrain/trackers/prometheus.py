@@ -18,6 +18,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app  # pyright: ignore[reportUnknownVariableType]
 
+from raytrain.config.values import MAX_PORT
+from raytrain.errors import UsageError
 from raytrain.trackers.tracker import TrackedRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9464  # OpenTelemetry's
@@ -67,7 +69,13 @@ class PrometheusTracker:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", DEFAULT_HOST)
-        port = int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", DEFAULT_PORT))
+        given = os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", str(DEFAULT_PORT))
+        if not (given.isdecimal() and int(given) <= MAX_PORT):
+            raise UsageError(
+                f"OTEL_EXPORTER_PROMETHEUS_PORT is {given!r}; a port is a number from 1 to {MAX_PORT}, "
+                "or 0 for any that is free."
+            )
+        port = int(given)
         app: Any = make_wsgi_app(self._registry)  # pyright: ignore[reportUnknownVariableType]
         try:
             self._server = make_server(host, port, app, _Server, _Handler)

@@ -42,7 +42,8 @@ def _refuse() -> None:
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
-    if _forbidden and event in STARTS:
+    # The first import of torch asks ldconfig for a library; in the whole suite another module has imported it before.
+    if _forbidden and event in STARTS and not str(arguments[0]).endswith("ldconfig"):
         _refuse()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import raytrain
+from raytrain.runs.outcome import StopReason
 from tests.helpers.loops_with_networks import LOOPS
 from tests.helpers.small_runs import config
 
@@ -28,3 +29,23 @@ def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
     assert documents(tmp_path) == before
     more = raytrain.train(config(images, tmp_path, epochs=3, resume=True, **options))
     assert more.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"), [("until", "accuracy=0.0", "accuracy=1.1"), ("patience", 1, None)]
+)
+def test_a_run_that_an_option_has_stopped_waits_for_another_value_of_it(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, option: str, value: object, other: object
+) -> None:
+    options = {"backend": "local", "workers": 1, "image_size": (32, 32), "loop": LOOPS + "own", "flip": "none"}
+    options |= {"learning_rate": 1e-9, "best": "accuracy", "epochs": 4}
+    first = raytrain.train(config(images, tmp_path, **options, **{option: value}))
+    assert first.status == "stopped" and isinstance(first.stop_reason, StopReason)
+    before = documents(tmp_path)
+    again = raytrain.train(config(images, tmp_path, resume=True, **{**options, "epochs": 5}, **{option: value}))
+    assert (again.steps, again.status, again.stop_reason) == (first.steps, "stopped", first.stop_reason)
+    assert f"was stopped by --{option} {value} after {first.epochs:g} epochs: there is nothing to do" in caplog.text
+    assert f"give another --{option}, or none, to train on" in caplog.text
+    assert documents(tmp_path) == before
+    more = raytrain.train(config(images, tmp_path, resume=True, **options, **{option: other}))
+    assert (more.epochs, more.status) == (4, "finished")

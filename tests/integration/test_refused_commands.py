@@ -41,6 +41,7 @@ REFUSED = {
     "a metric that is not measured": (["--data", "good", "--until", "acc=0.5"], "measure accuracy, loss, balanced_"),
     "too many workers": (["--data", "good", "--workers", "5000"], "--workers is 5000"),
     "a run without a name": (["--resume"], "--resume needs --name"),
+    "storage where no folder can be made": (["--data", "good", "--storage", "/dev/null"], "/dev/null is a file, but"),
     "no such run": (["--resume", "--name", "never-was"], "never-was"),
 }
 

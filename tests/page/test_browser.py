@@ -169,7 +169,7 @@ def test_a_run_that_looked_for_a_rate_shows_the_one_that_it_suggests(visit: Visi
         page.get_by_role("link", name="rate", exact=True).click()
         expect(page.locator(".pill")).to_have_text("finished")
         suggestion = f"{stored_suggestion(rows)[0]:g}"
-        expect(page.locator(".banner")).to_contain_text(f"Suggested learning rate: {suggestion}.")
+        expect(page.locator(".banner")).to_contain_text(f"Suggested learning rate: {suggestion}. The loss, averaged")
         expect(page.locator(".tiles")).to_contain_text(f"Suggested rate{suggestion}")
         expect(page.locator("figure.chart", has_text="Loss")).to_contain_text(f"suggested {suggestion}")
         assert "Validation accuracy" not in page.locator(".tiles").inner_text()
@@ -333,6 +333,8 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         page.get_by_role("link", name="All runs").click()
         page.get_by_role("link", name="rates", exact=True).click()
         expect(page.locator("article.comparison tbody tr")).to_have_count(2)
+        expect(page.locator("article.comparison h1")).to_have_text("rates")
+        expect(page.locator("article.comparison .facts")).to_have_text("2 runs · running")
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 390])
@@ -379,6 +381,7 @@ def test_the_home_is_sorted_by_any_column_and_compares_the_runs_that_are_chosen(
         page.get_by_role("checkbox", name="compare c").check()
         page.get_by_role("link", name="Compare 2 runs").click()
         expect(page.locator("article.comparison tbody tr")).to_have_count(2)
+        expect(page.locator("article.comparison h1")).to_have_text("2 runs side by side")
 
 
 def test_the_home_and_the_comparison_go_by_the_metric_of_best(visit: Visit, tmp_path: Path) -> None:

@@ -199,6 +199,12 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999])
+def test_a_port_that_does_not_exist_is_said_in_one_sentence(port: int) -> None:
+    with pytest.raises(UsageError, match=f"--port is {port}; a port is a number from 1 to 65535, or 0 for any"):
+        PageServer(WatchedRuns("", []), port)
+
+
 def test_a_sweep_is_all_of_its_trials(tmp_path: Path) -> None:
     for name in ("rates-00", "alone", "alone-1", "other-1", "other-2"):
         store_run(tmp_path, name, [])

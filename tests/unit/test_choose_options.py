@@ -45,12 +45,12 @@ def chosen(
     ("images", "given", "expected"),
     [
         # Photographs: ImageNet's weights, the head first, and more epochs the fewer they are.
-        ({}, {}, {"model": "efficientnet_b0", "weights": "DEFAULT", "image_size": (128, 128), "epochs": 6}),
+        ({}, {}, {"model": "efficientnet_b0", "weights": "DEFAULT", "image_size": (128, 128), "epochs": 5}),
         ({}, {}, {"optimizer": "adamw", "schedule": "cosine", "head_epochs": 1, "batch_norm": "frozen"}),
         ({}, {}, {"flip": "random", "translate": 8, "test_views": ("flip",), "label_smoothing": 0.1}),
         ({}, {}, {"channels_last": True, "precision": "float32", "class_weights": None}),
         ({"number": 388}, {}, {"epochs": 21}),
-        ({"number": 100_000}, {}, {"epochs": 6}),
+        ({"number": 100_000}, {}, {"epochs": 5}),
         ({"side": 100}, {}, {"image_size": (96, 96), "translate": 6}),
         ({"side": 1500}, {}, {"image_size": (224, 224)}),
         # Small images: the network of CIFAR-10, from scratch, with its rate for its batch.

@@ -11,19 +11,22 @@ import pynvml
 import pytest
 import torch
 
+import raytrain
 from raytrain.config import TrainConfig
 from raytrain.config.machines import Prices
 from raytrain.display.dashboard import progress_line
 from raytrain.display.event_text import stop_text
 from raytrain.errors import UsageError
+from raytrain.launch.prepare import resumed_options
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.run_reader import RunReader
-from raytrain.runs.documents import run_store
+from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.status import RunStatus, read_status, write_status
 from raytrain.training.gpu_energy import GpuEnergy
+from tests.helpers import small_runs
 from tests.helpers.snapshots import snapshot
 
 NEW = RunStatus(status="starting")
@@ -95,7 +98,25 @@ def test_prices_that_are_none_are_refused(text: str) -> None:
 def test_a_limit_needs_a_price() -> None:
     with pytest.raises(UsageError, match="--max-cost is 5, and no --price says what a machine or a GPU costs"):
         TrainConfig(data="images", batch_size=1, max_cost=5.0)
-    assert stop_text(StopReason("cost", "5", value=5.02)) == "--max-cost 5: the run has cost $5.02"
+    assert stop_text(StopReason("cost", "5", value=5.02)) == "--max-cost 5: $5.02 are spent"
+
+
+@pytest.mark.parametrize("given", [{}, {"price": ("4",), "tag": ("new",), "note": "again"}])
+def test_a_resume_from_python_keeps_price_tags_and_note_that_it_does_not_give(given: dict[str, Any]) -> None:
+    stored: dict[str, Any] = {"price": ("3",), "tag": ("good",), "note": "drops late"}
+    options: dict[str, Any] = {"data": "images", "batch_size": 1, "name": "run"}
+    resumed = resumed_options(TrainConfig(**options, **given, resume=True), TrainConfig(**options, **stored))
+    assert {name: getattr(resumed, name) for name in stored} == stored | given
+
+
+def test_a_resume_that_has_spent_its_limit_is_refused(images: Path, tmp_path: Path) -> None:
+    config = small_runs.config(images, tmp_path, name="run", price=("3",), max_cost=20.0)
+    store = run_store(str(tmp_path), "run")
+    write_config(store, config)
+    write_status(store, RunStatus(status="stopped", step=5, num_steps=9, dollars=20.5))
+    with pytest.raises(UsageError, match=r"Run 'run' has cost \$20\.50 already, and --max-cost is 20; give a higher"):
+        raytrain.train(dataclasses.replace(config, resume=True))
+    assert read_status(store).dollars == 20.5
 
 
 def test_each_status_keeps_the_cost_for_the_next_attempt_and_for_who_watches(tmp_path: Path) -> None:

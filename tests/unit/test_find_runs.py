@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from raytrain.data.table_file import export_history
 from raytrain.display.console import PlainConsole
 from raytrain.display.run_tables import comparison_page, runs_table
 from raytrain.errors import UsageError
+from raytrain.experiments.compare import sort_runs
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.monitor.run_reader import RunReader, follow_run
 from raytrain.monitor.snapshot import Snapshot
@@ -68,14 +70,48 @@ def test_runs_are_filtered_and_sorted(conditions: list[str], found: list[str], t
     stored(tmp_path, "c", tag=("good", "late"))
     stored(tmp_path, "a")
     stored(tmp_path, "b", status="stopped", learning_rate=0.1, tag=("good",))
-    assert [run.name for run in select_runs(list_runs(str(tmp_path)), conditions, "name")] == found
+    assert [run.name for run in sort_runs(select_runs(list_runs(str(tmp_path)), conditions), "name")] == found
 
 
 def test_a_filter_that_is_not_understood_is_one_sentence() -> None:
     with pytest.raises(UsageError, match="has no ="):
-        select_runs([], ["finished"], "name")
+        select_runs([], ["finished"])
     with pytest.raises(UsageError, match=r"did you mean learning-rate"):
-        select_runs([], ["learning-rat=1"], "name")
+        select_runs([], ["learning-rat=1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "order"),
+    [
+        ("name", ["a", "b", "c", "d", "e"]),
+        ("best", ["b", "a", "d", "c", "e"]),  # two of the accuracy, then two of the loss, the smaller the better
+        ("time", ["a", "d", "c", "b", "e"]),
+        ("cost", ["c", "a", "b", "d", "e"]),
+    ],
+)
+def test_runs_are_sorted_by_each_column(
+    key: str, order: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, best, value, seconds, dollars in (
+        ("a", "accuracy", 0.5, 40.0, 2.0),
+        ("b", "accuracy", 0.75, 10.0, 1.0),
+        ("c", "loss", 0.5, 20.0, 11.0),
+        ("d", "loss", 0.125, 30.0, None),
+    ):
+        store = stored(tmp_path, name, best=best)
+        write_status(store, RunStatus(status="finished", dollars=dollars))
+        write_json(store, SUMMARY, {"best_value": value, "seconds": seconds})
+    stored(tmp_path, "e", status="running")  # has no summary yet
+    assert main(["runs", "--storage", str(tmp_path), "--sort", key]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines() if re.match(" [a-e] ", line)] == order
+    assert ("several metrics of --best, which do not compare: accuracy, loss." in text) == (key == "best")
+    assert f" {key}" in text or key in ("name", "best")  # the column is shown on 80 columns, too
+
+
+def test_a_wrong_word_to_sort_by_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--storage", str(tmp_path), "--sort", "bset"]) == 2
+    assert "--sort is 'bset' (did you mean best?); it must be one of heartbeat" in capsys.readouterr().err
 
 
 def test_tags_and_a_note_are_added_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

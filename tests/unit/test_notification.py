@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -123,6 +125,14 @@ def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(notification, "COMMAND_WITHIN_S", 0.2)
     sent("sleep 600 & wait")
     assert "(the command has not ended within 0 s)" in caplog.text
+
+
+def test_what_a_command_leaves_in_the_background_is_neither_waited_for_nor_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent(f"sleep 600 & echo $! > {tmp_path}/pid")
+    assert not caplog.messages
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises ProcessLookupError if it is gone
 
 
 def test_a_variable_may_hold_the_url(webhook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
 from raytrain.errors import UsageError
 from raytrain.runs.checkpoint_files import Identity
-from raytrain.runs.documents import run_store
+from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoints
@@ -107,6 +108,42 @@ def test_a_label_file_that_is_given_back_keeps_groups_and_the_names_of_columns(t
     assert again.validation.labels.tolist() == data.validation.labels.tolist()
 
 
+@pytest.mark.parametrize(
+    ("names", "pattern", "more"),
+    [
+        ("{label}_{number}.png", r"^([a-z]+)_", {}),
+        ("{part}/{label}-{number}.png", r"(?P<label>.+)-\d+", {}),
+        ("{part}-{label}-{number}.png", r"(?P<split>\w+)-(?P<label>\w+)-\d+", {}),
+        ("{group}/{label}/{number}.png", r"(?P<patient>\w)/(?P<label>\w+)/", {"group_by": "patient"}),
+        ("{label}/{group}_{number}.png", r"(?P<label>\w+)/(?P<patient>\w)_", {"group_by": "patient"}),
+    ],
+)
+def test_labels_of_a_pattern_are_given_back_with_their_groups_and_parts(
+    names: str, pattern: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    for number in range(24):
+        label, part, group = ("cat", "dog")[number % 2], ("train", "val")[number % 6 == 5], "abcdef"[number // 4]
+        name = names.format(label=label, part=part, group=group, number=number)
+        file = tmp_path / "images" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 50, 7)).save(file)
+    if "part" not in names:
+        more = {**more, "validation_fraction": 0.34}
+    config = options(tmp_path / "images", tmp_path / "runs", label_pattern=pattern, **more)
+    store, data = trained(config)
+    output = f"{tmp_path}/labels.csv"
+    write_labels(check_can_rank(config, rank_labels(config, store, data)), data, output, config)
+    again = open_dataset(options(tmp_path / "images", tmp_path / "others", labels=output, **more))
+    for before, after in ((data.train, again.train), (data.validation, again.validation)):
+        assert sorted(after.keys.to_pylist()) == sorted(before.keys.to_pylist())
+        assert dict(zip(after.keys.to_pylist(), after.labels.tolist(), strict=True)) == dict(
+            zip(before.keys.to_pylist(), before.labels.tolist(), strict=True)
+        )
+    if "group_by" in more:
+        with Path(output).open() as file:
+            assert {row["patient"] for row in csv.DictReader(file)} == set("abcdef")
+
+
 def test_a_corrected_label_counts(tmp_path: Path) -> None:
     config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs")
     store, data = trained(config)
@@ -144,3 +181,18 @@ def test_why_labels_are_not_ranked_is_said(tmp_path: Path) -> None:
         check_can_rank(config, None)
     with pytest.raises(UsageError, match="--write-labels takes the labels of a run: give its --name, and --resume"):
         check_can_rank(TrainConfig(**{**vars(config), "resume": False}), None)
+
+
+@pytest.mark.not_quick
+def test_the_label_file_of_a_run_with_a_pattern_is_given_back_in_place_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = r"(?P<label>\w+)/"
+    config = options(tree(tmp_path / "images", "cat", "dog"), tmp_path / "runs", label_pattern=pattern)
+    write_config(trained(config)[0], config)
+    words = ["look", "--resume", "--name", "run", "--storage", f"{tmp_path}/runs", "--limit-s", "1"]
+    assert main([*words, "--write-labels", f"{tmp_path}/labels.csv"]) == 0
+    given_back = f"--labels {tmp_path}/labels.csv"
+    assert f"train again with --label-pattern none {given_back}" in " ".join(capsys.readouterr().out.split())
+    assert main(["look", "--config", f"{tmp_path}/runs/run/config.json", *given_back.split()]) == 2
+    assert "give one of them (--label-pattern none omits one that" in capsys.readouterr().err

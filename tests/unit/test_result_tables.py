@@ -22,6 +22,7 @@ from raytrain.display.run_tables import result_page, run_page, run_record_json
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
 from tests.helpers.snapshots import train_result
@@ -53,6 +54,8 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it(monkeypatch: pytes
     stopped = text(result_page(config, train_result(status="stopped")))
     assert "Resume with uv run raytrain train " in " ".join(stopped.split())
     assert "Resume" not in text(result_page(config, train_result()))
+    spent = train_result(status="stopped", stop_reason=StopReason("cost", "20", value=20.1))
+    assert "Resume with a higher --max-cost added to" in text(result_page(config, spent))
 
 
 def test_a_result_names_the_best_checkpoint_and_what_to_do_with_it() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -239,6 +240,35 @@ def test_a_file_instead_of_a_folder_is_reported(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"below a file|a file") as raised:
             check()
         assert sentence(raised)
+
+
+@pytest.mark.parametrize(
+    ("folder", "what"),
+    [
+        ("/proc/runs", "/proc/runs cannot be written: no folder and no file can be made there; choose another place."),
+        ("{}/file", "{}/file is a file, but should be a folder; remove it or choose another place."),
+        ("{}/file/runs", "{}/file/runs is below a file, not below a folder; check the path."),
+        ("{}/file/runs/mine", "{}/file/runs/mine is below a file, not below a folder; check the path."),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_without_the_file_that_was_tried(
+    tmp_path: Path, folder: str, what: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    if folder.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc")
+    with pytest.raises(StorageError) as raised:
+        open_store(folder.format(tmp_path)).check_writable()
+    assert str(raised.value) == what.format(tmp_path)
+
+
+def test_a_folder_without_permission_to_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:  # root, whom tests may run as, may write to every folder
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("os.makedirs", refuse)
+    with pytest.raises(StorageError, match=f"no permission to write to {tmp_path}; change the permissions"):
+        open_store(str(tmp_path)).check_writable()
 
 
 # URLs.

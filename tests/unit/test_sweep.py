@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,11 +24,13 @@ from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import METRICS, SUMMARY, read_json, run_store, write_config
 from raytrain.runs.history import History
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.status import read_status
 from tests.helpers.run_records import write_summary
 from tests.helpers.small_runs import config as small_config
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 EPOCHS = 8
@@ -234,3 +237,44 @@ def test_a_sweep_of_which_all_trials_fail_has_failed(
     result = raytrain.sweep(options(images, tmp_path), vary=["seed=0,1"])
     assert (result.status, result.best) == ("failed", None)
     assert not run_store(str(tmp_path), "tried-00").exists(METRICS)
+
+
+@pytest.mark.not_quick
+def test_a_sweep_stops_when_all_of_its_trials_together_have_cost_the_limit(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, limits, both_train = train_with(by_seed), list[float | None](), threading.Barrier(2, timeout=60)
+    worker = MachineUse(rank=0, node="here", images_per_s=1.0, data_wait_fraction=0.0, gpu="NVIDIA L4")
+
+    def train_until_it_is_stopped(config: TrainConfig, start: TrainRequest) -> TrainResult:
+        assert start.view
+        limits.append(config.max_cost)
+        monitor = RunMonitor(config.name or "", EPOCHS, 1, History(run_store(config.storage, config.name or "")))
+        both_train.wait()
+        start.view(dataclasses.replace(monitor.snapshot(), machines=(worker,)))  # until then, nothing is paid for
+        wait_for(lambda: start.signals.stop_request is not None)
+        return trainer.train(config, start.view, start.signals)
+
+    hardware = Hardware(num_nodes=1, cpus=4.0, gpus=2.0, object_store_bytes=10**9)
+    monkeypatch.setattr(sweep_module, "open_machines", lambda _: nullcontext(lambda: hardware))
+    monkeypatch.setattr(trial_run, "start_run", train_until_it_is_stopped)
+    more: dict[str, Any] = {"device": "cuda:2,5", "workers": "auto", "max_cost": 1500.0}
+    priced = options(images, tmp_path, price=("L4=3600000",), **more)  # a thousand dollars a second
+    result = raytrain.sweep(priced, vary=["seed=0,1,2"])
+    assert [trial.status for trial in sorted(result.trials, key=lambda trial: trial.name)] == [
+        "stopped",
+        "stopped",
+        "waiting",
+    ]
+    assert result.stop_reason and (result.status, result.stop_reason.kind) == ("stopped", "cost")
+    assert limits == [None, None], "the limit is the sweep's"
+    assert result.dollars and 1500 <= result.dollars <= 2000 * (result.seconds + 0.01)
+    assert read_status(run_store(str(tmp_path), "tried")).dollars == pytest.approx(result.dollars, rel=0.5)
+
+    # What is spent is spent. With a higher limit, the same trials go on.
+    with pytest.raises(UsageError, match=r"Sweep 'tried' has cost \$.* already, and --max-cost is 1500; give"):
+        raytrain.sweep(dataclasses.replace(priced, resume=True))
+    again = train_with(by_seed)
+    finished = raytrain.sweep(dataclasses.replace(priced, resume=True, max_cost=1e9))
+    assert sorted(again.started) == [("tried-00", True), ("tried-01", True), ("tried-02", False)]
+    assert finished.dollars == result.dollars, "what is spent is counted, and no machine was seen since"

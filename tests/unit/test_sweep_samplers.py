@@ -24,7 +24,7 @@ from raytrain.experiments import trial_run
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.search_space import parse
 from raytrain.experiments.trial_results import SweepResult, is_stopped_early
-from raytrain.experiments.trials import PLAN, plan_sweep, read_sweep
+from raytrain.experiments.trials import PLAN, names_of, plan_sweep, read_sweep
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
@@ -218,6 +218,22 @@ def test_a_stopped_sweep_chooses_no_further_point(swept: Callable[..., SweepResu
     assert (stopped.status, len(stopped.trials), stopped.trials[0].status) == ("stopped", 1, "stopped")
     resumed = swept(Trainer(), resume=True)
     assert (resumed.status, len(resumed.trials)) == ("finished", 5)
+
+
+@pytest.mark.parametrize("asked", [9, 101])
+def test_a_sampler_that_runs_out_of_points_changes_no_name_of_a_trial(
+    asked: int, swept: Callable[..., SweepResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = SweepStudy.choose
+    monkeypatch.setattr(
+        SweepStudy, "choose", lambda study, accepts: choose(study, accepts) if len(study.points) < 2 else None
+    )  # type: ignore
+    first, again = Trainer(), Trainer()
+    swept(first, vary=VARY[0], trials=asked, sampler="qmc")
+    assert first.started == (["tried-00", "tried-01"] if asked == 9 else ["tried-000", "tried-001"])
+    result = swept(again, sampler="qmc", resume=True)
+    assert ([trial.name for trial in result.trials], again.started) == (first.started, [])
+    assert names_of(str(tmp_path / "runs"), "tried") == first.started
 
 
 def test_a_log_that_does_not_fit_the_trials_is_begun_anew(

@@ -66,7 +66,7 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
         ({"status": "stopped", "stop_reason": {"kind": "patience", "metric": "accuracy", "count": 3}}, True),
         ({"status": "stopped", "stop_reason": {"kind": "target", "detail": "accuracy=0.9"}}, True),
         ({"status": "stopped", "stop_reason": {"kind": "time", "detail": "1h"}}, True),
-        ({"status": "stopped", "stop_reason": {"kind": "cost", "detail": "5"}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "cost", "detail": "5"}}, False),
         ({"status": "stopped", "stop_reason": {"kind": "tracker", "detail": "wandb"}}, False),
         ({"status": "stopped", "stop_reason": {"kind": "signal", "detail": "SIGINT"}}, False),
         ({"status": "failed", "error": "boom"}, False),

@@ -18,6 +18,7 @@ import wandb
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from raytrain.errors import UsageError
 from raytrain.runs.documents import EVALUATION, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
@@ -324,6 +325,15 @@ def _is_scraped(url: str) -> bool:
     with suppress(OSError):
         return scraped(url) == {}
     return False
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "none"])
+def test_a_port_of_prometheus_that_does_not_exist_is_said(
+    store: Store, monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", port)
+    with pytest.raises(UsageError, match=f"OTEL_EXPORTER_PROMETHEUS_PORT is '{port}'; a port is a number from 1 to"):
+        PrometheusTracker(TrackedRun("first", store))
 
 
 def test_two_runs_of_a_machine_have_a_port_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

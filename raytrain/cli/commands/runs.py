@@ -25,20 +25,21 @@ def runs(
         tuple[str, ...], arg(help="Show those that match all of these: status=finished, tag=WORD, learning-rate=0.1.")
     ] = (),
     sort: Annotated[
-        Literal["heartbeat", "name", "recipe", "status", "step", "accuracy"],
-        arg(help="heartbeat, step and accuracy: the largest first."),
+        Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"],
+        arg(help="best: by the metric of --best of each run; accuracy: the last one; of numbers, the largest first."),
     ] = "heartbeat",
 ) -> CommandResult:
     """List the runs.
 
-    Example: raytrain runs --filter recipe=cifar10 status=finished --sort accuracy
+    Example: raytrain runs --filter recipe=cifar10 status=finished --sort best
     """
     from raytrain.display.run_tables import run_info_json, runs_table
+    from raytrain.experiments.compare import sort_runs
     from raytrain.runs.records import list_runs, select_runs
 
-    listed = select_runs(list_runs(storage), filter, sort)
+    listed = sort_runs(select_runs(list_runs(storage), filter), sort)
     document = {"storage": storage, "runs": [run_info_json(run) for run in listed]}
-    return CommandResult(runs_table(listed, storage, filtered=bool(filter)), document)
+    return CommandResult(runs_table(listed, storage, filtered=bool(filter), sorted_by=sort), document)
 
 
 def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandResult:

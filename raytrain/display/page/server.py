@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from raytrain.config.values import MAX_PORT
 from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.display.page.watched_runs import HomeRuns, WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
@@ -63,6 +64,8 @@ class PageServer:
     """Serves the page of ``runs`` to this machine, in a thread; ``port`` 0 is any, None :data:`DEFAULT_PORT`."""
 
     def __init__(self, runs: WatchedRuns, port: int | None = None) -> None:
+        if port is not None and not 0 <= port <= MAX_PORT:
+            raise UsageError(f"--port is {port}; a port is a number from 1 to {MAX_PORT}, or 0 for any that is free.")
         self._runs = runs
         self._port = port
         self._token = secrets.token_urlsafe(24)

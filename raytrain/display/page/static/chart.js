@@ -9,6 +9,7 @@ const MAX_VALUES = 8; // as many as there are colours
 const FEW_POINTS = 60; // each of which is marked
 const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat(); // there is no half of a step
 const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : value < 1e-3 ? value.toExponential(0) : formatRate(value)) };
+const AXIS_LABELS = { step: "step", time: "time", rate: "learning rate" };
 const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatRate(x)}` };
 
 export class Chart {
@@ -135,7 +136,7 @@ export class Chart {
       padding: [8, this.axis === "time" ? 32 : 18, 0, 0], // room for half of the last label
       scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 64, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
+        { ...axis, size: 24, gap: 4, space: 64, label: AXIS_LABELS[this.axis], labelFont: axis.font, labelSize: 14, labelGap: 0, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
       ],
       cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },

@@ -20,12 +20,15 @@ export class Comparison {
     this.charts = ["Training loss", ""].map((title) => new Chart({ title, sync: "comparison", onZoom: (range) => { this.range = range; this.draw(); } }));
     this.compareBy(ACCURACY);
     this.range = null;
+    this.title = el("h1");
+    this.facts = el("p", { class: "facts" });
     this.body = el("tbody");
     this.head = el("tr");
     this.coordinates = new ParallelCoordinates((name) => this.choose(name));
     this.element = el(
       "article",
       { class: "comparison" },
+      el("header", {}, this.title, this.facts),
       el("div", { class: "charts large" }, ...this.charts.map((chart) => chart.element)),
       this.coordinates.element,
       el("div", { class: "scroll" }, el("table", { class: "runs cards" }, el("thead", {}, this.head), this.body)),
@@ -57,11 +60,23 @@ export class Comparison {
   draw() {
     const metrics = new Map([...this.runs.values()].filter(({ metric }) => metric).map(({ metric }) => [metric.name, metric]));
     this.compareBy(metrics.size === 1 ? [...metrics.values()][0] : ACCURACY);
+    this.showHeading();
     this.charts[0].show(this.series("step", "loss"), { range: this.range });
     this.charts[1].show(this.series("evaluation", this.metric.name), { range: this.range });
     const options = this.differing();
     this.coordinates.show([...this.runs].map(([name, run]) => ({ name, values: Object.fromEntries(options.map((option) => [option, run.config?.[option]])), score: this.best(run.view) })), options, this.metric);
     this.drawTable(options);
+  }
+
+  /** The name that all runs begin with, which is that of their sweep, and how many of them are in which state. */
+  showHeading() {
+    const prefixes = new Set([...this.runs.keys()].map((name) => name.match(/^(.+)-\d+$/)?.[1] ?? name));
+    const count = this.runs.size === 1 ? "1 run" : `${this.runs.size} runs`;
+    fill(this.title, prefixes.size === 1 ? [...prefixes][0] : `${count} side by side`);
+    const states = new Map();
+    for (const { view } of this.runs.values()) states.set(view.state.status, (states.get(view.state.status) ?? 0) + 1);
+    const counts = [...states].map(([status, number]) => (states.size === 1 ? status : `${number} ${status}`)).join(", ");
+    fill(this.facts, prefixes.size === 1 ? `${count} · ${counts}` : counts);
   }
 
   series(kind, metric) {

@@ -140,7 +140,10 @@ export class RunView {
     const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
     const reason = result?.error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
     const words = { finished: "Finished", stopped: result?.checkpoint ? "Stopped with a checkpoint" : "Stopped", failed: "Failed", interrupted: "Interrupted" };
-    const rate = suggestion && el("p", { class: "suggestion" }, suggestion.rate === null ? "No learning rate is suggested: " : el("strong", {}, `Suggested learning rate: ${formatRate(suggestion.rate)}. `), printable(suggestion.reason));
+    const isFound = suggestion?.rate != null;
+    const suggested = isFound ? el("strong", {}, `Suggested learning rate: ${formatRate(suggestion.rate)}. `) : "No learning rate is suggested: ";
+    const why = printable(suggestion?.reason ?? "").replace(/^./, (letter) => (isFound ? letter.toUpperCase() : letter));
+    const rate = suggestion && el("p", { class: "suggestion" }, suggested, `${why}.`);
     fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, rate, checkpoint);
   }
 
