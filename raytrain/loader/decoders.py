@@ -44,6 +44,7 @@ from raytrain.data.blocks import Block, Files, lend
 from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
+from raytrain.errors import UsageError
 from raytrain.loader.machine import cores
 from raytrain.runs.metric_row import SkippedImage
 
@@ -88,8 +89,17 @@ class DecoderKilled(Exception):
 
 
 def num_decoders() -> int:
-    """Return the number of threads that decode for each of this machine's workers."""
-    return max(1, min(_MAX_DECODERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """Return the number of threads that decode for each of this machine's workers.
+
+    Raises UsageError if LOCAL_WORLD_SIZE, which says how many these are, is no such number.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not given.isdecimal() or int(given) == 0:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE is {given!r} in the environment, and is the number of processes on this machine that "
+            "train together; set it as torchrun does, or leave it out."
+        )
+    return max(1, min(_MAX_DECODERS, cores() // int(given)))
 
 
 class Decoders(AbstractContextManager["Decoders"]):

@@ -40,6 +40,7 @@ from raytrain.loader.process_images import ProcessImages, machine_cache
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
+from raytrain.training import local_images
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, HostTensors
 from raytrain.training.device_batches import DeviceBatches
@@ -203,6 +204,7 @@ class ImageLoader:
             # The batch counts as used from now on, and with the last one the epoch.
             self._next_step = self._step_after(step)
             yield batch
+        local_images.expect_nothing()  # what comes now may be of another loader
 
     # Its state.
 
@@ -360,7 +362,8 @@ class HeldOutImages:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this process's batches, resized and normalised."""
-        return self._loader._start().held_out(self._part)
+        yield from self._loader._start().held_out(self._part)
+        local_images.expect_nothing()
 
 
 def _given_place(rank: object, world_size: object) -> tuple[int, int] | None:

@@ -73,8 +73,9 @@ class _Gather:
 class ParallelNetworks(ExactNetworks):
     """Networks of :func:`parallel`, which begin a microbatch by themselves. The module docstring has the rules."""
 
-    def __init__(self, worker: Worker, seed: int) -> None:
+    def __init__(self, worker: Worker, seed: int, batch_norm: BatchNormMode) -> None:
         super().__init__(worker, self._share, partial(warnings.warn, stacklevel=2))
+        self._batch_norm: BatchNormMode = batch_norm
         # A group of its own: gloo ends a process that gets a sum of another size if workers are out of step.
         self._group = own_group(worker.device) if worker.world_size > 1 else None
         self._seed = seed
@@ -91,10 +92,20 @@ class ParallelNetworks(ExactNetworks):
         self.collect_layers()
         self.gradients.follow(self._parameters)
 
+    def collect_layers(self) -> None:
+        """Collect the layers and parameters, and make exact the layers that the loop has put into a network."""
+        before = self._layers
+        super().collect_layers()
+        for network, layers in self._layers.items():
+            if before and layers != before.get(network):
+                make_layers_exact(network, self._batch_norm, "raytrain.parallel")
+
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
         """Begin a microbatch, if this forward of ``network`` is the first one of it."""
         is_repeated = torch._C._current_graph_task_id() != -1  # pyright: ignore  # gradient checkpointing, in a backward
-        if is_repeated or not (network.training or torch.is_grad_enabled()):
+        # Inside of torch.func.grad, which returns the gradients of this process's images, as torch.autograd.grad does.
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        if is_repeated or is_transformed or not (network.training or torch.is_grad_enabled()):
             return
         if self._leader is None or network is self._leader[0] or (network.training and not self._leader[1]):
             self._leader = network, network.training
@@ -255,7 +266,7 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
         _check_group_came_first(worker.world_size)
         if worker.world_size > 1:
             _check_same_networks(worker, [(tuple(each.shape), each.dtype) for each in tensors], seed, batch_norm)
-        exact = ParallelNetworks(worker, seed)
+        exact = ParallelNetworks(worker, seed, batch_norm)
         for network in new:
             make_layers_exact(network, batch_norm, "raytrain.parallel")
             exact.join(network, sees_forwards=True)
@@ -267,7 +278,7 @@ def no_sync(network: nn.Module, enabled: bool = True) -> AbstractContextManager[
 
     They are added to those of the next backward outside of it, which sends them once. A loop that adds up gradients of
     several backwards is right without it. Until then ``.grad`` does not have them, so clip after that backward, and let
-    the last one of an epoch be outside.
+    the last one of an epoch be outside. ``zero_grad`` does not drop them: leave out a bad loss before its backward.
 
     Args:
         network: one of :func:`parallel`; what was given with it stays here, too.
@@ -321,7 +332,13 @@ def _check_network(network: object) -> None:
 def _check_group_came_first(world_size: int) -> None:
     """Raise UsageError if there are more than ``world_size`` processes, with which the networks were made parallel."""
     has_group = dist.is_available() and dist.is_initialized()
-    num_processes = dist.get_world_size() if has_group else int(environ.get("WORLD_SIZE") or 1)
+    in_environment = environ.get("WORLD_SIZE") or "1"
+    if not has_group and not in_environment.isdecimal():
+        raise UsageError(
+            f"WORLD_SIZE is {in_environment!r} in the environment, and is the number of processes that train together; "
+            "set it as torchrun does, or leave it out to train on one process."
+        )
+    num_processes = dist.get_world_size() if has_group else int(in_environment)
     if num_processes > world_size:
         raise UsageError(
             f"This is one of {num_processes} processes, and would train alone: call "

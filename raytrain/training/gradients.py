@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,8 @@ class ExactGradients:
         self._share, self._finished, self._report = share, finished, report
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
-        self._is_running = False  # a backward
+        self._is_running = False  # a backward, unless it has raised an exception: then the engine drops its callback
+        self._callback: Callable[[], object] = lambda: None  # weak reference to that of the last backward
         self._is_deferred = False  # gradients stay in the buckets after a backward
         self._has_deferred = False  # some are there
         self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
@@ -125,7 +127,7 @@ class ExactGradients:
         Returns the gradient that the engine is to accumulate in its place, in a tuple: (None,) for none, because the
         bucket gets it. None leaves it as it is.
         """
-        if not self._is_running:
+        if not self._is_running or self._callback() is None:
             self._begin_backward()
         (gradient,) = gradients
         if self._world_size == 1:
@@ -155,6 +157,7 @@ class ExactGradients:
 
     def _begin_backward(self) -> None:
         """Make the buckets ready, with the first gradient of a backward, and have the engine call ``_end_backward``."""
+        self.reset()  # a backward that failed, and which the loop repeats without a forward
         self._factor = self._share()
         if not isinstance(self._factor, Tensor) and self._factor:
             self._factor = torch.tensor(self._factor, dtype=torch.float64)  # multiplies twice as fast as a float
@@ -181,7 +184,9 @@ class ExactGradients:
                 check_not_wrapped(self._nodes)
         self._is_first = False
         self._is_running = True
-        Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportAttributeAccessIssue]
+        callback = partial(self._end_backward)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def _end_backward(self) -> None:

@@ -37,6 +37,11 @@ def expect(images: Tensor) -> None:
     _expected[:] = [_of_tensor[images]] if images in _of_tensor else []
 
 
+def expect_nothing() -> None:
+    """Take no other tensor for images of a batch: the loop has used the last one."""
+    _expected.clear()
+
+
 def known(images: Tensor | None) -> LocalImages | None:
     """Return what ``images`` are; None if they came in no batch."""
     return None if images is None else _of_tensor.get(images)

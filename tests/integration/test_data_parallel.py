@@ -293,6 +293,69 @@ def a_body_that_learns_alone_before_its_head() -> dict[str, Tensor]:
     return weights(*networks)
 
 
+class FailsOnce(torch.autograd.Function):
+    """Passes its input on, and fails in the next backward if ``is_armed``, as a GPU without memory does."""
+
+    is_armed = False
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if FailsOnce.is_armed:
+            FailsOnce.is_armed = False
+            raise ValueError("out of memory")
+        return gradient
+
+
+def a_backward_that_is_repeated_after_an_error() -> dict[str, Tensor]:
+    """The error comes after the head has got its gradients, and no forward comes before the backward is repeated."""
+    torch.manual_seed(0)
+    model, head = raytrain.parallel(network(normed=False), nn.Linear(4, 4, dtype=torch.float64))
+    optimizer = SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for number, (images, labels, _) in enumerate(slices()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(head(FailsOnce.apply(model(images))), labels)
+        if number % 3 == 1:
+            FailsOnce.is_armed = True
+            with pytest.raises(ValueError, match="out of memory"):
+                loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return weights(model, head)
+
+
+def weights_of_a_function() -> dict[str, Tensor]:
+    """The network is called with tensors that its weights are in, and inside of ``torch.func.grad``."""
+    torch.manual_seed(0)
+    model = raytrain.parallel(network(normed=False))
+    optimizer, call = SGD(model.parameters(), lr=0.1), torch.func.functional_call
+    for images, labels, _ in slices(8):
+        if len(images):
+            mean = partial(lambda rows, own: call(model, own, (rows,)).mean(), images)
+            torch.func.grad(mean)(dict(model.named_parameters()))
+        halved = {name: parameter / 2 for name, parameter in model.named_parameters()}
+        optimizer.zero_grad()
+        F.cross_entropy(call(model, halved, (images,)), labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def layers_that_come_later() -> dict[str, Tensor]:
+    model = raytrain.parallel(network())
+    for step, (images, labels, _) in enumerate(slices(12)):
+        if step == 5:
+            first = model.get_submodule("0")
+            first[1], first[3] = nn.BatchNorm2d(5, dtype=torch.float64), nn.Dropout(0.4)  # type: ignore[index]
+        model.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        SGD(model.parameters(), lr=0.1).step()
+    return weights(model)
+
+
 LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     plain,
     without_batch_norm,
@@ -306,7 +369,10 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     evaluated_by_one_process,
     moved_and_partly_frozen,
     checkpointed_whole,
-    named_samples,
+    a_backward_that_is_repeated_after_an_error,
+    weights_of_a_function,
+    layers_that_come_later,
+    named_samples,  # after those whose dropout goes by the place of a row: the last batch names rows until the next one
     gradients_that_the_loop_keeps,
     layers_that_are_called_twice,
     a_body_that_learns_alone_before_its_head,
@@ -446,6 +512,9 @@ def test_mistakes_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (lambda: raytrain.parallel(network()), lambda: backward_of(model)):
         assert "init_process_group() first" in error_of(call)
+    for garbage in ("two", "-2", "2.0"):
+        monkeypatch.setenv("WORLD_SIZE", garbage)
+        assert f"WORLD_SIZE is '{garbage}' in the environment" in error_of(lambda: raytrain.parallel(network()))
 
 
 def test_the_script_of_the_page_prints_the_same_on_any_number_of_processes(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 import raytrain
 from raytrain import ImageLoader, StorageError, UsageError
 from raytrain.storage.open import open_store
+from raytrain.training import local_images
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import make_images, put_images
@@ -250,6 +251,13 @@ def test_two_loaders_of_one_process_have_images_of_their_own(images: Path) -> No
         assert_same(batches, wanted)
 
 
+def test_tensors_after_the_last_batch_are_not_taken_for_its_images(images: Path) -> None:
+    with raytrain.ImageLoader(images, batch_size=8, image_size=12, validation_fraction=0.2) as loader:
+        for split in (loader, loader.validation):
+            own = [(images.clone(), len(images)) for images, _ in split]
+            assert all(local_images.known_or_expected(copied, rows) is None for copied, rows in own)
+
+
 def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:
     for option in ("mixup", "cutmix"):
         one, _ = loaders(images, 2, **{option: 0.2})
@@ -327,6 +335,15 @@ def test_a_rank_in_the_environment_that_is_none_is_refused(images: Path, monkeyp
         monkeypatch.setenv("WORLD_SIZE", world_size)
         with pytest.raises(UsageError, match=f"RANK is '{rank}' and WORLD_SIZE"):
             next(iter(ImageLoader(images, batch_size=20, **SIZE)))
+
+
+@pytest.mark.parametrize("given", ["x", "0", "-2"])
+def test_a_number_of_processes_here_that_is_none_is_refused(
+    images: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    with pytest.raises(UsageError, match=f"LOCAL_WORLD_SIZE is '{given}' in the environment"):
+        next(iter(ImageLoader(images, batch_size=20, **SIZE)))
 
 
 def test_a_gpu_that_is_not_there_is_refused_and_other_devices_are_obeyed(images: Path) -> None:
