@@ -152,6 +152,11 @@ class TrainResult:
     error: str | None = None
     accumulate: int | None = None  # microbatches with which a run that ran out of memory may fit
 
+    def __repr__(self) -> str:
+        """Return the fields that are there: of most runs, ten are None, and a notebook shows this below a cell."""
+        fields = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
+        return f"{type(self).__name__}({', '.join(fields)})"
+
     def summary(self) -> dict[str, Any]:
         """Return the result as a dictionary of plain values."""
         return dataclasses.asdict(self) | {"stop_reason": self.stop_reason and self.stop_reason.to_json()}

@@ -149,7 +149,7 @@ def test_a_prefix_without_images_is_reported(s3_url: str, tmp_path: Path) -> Non
 def test_a_read_only_storage_folder_is_reported() -> None:
     report = diagnose(None, "/sys/runs", None)
     (failure,) = report.failures
-    assert failure.sentence.startswith("This user has no permission for /sys/runs;")
+    assert failure.sentence.startswith("This user has no permission to write to /sys/runs;")
     assert "no" in shown(report)
 
 
