@@ -171,7 +171,7 @@ def choose_training(config: TrainConfig, images: Images, network: Network, *, on
 def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
     """Return the options of a network with weights: the head first, then all layers at a low rate."""
     batch_size = _given(config, "batch_size", 32)
-    # On two cores, 4,000 photographs of 128 pixels take five minutes; two more epochs gave 0.831 in place of 0.815.
+    # On two cores, 4,000 photographs of 128 pixels take four to five minutes; two more epochs gave 0.831 for 0.815.
     num_epochs = _epochs(images, 15_000, 4, 20) if on_cpu else _epochs(images, 100_000, 5, 20)
     epochs = _given(config, "epochs", 1 + num_epochs)
     # At 5e-4, the accuracy on the training images fell from 0.75 to 0.58 when all layers began to learn.
