@@ -45,7 +45,8 @@ class SuspiciousPictures:
         if not labels or labels == self._written:
             return
         train = self._data.train
-        with suppress(RaytrainError, OSError, RuntimeError):  # a picture is not worth the run; no process may start
+        # A picture is not worth the run: storage may be out of reach, or the process that decodes cannot start.
+        with suppress(RaytrainError, OSError, RuntimeError):
             # Those that are in memory are not read again: most stay the same from one evaluation to the next.
             samples = [label.sample for label in labels]
             self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
