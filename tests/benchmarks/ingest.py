@@ -178,14 +178,16 @@ def read_local_batches(run: Any, folder: str) -> None:
 # Ray's documented way: a reader that shuffles the files each epoch, a map over its rows, a shard for each worker.
 
 
-def read_as_documented(url: str, epochs: int, folder: str, pixels: int = 32) -> list[Marks]:
+def read_as_documented(
+    url: str, epochs: int, folder: str, pixels: int = 32, num_workers: int = NUM_WORKERS
+) -> list[Marks]:
     import ray
     from pyarrow.fs import FileSelector, S3FileSystem
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     # One CPU more for each worker, so that Ray Data can use all CPUs of the machine.
-    ray.init(num_cpus=(os.cpu_count() or 1) + NUM_WORKERS, include_dashboard=False)
+    ray.init(num_cpus=(os.cpu_count() or 1) + num_workers, include_dashboard=False)
     bucket = url.removeprefix("s3://")
     filesystem = S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region=os.environ["AWS_REGION"])
     classes = sorted(each.base_name for each in filesystem.get_file_info(FileSelector(bucket)))
@@ -199,7 +201,7 @@ def read_as_documented(url: str, epochs: int, folder: str, pixels: int = 32) -> 
         read_shard,
         train_loop_config={"epochs": epochs, "folder": folder},
         datasets={"train": images},
-        scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+        scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(storage_path=folder),
     ).fit()
     return marks_in(folder)

@@ -23,8 +23,6 @@ _EPOCHS = 6
 _CHUNK_BYTES = "1MB"
 """The size of raytrain's shards. With 10,000 of these images LitData was 2.4 times slower with chunks of 4 MB, and 6.7
 times slower with its default of 64 MB."""
-_PROCESSES = 1
-"""LitData's processes for each worker: one for each core of the machine."""
 
 
 def measure(bench: Bench) -> Report:
@@ -80,8 +78,10 @@ def as_item(labelled: tuple[str, int]) -> dict[str, Any]:
     return {"image": Jpeg(path=labelled[0]), "label": labelled[1]}
 
 
-def read_through_litdata(epochs: int, folder: str, pixels: int = 32, crop: bool = False) -> list[Marks]:
-    run_in_processes(NUM_WORKERS, read_part, epochs, folder, pixels, crop)
+def read_through_litdata(
+    epochs: int, folder: str, pixels: int = 32, crop: bool = False, num_workers: int = NUM_WORKERS
+) -> list[Marks]:
+    run_in_processes(num_workers, read_part, epochs, folder, pixels, crop)
     return marks_in(folder)
 
 
@@ -100,8 +100,9 @@ def read_part(epochs: int, folder: str, pixels: int, crop: bool) -> None:
 
     cache = str(Path(folder, "cache"))
     dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=resized)
+    processes = max((os.cpu_count() or 1) // dist.get_world_size(), 1)  # one for each core of the machine
     loader = StreamingDataLoader(
-        dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork"
+        dataset, batch_size=BATCH, num_workers=processes, persistent_workers=True, multiprocessing_context="fork"
     )
     dist.barrier()
     read(((epoch, batch["image"]) for epoch in range(epochs) for batch in loader), dist.get_rank(), folder)
