@@ -39,7 +39,16 @@ from raytrain.data.dataset import Dataset
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.group_messages import GroupMessages
-from raytrain.launch.prepare import PreparedRun, TrainRequest, check_named, check_named_code, prepare, settle_options
+from raytrain.launch.prepare import (
+    PreparedRun,
+    TrainRequest,
+    already_trained,
+    check_budget,
+    check_named,
+    check_named_code,
+    prepare,
+    settle_options,
+)
 from raytrain.launch.session import RunSession
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
@@ -48,10 +57,12 @@ from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import run_store
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult
+from raytrain.runs.status import read_status
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
@@ -83,7 +94,8 @@ def attach(
         trackers: where else to send metrics, as for :func:`raytrain.train`.
 
     Raises:
-        UsageError, StorageError: a setting or an input is wrong, on all workers; nothing was written.
+        UsageError, StorageError: a setting or an input is wrong, or a resumed run has nothing to do, on all workers;
+            nothing was written.
         TrainingFailed: the run has failed without an error of its loop, such as by a loss that is not finite.
 
     Example:
@@ -242,7 +254,13 @@ def _prepare_on_first(
     def prepare_run() -> AttachedInputs:
         nonlocal launch
         tracked = replace(request, trackers=open_trackers(config.track, trackers))
-        prepared = opened.enter_context(prepare(settle_options(config), tracked))
+        settled = settle_options(config)
+        if (ended := already_trained(settled)) is not None:
+            _, sentence = ended
+            raise UsageError(sentence)
+        if settled.resume:
+            check_budget(settled, read_status(run_store(settled.storage, settled.name or "")), f"Run {settled.name!r}")
+        prepared = opened.enter_context(prepare(settled, tracked))
         _, world_size = group.rank_and_size()
         resolved = prepared.resolve(world_size, device.type, decoder_problem=lambda _: problem)
         launch = AttachedLaunch(prepared, resolved, world_size)

@@ -286,8 +286,11 @@ def check_budget(config: TrainConfig, before: RunStatus, what: str) -> None:
         )
 
 
-def already_trained(config: TrainConfig) -> TrainResult | None:
-    """Return how a resumed run ended that would train nothing, or stop again at once; None if there is more to do."""
+def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
+    """Return how a resumed run ended that would train nothing, or stop again at once, and a sentence that says so.
+
+    Return None if there is more to do.
+    """
     store = run_store(config.storage, config.name or "")
     if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
@@ -314,8 +317,7 @@ def already_trained(config: TrainConfig) -> TrainResult | None:
     if ended_by is not None and has_stopped:
         because = f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {result.epochs:g} epochs"
         advice = f"; give another {flag(ended_by)}, or none, to train on"
-    _log.warning("Run %r %s: there is nothing to do, and nothing was changed%s.", config.name, because, advice)
-    return result
+    return result, f"Run {config.name!r} {because}: there is nothing to do, and nothing was changed{advice}."
 
 
 def prepare(config: TrainConfig, request: TrainRequest | None = None) -> PreparedRun:

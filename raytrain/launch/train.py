@@ -112,7 +112,9 @@ def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainRes
         config = settle_options(config)
         # Runs of a sweep have been asked already, and a restart has work left.
         if request.group is None and not request.restarting:
-            if (result := already_trained(config)) is not None:
+            if (ended := already_trained(config)) is not None:
+                result, sentence = ended
+                _log.warning(sentence)
                 return result
             if config.resume:
                 check_budget(config, read_status(run_store(config.storage, config.name or "")), f"Run {config.name!r}")

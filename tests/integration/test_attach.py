@@ -77,6 +77,26 @@ def test_a_run_that_two_processes_stop_in_mid_epoch_goes_on_with_one(
     assert_same_weights(result, reference)
 
 
+def test_a_resume_that_has_nothing_to_do_is_refused_and_changes_nothing(images: Path, tmp_path: Path) -> None:
+    before = attached_run(images, tmp_path, until="accuracy=0")
+    assert before.stop_reason is not None and before.stop_reason.kind == "target"
+    documents = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    for options, sentence in (
+        ({"until": "accuracy=0"}, "was stopped by --until accuracy=0 after 1 epochs: there is nothing to do"),
+        ({"epochs": 1}, "has 1 epochs already, and --epochs is 1: there is nothing to do"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            attached_run(images, tmp_path, resume=True, **options)
+    assert {path: path.read_bytes() for path in documents} == documents
+    assert attached_run(images, tmp_path, resume=True).status == "finished"
+
+
+def test_a_resume_that_has_spent_its_dollars_is_refused(images: Path, tmp_path: Path) -> None:
+    attached_run(images, tmp_path, price="1000000", max_steps=4)
+    with pytest.raises(UsageError, match=r"Run 'run' has cost \$[\d,.]+ already, and --max-cost is 0.001"):
+        attached_run(images, tmp_path, resume=True, price="1000000", max_cost=0.001)
+
+
 def test_an_error_in_the_block_fails_the_run_and_is_raised_as_it_is(
     images: Path, tmp_path: Path, reference: raytrain.TrainResult
 ) -> None:
