@@ -139,7 +139,7 @@ def _read_loader(url: str, cache: str, epochs: int, pixels: int, folder: str) ->
     import raytrain
 
     options: dict[str, Any] = {"image_size": pixels, "mean": _MEAN, "std": _MEAN}
-    options |= {"cache": cache, "cache_folder": str(Path(folder, "cache"))}
+    options |= {"cache": cache, "cache_folder": str(Path(folder, "cache")), "epochs": epochs}
     loader = raytrain.ImageLoader(url, batch_size=BATCH * dist.get_world_size(), validation_fraction=0.01, **options)
     dist.barrier()
     read(((epoch, images) for epoch in range(epochs) for images, _ in loader), dist.get_rank(), folder)
