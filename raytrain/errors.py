@@ -36,7 +36,7 @@ class RaytrainError(Exception):
         return str(self.args[0]) if self.args else ""  # the other arguments are for unpickling
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows of the error: the sentence, and the line that has called raytrain.
+        """Return the lines that a notebook shows of the error: the sentence, and the line that has called raytrain.
 
         IPython asks an exception for this before it shows its traceback, which has 80 lines of raytrain's own files.
         """

@@ -34,7 +34,7 @@ def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
 
 
 def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
-    """Return what is wrong with a command line, as one sentence that names the word or the argument."""
+    """Return the sentence for a mistake in a command line, which names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
         return _unknown(event.tokens, flags)
     if isinstance(event, events.MissingArgs):

@@ -459,17 +459,17 @@ def _hidden(hint: Any) -> tuple[str, ...]:
 
 
 def _description(command: Callable[..., Any]) -> str:
-    """Return what the help of a command says of it: its docstring, with an example."""
+    """Return the help text of a command: its docstring, with an example."""
     return inspect.getdoc(command) or ""
 
 
 def _summary(command: Callable[..., Any]) -> str:
-    """Return what a list of commands says of one: the first paragraph of its docstring."""
+    """Return the line of a command in a list of commands: the first paragraph of its docstring."""
     return _description(command).partition("\n\n")[0]
 
 
 def _about_recipe(name: str, command: Callable[..., Any], *, is_only: bool, is_short: bool) -> str:
-    """Return what a list of recipes says of one and, if it is the only one, the command's example with this recipe."""
+    """Return the line of a recipe in a list of recipes, and the command's example if it is the only recipe."""
     about = _summary(RECIPES[name])
     if not is_only:
         return about

@@ -304,7 +304,7 @@ def options_by_call() -> dict[str, list[str]]:
 
 
 def marks_of(annotation: Any) -> tuple[Any, ...]:
-    """Return what the annotation of an option holds beside its type: limits, the form of its values, and marks."""
+    """Return the metadata of an option's annotation: limits, the form of its values, and marks."""
     return getattr(annotation, "__metadata__", ())
 
 

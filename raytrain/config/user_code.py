@@ -226,7 +226,7 @@ def _can_be_pickled(value: object) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return what was raised, and where in the user's files.
+    """Return the type, the first line and the place in the user's files of an exception.
 
     Example: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``
     """

@@ -367,7 +367,7 @@ def _suffix(name: str) -> str:
 
 
 def _sample_key(name: str) -> str:
-    """Return what WebDataset's files of one image have in common: the path up to the first dot of the name."""
+    """Return the key that WebDataset's files of one image share: the path up to the first dot of the name."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 

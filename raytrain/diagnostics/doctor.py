@@ -114,7 +114,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
 
 @contextmanager
 def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
-    """Yield what the nodes check, with this process's credentials on loan, and why there are none, if so."""
+    """Yield the request to the nodes, with this process's credentials on loan, and why there are none, if so."""
     stores = [store for store in (storage, data) if store is not None]
     in_bucket = next((store for store in stores if store.cloud is not None), None)
     if in_bucket is None:
@@ -148,7 +148,7 @@ def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterato
 
 
 def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
-    """Yield what prevents training on a node, or the same numbers on all of them."""
+    """Yield sentences on faults that prevent training on a node, or the same numbers on all nodes."""
     yield from node.problems
     if node.report is None:
         return
@@ -164,7 +164,7 @@ def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
 
 
 def node_warnings(node: Node) -> Iterator[str]:
-    """Yield what is unusual on a node, compared with Ray's count and this machine's clock."""
+    """Yield sentences on oddities of a node, compared with Ray's count and this machine's clock."""
     if node.report is None:
         return
     # Ray uses fewer GPUs than there are.

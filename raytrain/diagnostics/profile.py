@@ -283,7 +283,7 @@ def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
-    """Return what the profiler recorded, in microseconds."""
+    """Return the profiler's intervals, in microseconds."""
     events = list(profiler.events() or ())
     kernels = [event for event in events if event.device_type.name == "CUDA"]
     on_cpu = [event for event in events if event.device_type.name != "CUDA"]

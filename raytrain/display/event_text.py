@@ -13,7 +13,7 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 
 
 def event_text(event: Event) -> str:
-    """Return what happened as one line: by a rule of its own, or by the template of the event's class."""
+    """Return an event as one line: by a rule of its own, or by the template of its class."""
     match event:
         # Sentences of which a part depends on a field.
         case events.TrainingStarted(workers, step):

@@ -320,7 +320,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
 
 
 def resume_heading(verb: str, reason: StopReason | None) -> str:
-    """Return what stands above the command that resumes a run or a sweep; one that has spent its limit needs another.
+    """Return the line above the command that resumes a run or a sweep; one that has spent its limit needs another.
 
     Example: ``resume_heading("Resume", None) == "Resume with"``
     """

@@ -75,7 +75,7 @@ def scaling_plots(result: SweepResult) -> RenderableType:
 
 
 def scaling_sentences(result: SweepResult) -> Iterator[Text]:
-    """Yield what more workers gain, and how far the final values lie apart, as far as it is known."""
+    """Yield sentences on the gain of more workers, and on how far the final values lie apart, if these are known."""
     metric = _metric(result)
     for scaling in result.scaling:
         choice = f" with {as_typed(scaling.values)}" if scaling.values else ""

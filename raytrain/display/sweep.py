@@ -179,7 +179,7 @@ def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
 
 
 def _heading(trials: Sequence[TrialResult]) -> str:
-    """Return what stands above the best values of the trials: ``best`` and the metric that they are compared by."""
+    """Return the heading of the trials' best values: ``best`` and the metric that they are compared by."""
     return "best\n" + (trials[0].metric.replace("_", " ") if trials else "accuracy")
 
 

@@ -189,13 +189,13 @@ class SweepStudy:
             self._record({"event": "ended", "trial": number, "value": value, "pruned": is_pruned})
 
     def write(self) -> None:
-        """Write what has happened into the log, unless storage is to be left alone for now; raise StorageError."""
+        """Append new trials and values to the log, unless storage is to be left alone for now; raise StorageError."""
         if time.monotonic() >= self._write_after_s:
             self._log.write()
             self._write_after_s = time.monotonic() + self._log.pause_s()
 
     def close(self) -> None:
-        """Write what is left into the log; raise StorageError."""
+        """Append the rest to the log; raise StorageError."""
         self._log.write()
 
     def _ask(self) -> optuna.Trial:

@@ -370,7 +370,7 @@ class SweepSession:
         return self._recorder.stop_request()
 
     def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
-        """Return what more workers gain, for each choice of the other options. All are timed to the same value."""
+        """Return the gain of more workers, for each choice of the other options. All are timed to the same value."""
         sizes: dict[str, list[Size]] = {}
         choices: dict[str, Point] = {}
         for run in self._runs:

@@ -58,7 +58,7 @@ class Judge:
         self._early = early
 
     def is_worse(self, number: int, name: str, epoch: int, value: float) -> bool:
-        """Note what was measured of a trial; True if it is to stop early."""
+        """Note the value of a trial's evaluation; return True if the trial is to stop early."""
         is_worse = self._early.is_worse(name, epoch, self.metric.score(value))
         return (self.study is not None and self.study.is_worse(number, epoch, value)) or is_worse
 

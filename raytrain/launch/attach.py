@@ -309,7 +309,7 @@ def _make_run(
 
 
 def _report_to_ray() -> Report | None:
-    """Return what reports to Ray if this process is a worker of Ray Train or a trial of Tune; None elsewhere."""
+    """Return Ray's function to report with if this is a worker of Ray Train or a trial of Tune; None elsewhere."""
     if "ray.train" not in sys.modules:
         return None
     from raytrain.launch.ray.train_reports import report_to_ray
@@ -482,13 +482,13 @@ class AttachedLaunch:
         return None
 
     def end_workers(self) -> None:
-        """Take what the other workers have said until now. Nobody here can end them, but the launcher."""
+        """Take the other workers' messages until now. Only the launcher can end these workers."""
         self._take_messages()
 
     def close(self, *, finished: bool) -> None: ...
 
     def _take_messages(self) -> None:
-        """Pass on to the coordinator what other workers have reported since the last time."""
+        """Pass on the other workers' messages since the last call to the coordinator."""
         for rank in range(1, self.num_workers):
             while self._messages is not None and (message := self._messages.take(f"worker {rank}")) is not None:
                 with suppress(KeyError, TypeError, ValueError):  # a stranger's

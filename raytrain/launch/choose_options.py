@@ -101,7 +101,7 @@ def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
 
 
 def measure_images(config: TrainConfig, data: Dataset) -> Images:
-    """Return what the training images are like, by the headers and pixels of a few random ones."""
+    """Return the properties of the training images, by the headers and pixels of a few random ones."""
     counts = data.train.class_counts()
     chosen = data.train.select(np.sort(random_order(data.train, config.seed)[:_NUM_MEASURED]))
     sides: list[int] = []
@@ -228,7 +228,7 @@ def _from_scratch(config: TrainConfig, images: Images, network: Network, *, on_c
 
 
 def look_at_network(config: TrainConfig, images: Images) -> Network:
-    """Return what the network of ``config`` is like. Raises UsageError if there is no such network."""
+    """Return the properties of the network of ``config``. Raises UsageError if there is no such network."""
     import torch
 
     from raytrain.training.model import build_model

@@ -77,7 +77,7 @@ def visible_gpus(chosen: str) -> dict[str, str]:
 
 
 def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
-    """Return what a run may use of this machine.
+    """Return the hardware of this machine that a run may use.
 
     ``chosen_gpus`` are those of ``--device``, such as ``0,2``; by default all that CUDA_VISIBLE_DEVICES shows.
     """
@@ -218,7 +218,7 @@ def available_workers(config: TrainConfig, device: str, hardware: Hardware) -> i
 
 
 def device_kind(accelerator_type: str | None, device: str) -> str:
-    """Return what workers compute with, as messages name it: ``CPUs``, ``GPUs`` or such as ``L4 GPUs``."""
+    """Return the name of the workers' devices in messages: ``CPUs``, ``GPUs`` or, for instance, ``L4 GPUs``."""
     return "CPUs" if device == "cpu" else f"{accelerator_type or ''} GPUs".strip()
 
 

@@ -373,7 +373,7 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
 
 
 def choose_decoder(config: TrainConfig, problem: str | None) -> Decoder:
-    """Return what decodes the training images of a run whose workers' GPUs have a ``problem`` with it, or None.
+    """Return the decoder of a run's training images; ``problem`` says why the workers' GPUs cannot be it, if so.
 
     Raises UsageError if they have, and ``--decoder gpu`` asks for them.
     """
@@ -518,7 +518,7 @@ class PreparedRun(TrainRequest):
         return is_on
 
     def scope(self) -> Scope | None:
-        """Return what lent credentials are good for: reading the images, and the run's own place. None: no limit."""
+        """Return the scope of lent credentials: reading the images, and the run's own folder. None: no limit."""
         reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
         return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
 

@@ -69,7 +69,7 @@ class Launch(Protocol):
         ...
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Do what is to be done about twice a second while the workers train."""
+        """Take messages and look after the workers; called about twice a second while they train."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the processes of the workers have ended, at most ``timeout_s``; return whether they have."""

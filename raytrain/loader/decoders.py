@@ -77,7 +77,7 @@ class BlockReader(Protocol):
         ...
 
     def read_ahead(self) -> None:
-        """Read what will be needed, until it is there; called by several threads and processes."""
+        """Read all blocks that are kept, until they are there; called by several threads and processes."""
 
 
 OpenReaders = Callable[[Report], Sequence[BlockReader]]
@@ -254,7 +254,7 @@ class _Server:
         self._readers = open_readers(self._report)
 
     def serve(self, num_threads: int) -> None:
-        """Read what the worker asks for, in ``num_threads`` threads, until it says that this is the end, or ends."""
+        """Read the blocks that the worker asks for, in ``num_threads`` threads, until it sends ``_END``, or ends."""
         keep_freed_memory()
         for _ in range(num_threads):
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()

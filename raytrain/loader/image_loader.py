@@ -145,7 +145,7 @@ class ImageLoader:
         self._close = weakref.finalize(self, _close_own, self._opened, self._opened_by)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or another process needs of this loader: it opens for itself what is open here."""
+        """Return the state for a copy or another process, which opens files and processes of its own."""
         return {name: value for name, value in vars(self).items() if name not in _OPEN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class ImageLoader:
         return (epoch + 1) * self._plan.steps_per_epoch if is_last else step + 1
 
     def _identity(self) -> dict[str, Any]:
-        """Return what the number of a step depends on."""
+        """Return the options and the manifest that the number of a step depends on."""
         config, train = self._config, self._data.train
         return {
             "batch_size": config.batch_size,

@@ -51,7 +51,7 @@ class ProcessGroup:
         return values
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on process 0, on all of them; or raise what it raises there."""
+        """Return the result of ``make`` on process 0 on all processes; or raise its exception on all."""
         if not self.can_talk:
             return make()
         made: list[Any] = [None]
@@ -66,7 +66,7 @@ class ProcessGroup:
         return made[0]
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on each process; raise, on all of them, what it raises on any."""
+        """Return this process's result of ``make``; if it raises an exception on any process, raise that on all."""
         made: T | RaytrainError
         try:
             made = make()

@@ -24,7 +24,7 @@ _log = logging.getLogger("raytrain")
 def machine_cache(
     config: ResolvedConfig, data: Dataset, first_step: int, group: ProcessGroup, opened: ExitStack
 ) -> ImageCache:
-    """Return what this machine keeps of the images: the first of its processes chooses, for all of them."""
+    """Return the cache of this machine's images, which the first of its processes chooses for all of them."""
     rank, _ = group.rank_and_size()
     machines = group.gather(socket.gethostname())
     leader = machines.index(machines[rank]) if len(machines) > 1 else 0

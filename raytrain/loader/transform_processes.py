@@ -150,7 +150,7 @@ class _Silent:
 
 
 def _open_readers(config: ResolvedConfig, pickled: bytes, files: Mapping[str, str], report: Report) -> list[_Reader]:
-    """Return what transforms images in this process."""
+    """Return the reader that transforms images in this process."""
     return [_Reader(config, pickled, files)]
 
 

@@ -71,7 +71,7 @@ class CostMeter:
         return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown, 6))
 
     def _rate(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
-        """Return what the machines, or their GPUs, cost in an hour, as far as they are known."""
+        """Return the dollars per hour of the machines, or of their GPUs, as far as prices are known."""
         if prices.per_machine is not None:
             return prices.per_machine * len({use.node for use in machines})
         rate = 0.0

@@ -55,7 +55,7 @@ class History:
         return sample
 
     def take_problems(self) -> list[str]:
-        """Return what could not be read of the history that existed, each problem once."""
+        """Return the problems in reading the history that existed, each once."""
         return [self._problems.pop(0) for _ in self._problems.copy()]
 
     def record(self, row: MetricRow) -> None:
@@ -86,13 +86,13 @@ class History:
         self._changed.set()
 
     def flush(self) -> None:
-        """Write what storage does not have yet; raise what storage raises."""
+        """Write the rows that storage does not have yet; raise StorageError."""
         for file in self._files:
             file.write()
         self.error = None
 
     def close(self) -> None:
-        """Write the rest and end the thread; raise what storage raises. May be called twice."""
+        """Write the rest and end the thread; raise StorageError. May be called twice."""
         self._closed.set()
         self._changed.set()
         self._writer.join()
@@ -156,7 +156,7 @@ class Sample(Generic[T]):
             del self._newest[: -self._size]
 
     def follow(self, first_row: int, rows: Iterable[T]) -> None:
-        """Add what :meth:`since` of another sample returned. All of its rows replace those of this one."""
+        """Add the rows that :meth:`since` of another sample returned. All of its rows replace those of this one."""
         if first_row == 0:
             self.keep(lambda row: False)
         self.extend(rows)

@@ -74,7 +74,7 @@ class LogText:
         self._line_length = 0
 
     def add(self, text: str) -> None:
-        """Add what was written since the last time."""
+        """Add the text that was written since the last call."""
         start, lines = 0, [self._latest]
         for end in _LINE_END.finditer(text):
             self._extend_line(text[start : end.start()])
@@ -318,7 +318,7 @@ def _redirect_handlers(before: TextIO, after: TextIO) -> None:
 
 @contextmanager
 def _informing(name: str, log: DriverLog) -> Generator[None]:
-    """Write what the logger with this name logs at INFO to ``log``; others see it only if they would see it anyway."""
+    """Write INFO records of the logger with this name to ``log``; other handlers get them only if they would anyway."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     # Set to INFO, the logger would pass on such lines to the handlers above, which do not ask for its own level.

@@ -66,7 +66,7 @@ def write_machines(store: Store, uses: Sequence[MachineUse]) -> None:
 
 
 def read_machines(store: Store) -> tuple[MachineUse, ...]:
-    """Return what :func:`write_machines` wrote last, without workers whose values are damaged."""
+    """Return the uses that :func:`write_machines` wrote last, without workers whose values are damaged."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
     known = [known_fields(MachineUse, cast("dict[str, Any]", use)) for use in documents if isinstance(use, dict)]
@@ -92,7 +92,7 @@ class MachineHistory:
         self._columns: dict[tuple[int, str], list[float | None]] = {}  # by rank and name, a value for each time
 
     def add(self, elapsed_s: float, uses: Sequence[MachineUse]) -> None:
-        """Add what the workers measured last, ``elapsed_s`` seconds after the start of the run."""
+        """Add the workers' latest measurements, ``elapsed_s`` seconds after the start of the run."""
         uses = uses[:MAX_WORKERS]
         self._nodes |= {use.rank: use.node for use in uses}
         values = {(use.rank, name): value for use in uses for name, value in use.rates_and_fractions().items()}

@@ -54,7 +54,7 @@ class Provenance:
         return f"{commit}{', '.join([*versions, f'Python {self.python}'])}"
 
     def difference_from(self, before: Provenance) -> str:
-        """Return what is different from the attempt ``before``, as a part of a sentence; empty if nothing is.
+        """Return the differences from the attempt ``before`` as a part of a sentence; empty if there is none.
 
         Another command is no difference: that of a resume always is another one.
         """
@@ -85,7 +85,7 @@ class Provenance:
 
 
 def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, ...]:
-    """Return what the attempts of a run were made of, the newest last; what is damaged is left out.
+    """Return the provenance of each attempt of a run, the newest last; damaged ones are left out.
 
     Example: ``read_provenance(open_run("./runs", "digits"))[-1].packages["torch"]``
     """
@@ -99,12 +99,12 @@ def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, 
 
 
 def provenance_at(attempts: Sequence[Provenance], step: int) -> Provenance | None:
-    """Return what the attempt was made of that trained ``step``; None if that is not known."""
+    """Return the provenance of the attempt that trained ``step``; None if it is not known."""
     return next((attempt for attempt in reversed(attempts) if attempt.first_step < max(1, step)), None)
 
 
 def record_provenance(store: Store, provenance: Provenance) -> str:
-    """Add what an attempt is made of to those of the run, and return what is different from the attempt before."""
+    """Add an attempt's provenance to those of the run, and return its differences from the attempt before."""
     attempts = read_provenance(store)
     difference = provenance.difference_from(attempts[-1]) if attempts else ""
     if not attempts or difference or provenance.command != attempts[-1].command:

@@ -389,7 +389,7 @@ def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
 
 
 def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
-    """Return what ``ask`` returns; None if there is no such object, and none within ``within_s`` seconds either.
+    """Return the result of ``ask``; None if there is no such object, and none within ``within_s`` seconds either.
 
     Raises FileNotFoundError if there is no bucket.
     """
@@ -406,7 +406,7 @@ def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
 
 
 def _version(meta: ObjectMeta) -> UpdateVersion:
-    """Return what tells an object from one that replaced it: its ETag, and in Google's cloud its generation."""
+    """Return the version of an object, which one that replaces it has not: its ETag, and Google's generation."""
     version: UpdateVersion = {"e_tag": meta["e_tag"]}
     if (generation := meta["version"]) is not None:
         version["version"] = generation
@@ -430,5 +430,5 @@ def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: Up
 
 
 def _normalized(etag: str) -> str:
-    """Remove what servers add around an ETag in some answers and not in others."""
+    """Remove the quotes and the ``W/`` around an ETag, which servers add in some answers and not in others."""
     return etag.removeprefix("W/").strip('"')

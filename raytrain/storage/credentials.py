@@ -30,7 +30,7 @@ class BucketCredentials(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Return what may be shown of them."""
+        """Return a text that names the credentials and contains no secret."""
 
     @property
     def have_expired(self) -> bool:
@@ -85,7 +85,7 @@ class AzureCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """Return what kind of credentials they are."""
+        """Return the kind of the credentials, which contains no secret."""
         return {"access_key": "account key", "sas_token": "shared access signature", "token": "access token"}[self.kind]
 
     def for_obstore(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class GoogleCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """Return what kind of credentials they are."""
+        """Return the kind of the credentials, which contains no secret."""
         return "access token"
 
 

@@ -331,7 +331,7 @@ def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
 
 
 def dead_ends(store: Store) -> list[str]:
-    """Return what :meth:`Store.list` leaves out of a folder: broken links, and empty folders, with a slash."""
+    """Return the names that :meth:`Store.list` leaves out: of broken links, and of empty folders, with a slash."""
     if not isinstance(store, FolderStore):
         return []
 

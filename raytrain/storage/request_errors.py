@@ -174,7 +174,7 @@ def _credential_source_failure(error: BaseException) -> str | None:
 
 
 def _boto_response(error: BaseException) -> dict[str, dict[str, Any]]:
-    """Return what boto3's ClientError has of S3's answer; nothing for any other error."""
+    """Return S3's answer in boto3's ClientError; an empty one for any other error."""
     response: object = getattr(error, "response", None)
     return cast("dict[str, dict[str, Any]]", response) if isinstance(response, dict) else {}
 

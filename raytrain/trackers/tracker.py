@@ -25,7 +25,7 @@ _COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "sam
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Take what a run measures, from one thread. Whatever it raises, and however long it takes, the run goes on.
+    """Takes the metrics of a run, from one thread. If it raises an exception, or takes long, the run goes on.
 
     A tracker may have more methods, which are called if they exist:
 

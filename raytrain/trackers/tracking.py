@@ -189,7 +189,7 @@ class TrackerThread:
             self._rows.put(rows)
 
     def end(self, end: End) -> None:
-        """Send what is left, and finalize the tracker."""
+        """Send the rows that are left, and finalize the tracker."""
         self._end = end
         self._end_is_known.set()
 

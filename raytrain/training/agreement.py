@@ -96,7 +96,7 @@ def digests_agree(sums: Sequence[float], world_size: int) -> bool:
 
 
 def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
-    """Return what an evaluation has ``measured``, as worker 0 has it, the same on all workers.
+    """Return the metrics that an evaluation has ``measured``: those of worker 0, on all workers.
 
     Raises UsageError, on all of them, if they differ: they would decide differently whether to stop.
     """

@@ -112,7 +112,7 @@ def _within(index: Tensor, size: int) -> Tensor:
 
 
 def crop_and_resize(pixels: Tensor, draws: Int64s, epoch: int, config: ResolvedConfig) -> Tensor:
-    """Return what ``epoch`` sees of the images of ``draws``, (B, C, H, W), in its size.
+    """Return the part of each image of ``draws``, (B, C, H, W), that ``epoch`` sees, in the size of that epoch.
 
     Whole images in a cache are cropped here, others where they are decoded.
     """

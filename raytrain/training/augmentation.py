@@ -62,7 +62,7 @@ def magnitudes_of(policy: str, size: Size) -> Floats:
 
 
 def _linspace(start: float, end: float, count: int) -> Floats:
-    """Return what ``torch.linspace`` does: float32 numbers, each counted from the end that is nearer, rounded once."""
+    """Return the numbers of ``torch.linspace``: float32, each counted from the end that is nearer, rounded once."""
     first, last = np.float32(start), np.float32(end)
     step, index = np.float64((last - first) / np.float32(count - 1)), np.arange(count)
     values = np.where(index < count // 2, first + step * index, last - step * index[::-1])
@@ -167,7 +167,7 @@ class Augmentation:
         return uniform(mix(self.seed, epoch, _KEY, stream), samples, count).T
 
     def steps(self, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
-        """Yield what each of ``samples``, (m,), gets in ``epoch``, if images have this height and width.
+        """Yield the operations on each of ``samples``, (m,), in ``epoch``, if images have this height and width.
 
         All but AugMix, which is a mixture of other images, and the boxes that are erased.
         """

@@ -149,7 +149,7 @@ class ExactNetworks:
             self._num_counted[network] = num_used
 
     def end_backward(self) -> None:
-        """Do what is due after a backward, when all gradients are there."""
+        """End a backward, when all gradients are there: update the running statistics of batch norm."""
         self.join_statistics()
 
     def join_statistics(self) -> None:

@@ -345,7 +345,7 @@ class Bucket:
         return summed
 
     def discard(self) -> None:
-        """Forget what has arrived, after waiting for the sum of it if that has begun."""
+        """Forget the gradients that have arrived, after waiting for their sum if that has begun."""
         if self.work is not None:
             self.work.wait()
         self._empty()

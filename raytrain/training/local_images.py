@@ -28,7 +28,7 @@ _expected: list[LocalImages] = []  # what a network will get next, at most one
 
 
 def remember(images: Tensor, local: LocalImages) -> None:
-    """Remember what ``images`` are, as long as the tensor lives."""
+    """Remember which images the tensor ``images`` holds, as long as it lives."""
     _of_tensor[images] = local
 
 
@@ -43,12 +43,12 @@ def expect_nothing() -> None:
 
 
 def known(images: Tensor | None) -> LocalImages | None:
-    """Return what ``images`` are; None if they came in no batch."""
+    """Return which of this worker's images the tensor ``images`` holds; None if it came in no batch."""
     return None if images is None else _of_tensor.get(images)
 
 
 def known_or_expected(images: Tensor | None, num_rows: int) -> LocalImages | None:
-    """Return what ``images`` are, or are made of if they have as many rows; None if no batch says so."""
+    """Return which images the tensor ``images`` holds, or is made of if it has as many rows; None without a batch."""
     local = known(images)
     if local is None and _expected and _expected[0].num_rows == num_rows:
         return _expected[0]

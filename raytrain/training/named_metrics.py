@@ -104,7 +104,7 @@ class NamedMetrics:
     def values(
         self, total: Callable[[Tensor], Sequence[float]], gather: Callable[[Tensor], Tensor], world_size: int
     ) -> dict[str, float]:
-        """Return what all workers' images measure, NaN if it is not known without more of them. Every worker calls it.
+        """Return the metrics over all workers' images, NaN for one that needs more of them. Every worker calls this.
 
         Args:
             total: adds up numbers over the workers, as ``run.total`` does.

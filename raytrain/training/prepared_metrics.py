@@ -44,7 +44,7 @@ def _without_placeholders(update: Callable[..., Any], is_placeholder: Callable[[
 
 
 def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
-    """Return what ``metric`` measures on all workers' images, by the name in a collection. Every worker calls this.
+    """Return the values of ``metric`` over all workers' images, by name in a collection. Every worker calls this.
 
     Raises UsageError if it is not prepared: it would learn from placeholders, and lose its state in a resume.
     """

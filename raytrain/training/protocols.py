@@ -49,7 +49,7 @@ class BatchSource(Protocol):
 
 
 class DecodeReporter(Protocol):
-    """Takes what a worker finds out about its training images while it decodes them."""
+    """Takes reports of training images that a worker could not read, or not decode on its GPU."""
 
     def skip(self, images: list[SkippedImage], /) -> object:
         """Note images that cannot be used."""

@@ -352,7 +352,7 @@ class Run:
         return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean()
 
     def show(self, batch: Batch, logits: Tensor) -> None:
-        """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a microbatch.
+        """Show the network's answers to whoever watches the run: ``logits``, (m, C), of a batch or a microbatch.
 
         Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
         It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
@@ -467,7 +467,7 @@ class Run:
         return measured
 
     def _evaluated(self, *, keeps_weights: bool = False) -> dict[str, float]:
-        """Return what the evaluation, the loop's own if it has one, measures of the images of ``_measured_part``."""
+        """Return the metrics of the images of ``_measured_part``, by the loop's own evaluation if it has one."""
         self.evaluating = True
         with self.models.evaluating(keeps_weights=keeps_weights):
             measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()

@@ -261,7 +261,7 @@ class StepMetrics:
 
 
 def copy_to_host(sums: Tensor, work: dist.Work | None) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return what ``sums`` are on the host when ``work`` has ended; on a GPU, a copy that is whole after the event.
+    """Return the ``sums`` on the host, valid once ``work`` has ended; on a GPU, a copy that is whole after the event.
 
     The copy of several workers' sums has a stream of its own, so that the GPU goes on before the other workers come.
     """

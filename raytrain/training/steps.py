@@ -224,7 +224,7 @@ class Steps:
             self._due = max(self._due, Due.CHECKPOINT)
 
     def end_epoch(self, evaluate: Callable[[], object]) -> None:
-        """Do what is due after an epoch, or after the last step of the run, which may be in the middle of one.
+        """End an epoch, or the run in the middle of one: evaluate and write a checkpoint if they are due.
 
         Raises UsageError if the loop has not used the epoch.
         """

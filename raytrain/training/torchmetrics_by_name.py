@@ -23,7 +23,7 @@ class Torchmetric(NamedTuple):
 
 
 def torchmetrics_of(name: str) -> Torchmetric | None:
-    """Return what ``torchmetrics:NAME`` or ``torchmetrics:NAME(arguments)`` means; None for another metric.
+    """Return class and arguments of ``torchmetrics:NAME`` or ``torchmetrics:NAME(arguments)``; None for another metric.
 
     Example: ``torchmetrics_of("torchmetrics:FBetaScore(beta=2.0)") == ("FBetaScore", "beta=2.0")``
     """

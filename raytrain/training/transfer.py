@@ -160,7 +160,7 @@ def _find_classes(content: Any) -> tuple[str, ...] | None:
 
 
 def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> list[str]:
-    """Return what a run has to say about its initial weights: guessed names, and the order of classes without any."""
+    """Return the notes on a run's initial weights: names that were guessed, and the order of classes without names."""
     if not isinstance(weights, GivenWeights):
         return []
     notes = [weights.note] if weights.note else []

@@ -40,7 +40,7 @@ class WeightAverage:
             raise UsageError(f"WeightAverage got a decay of {decay!r}; give a number of at least 0 and below 1.")
 
     def __call__(self, images: Tensor) -> Any:
-        """Return what the averaged network gives for ``images``, (m, channels, H, W)."""
+        """Return the output of the averaged network for ``images``, (m, channels, H, W)."""
         return self.model(images)
 
     @torch.no_grad()

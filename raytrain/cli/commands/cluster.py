@@ -121,7 +121,7 @@ def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
 
 
 def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> CommandResult:
-    """Return what `submit` would send, and whether the cluster could use it, as a page of about ten lines."""
+    """Return a page of about ten lines: the job that `submit` would send, and whether the cluster could run it."""
     import raytrain
     from raytrain.launch.job_files import own_functions
     from raytrain.launch.ray.submit import JobServer, ask_doctor, entrypoint, job_server_url
@@ -168,7 +168,7 @@ def _size(files: JobFiles) -> str:
 
 
 def _reach(report: dict[str, Any], config: TrainConfig) -> str:
-    """Return what a node without problems reads and writes, and with whose keys."""
+    """Return the line of a node without problems: where it reads and writes, and with whose keys."""
     read = f"reads {config.data} ({report['read_speed']['images_per_s']:,.0f} images/s), " if config.data else ""
     # The doctor's driver is the job, which runs on the head.
     identity = (report["identity"] or "").replace("driver's", "the keys of the head:")

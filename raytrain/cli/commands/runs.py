@@ -178,7 +178,7 @@ def logs(
     driver: Annotated[Flag, arg(help="Show what the process that started the run printed and logged.")] = False,
     follow: Annotated[Flag, arg(help="Show what comes, too, until the run is over.")] = False,
 ) -> CommandResult:
-    """Show what happened to a run: starts, checkpoints, evaluations, failures; or what its processes printed.
+    """Show the events of a run: starts, checkpoints, evaluations, failures; or the lines that its processes printed.
 
     Example: raytrain logs first --worker 1 --follow
     """

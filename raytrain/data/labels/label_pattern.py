@@ -75,5 +75,5 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
 
 
 def digest_of_pattern(pattern: str) -> str:
-    """Return what stands for the labels that a pattern finds, so that a resume need not list the images to know it."""
+    """Return a digest in place of that of the labels that a pattern finds: a resume knows it without listing them."""
     return hashlib.sha256(f"--label-pattern {pattern}".encode()).hexdigest()

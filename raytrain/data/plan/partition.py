@@ -86,7 +86,7 @@ class _LocalSlice:
 
 
 def _local_slice(partition: Partition, batch_size: int) -> _LocalSlice:
-    """Return what a worker has of a global batch of this size: a contiguous slice of each microbatch."""
+    """Return a worker's rows of a global batch of this size: a contiguous slice of each microbatch."""
     slices: list[Int64s] = []
     start = 0
     for microbatch_size in partition.plan.microbatch_sizes(batch_size):

@@ -117,7 +117,7 @@ class RunFeed:
         self._encoded.clear()
 
     def since(self, cursor: FeedCursor) -> tuple[bytes | None, FeedCursor]:
-        """Return what a viewer at ``cursor`` lacks as JSON, None if it lacks nothing, and its next cursor."""
+        """Return the updates that a viewer at ``cursor`` lacks as JSON, None if it lacks none, and its next cursor."""
         with self._lock:
             if self._state is None or cursor.version == self._version:
                 return None, cursor

@@ -76,12 +76,12 @@ class WatchedRuns:
         self.on_change()
 
     def starting(self, phase: str) -> None:
-        """Show what a run waits for that is about to start."""
+        """Show the phase of a start, such as ``listing the images``."""
         self.phase = phase
         self.on_change()
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return what a viewer gets first."""
+        """Return the first message to a viewer: the names of its runs, and where they are stored."""
         runs = [feed.name for feed in self.feeds_of(chosen)]
         return {"storage": self.storage, "runs": runs, "home": False, "phase": self.phase}
 
@@ -198,7 +198,7 @@ class HomeRuns(StoredRuns):
         self._compared: dict[str, Compared] = {}  # what each run is compared by
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return what a viewer gets first; without a choice it is the list of runs."""
+        """Return the first message to a viewer; without a choice it shows the list of runs."""
         return {**super().description(chosen or []), "home": chosen is None}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
@@ -238,7 +238,7 @@ class HomeRuns(StoredRuns):
         }
 
     def _measured(self, run: RunInfo) -> list[float | None]:
-        """Return what each evaluation measured of the run's metric; read again only if the run has gone on."""
+        """Return the run's metric in each evaluation, (evaluations,); read again only if the run has gone on."""
         read_at, curve = self._curves.get(run.name, (None, []))
         if read_at != run.status.heartbeat_at:
             with suppress(RaytrainError):

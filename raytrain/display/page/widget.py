@@ -37,7 +37,7 @@ class RunWidget(anywidget.AnyWidget):
         self.on_msg(lambda widget, content, buffers: stop())
 
     def __repr__(self) -> str:
-        """Return what a front end shows that cannot show the widget, until the run is over."""
+        """Return the text that a front end without widgets shows until the run is over."""
         return "The live view of the run cannot be shown here: JupyterLab needs anywidget in its own environment."
 
     def update(self, snapshot: Snapshot) -> None:

@@ -95,7 +95,7 @@ class _Agent(LocalElasticAgent):
         self._call = Caller(inputs.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Do what torch's agent does every 0.1 s, and report to the coordinator how workers have died."""
+        """Look after the workers every 0.1 s, as torch's agent does, and report dead ones to the coordinator."""
         dead = _dead_workers(worker_group.workers)  # before torch's agent reaps them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
         # torch keeps a worker that has finished until all have: one that is gone before has failed, whatever its code.

@@ -74,7 +74,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
 
 
 def _look_for_machines(timeout_s: float) -> tuple[Hardware, list[str]] | None:
-    """Return what the cluster has, and why the autoscaler cannot start more.
+    """Return the hardware of the cluster, and why the autoscaler cannot start more.
 
     None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
     """

@@ -366,7 +366,7 @@ def _refusals_unsaid() -> Generator[None]:
 
 
 def with_token(ask: Callable[[], T]) -> T:
-    """Return what ``ask`` returns. If that needs a token, this machine's is shown from now on.
+    """Return the result of ``ask``. If that needs a token, this process shows this machine's from now on.
 
     Ray itself does so for a cluster that it finds, not for a plain ``HOST:PORT``. Raises AuthenticationError if there
     is no token, or another one.

@@ -138,7 +138,7 @@ class RayCoordinator(Coordinator):
         return self._num_attempts - 1
 
     def reserved(self) -> PlacementGroup | None:
-        """Return what the newest attempt has reserved."""
+        """Return the placement group of the newest attempt."""
         return self._reserved
 
     def started(self, num_workers: int, step: int) -> None:

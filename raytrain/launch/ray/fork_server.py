@@ -119,7 +119,7 @@ def import_all() -> None:
 
 
 def read(request: socket.socket) -> dict[str, Any]:
-    """Return what the client asks for, and take over its streams. Ends this process if the client sends nothing."""
+    """Return the client's request, and take over its streams. Ends this process if the client sends nothing."""
     message, streams, _, _ = socket.recv_fds(request, 1, 3)
     if not message:
         os._exit(0)

@@ -93,7 +93,7 @@ def num_waiting_tasks(cpus: float, timeout_s: float) -> int:
 
 
 def _resource_usage(timeout_s: float) -> Any:
-    """Return what the head knows of the nodes' resources; an AttributeError means that this Ray has another form."""
+    """Return the nodes' resources as the head knows them; an AttributeError means that this Ray has another form."""
     api = WORKER.find()
     reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
     return reply.resource_usage_data

@@ -144,7 +144,7 @@ _GPU_TYPE = "accelerator_type:"  # Ray marks a node with its type of GPU, by a r
 
 
 def cluster_hardware() -> Hardware:
-    """Return what the connected cluster has: CPUs, GPUs by type, and room in the smallest of its object stores."""
+    """Return the hardware of the connected cluster: CPUs, GPUs by type, and room in its smallest object store."""
     import ray
 
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
@@ -164,7 +164,7 @@ def cluster_hardware() -> Hardware:
 
 
 def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> dict[str, float]:
-    """Return what a worker asks Ray for: ``{"CPU": 2.0, "GPU": 1.0}`` for a worker on a GPU of any type."""
+    """Return a worker's request to Ray: ``{"CPU": 2.0, "GPU": 1.0}`` for a worker on a GPU of any type."""
     if device == "cpu":
         return {"CPU": cpus}
     # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.

@@ -56,7 +56,7 @@ _MISSING = object()
 
 
 def _load(name: str) -> Any:
-    """Return what is called ``name``, such as ``ray.data:DataContext.get_current``; _MISSING if there is none."""
+    """Return the object called ``name``, such as ``ray.data:DataContext.get_current``; _MISSING if there is none."""
     module, _, attributes = name.partition(":")
     try:
         thing: Any = importlib.import_module(module)

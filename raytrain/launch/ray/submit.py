@@ -104,7 +104,7 @@ def entrypoint(words: Sequence[str]) -> str:
 def follow_job(
     sent: Submission, show: Callable[[str], None], note: Callable[[str], None], detach: Callable[[], bool]
 ) -> str:
-    """Show what the job prints until it ends; return its status, or DETACHED.
+    """Show the job's output until it ends; return its status, or DETACHED.
 
     Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` answers that it should go on. It goes on
     if the terminal is closed, too. ``note`` gets lines about the job. Raises TrainingFailed if the job fails.
@@ -328,7 +328,7 @@ class JobLog:
             self._ended.wait(RETRY_S)
 
     async def _show_rest(self) -> None:
-        """Show what the job prints, until it ends or the connection is lost, but for what was shown before."""
+        """Show the job's output until it ends or the connection is lost, without the part that was shown before."""
         # Each connection gets the log from its beginning.
         num_to_skip, num_seen = self._num_shown, 0
         async for text in self._server.client.tail_job_logs(self._job):
