@@ -61,6 +61,6 @@ def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
 
 
 def _import(files: dict[str, str]) -> None:
-    """Import the user's files that are not imported yet, and send back in the same way what is theirs."""
+    """Import the user's files that are not imported yet; this process sends their functions on in the same way."""
     send_own_code()
     import_missing_files(files)

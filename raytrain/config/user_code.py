@@ -277,7 +277,7 @@ def restart_may_help(error: BaseException) -> bool:
 
 @contextmanager
 def in_one_sentence(failure: str) -> Generator[None]:
-    """Make a UsageError of what the user's code raises, unless a restart may help: ``failure``, and what was raised."""
+    """Make a UsageError, ``failure`` and its reason, of the user's code's exception, unless a restart may help."""
     try:
         yield
     except RaytrainError:

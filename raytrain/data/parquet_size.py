@@ -64,7 +64,7 @@ def _bytes_of_strings(column: Any) -> int:
 
 
 def check_memory(num_bytes: int, data: bytes) -> None:
-    """Raise ValueError if ``num_bytes`` is more memory than what is made of the file ``data`` may take."""
+    """Raise ValueError if ``num_bytes`` is more memory than the table in the file ``data`` may take."""
     limit = max(_MAX_BYTES, _MAX_RATIO * len(data))
     if num_bytes > limit:
         raise ValueError(

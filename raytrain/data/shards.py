@@ -40,7 +40,7 @@ if "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
 
 
 class DamagedShard(ValueError):
-    """A shard does not hold what was written; the message says so."""
+    """A shard does not hold the bytes that were written; the message says so."""
 
 
 def assign_shards(images: Manifest) -> list[Manifest]:

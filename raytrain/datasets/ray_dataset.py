@@ -1,4 +1,4 @@
-"""Labelled images in the rows of a ``ray.data.Dataset``, one more form of what `raytrain pack` reads."""
+"""Labelled images in the rows of a ``ray.data.Dataset``, one more source of `raytrain pack`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RayDatasetRows(Archive):
                     yield ArchivedImage(with_suffix(name, file), file, text, part.lower())
 
     def _batches(self, source: Rows) -> Iterator[_Columns]:
-        """Yield the rows, a few at a time, as NumPy columns. Raises UsageError for what Ray raises."""
+        """Yield the rows, a few at a time, as NumPy columns. Raises UsageError for an exception of Ray's."""
         try:
             yield from source.iter_batches(batch_size=_ROWS_AT_A_TIME, batch_format="numpy")
         except Exception as error:

@@ -214,7 +214,7 @@ def _refuse_splits(source: str, archives: Sequence[str]) -> None:
 
 
 _OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]
-"""The folder that an archive's images get, the archive, and what opens it."""
+"""The folder that an archive's images get, the archive, and the function that opens it."""
 
 
 def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> list[_OpenedArchive]:

@@ -89,7 +89,7 @@ class S3Server(AbstractContextManager["S3Server"]):
         }
 
     def close(self) -> None:
-        """Stop the server; what was written to it stays in the folder. Closing twice does nothing."""
+        """Stop the server; the objects written to it stay in the folder. Closing twice does nothing."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)

@@ -122,7 +122,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what must be the same on all nodes; None for packages that are not installed."""
+    """Return the versions of the packages that must be equal on all nodes; None for one that is not installed."""
     installed: dict[str, str | None] = {"raytrain": None, "ray": None, "torch": None}
     for name in installed:
         with suppress(PackageNotFoundError):
@@ -141,7 +141,7 @@ def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, N
 
 
 def _identity(request: ProbeRequest) -> str | None:
-    """Return which credentials this node uses, and what may be shown of them."""
+    """Return the kind of this node's credentials, and a text that names them without a secret."""
     store = next((store for store in (request.storage, request.data) if store and store.cloud), None)
     if request.lent is None or store is None or store.cloud is None:
         return None

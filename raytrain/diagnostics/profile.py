@@ -148,7 +148,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Intervals of one worker's profiled steps, by what it did in them."""
+    """Intervals of one worker's profiled steps, by its activity."""
 
     steps: Sequence[Interval]
     waits: Sequence[Interval]  # for the next batch

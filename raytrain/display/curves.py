@@ -61,7 +61,7 @@ def titled_figure(title: str, width: float, height: float, **style: Any) -> Figu
 
 
 def plain_axes(axes: Axes) -> None:
-    """Keep of the frame what helps to read the plot."""
+    """Keep the parts of the frame that help to read the plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -39,7 +39,7 @@ _CHOICES_PER_POINT = 20  # of the sampler, before chance chooses in its place
 
 
 def check_optuna(sampler: Sampler | None, pruner: Pruner | None) -> None:
-    """Raise UsageError if Optuna, or what its ``sampler`` needs, is not installed."""
+    """Raise UsageError if Optuna, or a package that its ``sampler`` needs, is not installed."""
     option, name = ("--sampler", sampler) if sampler else ("--pruner", pruner)
     missing = next(
         (package for package in ("optuna", _NEEDS.get(str(sampler))) if package and not find_spec(package)), None
@@ -49,7 +49,7 @@ def check_optuna(sampler: Sampler | None, pruner: Pruner | None) -> None:
 
 
 class SweepStudy:
-    """The study of a sweep, from any thread; with what its log says, if the sweep resumes.
+    """The study of a sweep, from any thread; with the trials of its log, if the sweep resumes.
 
     Trials have numbers from 0 on, values are those of the metric that the sweep compares its trials by.
 
@@ -226,7 +226,7 @@ class SweepStudy:
             self._log.extend([event])
 
     def _play(self, event: dict[str, Any]) -> None:
-        """Repeat what the log says. Raise KeyError, IndexError, TypeError or ValueError if it cannot have happened."""
+        """Repeat the events of the log. Raise KeyError, IndexError, TypeError or ValueError if one is impossible."""
         kind = event["event"]
         if kind == "measured":
             value = event["value"]

@@ -53,7 +53,7 @@ ACCURACY = Compared()
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A run on some number of workers, and what it measured. What is not known is None.
+    """A run on some number of workers, and its figures. An unknown one is None.
 
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
     ``seconds`` are those of training, and ``value`` is the last one of the metric. The gains are fractions per doubling

@@ -159,7 +159,7 @@ def num_points(space: Space) -> float:
 
 
 def outermost_points(space: Space) -> list[Point]:
-    """Return points that have each value of a list, and both ends of a range: what is refused of any, they show.
+    """Return points with each value of a list and both ends of a range: if any value is refused, one of these is.
 
     Example: ``outermost_points({"epochs": (1, 2)}) == [{"epochs": 1}, {"epochs": 2}]``
     """

@@ -1,4 +1,4 @@
-"""A sweep from its first trial to its last: who trains when, what is written down, and how it ends."""
+"""A sweep from its first trial to its last: which trial trains when, the documents, and the end."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class TrialResult:
         )
 
     def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial with what the ``rows`` of evaluations have measured; only finite values count."""
+        """Return the same trial with the metrics in the ``rows`` of evaluations; only finite values count."""
         rows = list(rows)
         values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
         known = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))

@@ -189,7 +189,7 @@ class Classifier(nn.Module):
 
 
 def _is_one(images: object) -> bool:
-    """Return True for one image, and for what is no collection of images at all."""
+    """Return True for one image, and for anything that is no collection of images."""
     if isinstance(images, (np.ndarray, Tensor)):
         return images.ndim < 4
     is_file = isinstance(images, (str, bytes, bytearray)) or hasattr(images, "read")
@@ -197,7 +197,7 @@ def _is_one(images: object) -> bool:
 
 
 def _array_as_pillow(image: object) -> Image.Image:
-    """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for what is no image."""
+    """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for anything else."""
     # A tensor may have its channels first. NumPy has no bfloat16, so other numbers travel as float64.
     if isinstance(image, Tensor):
         image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()

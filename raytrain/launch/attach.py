@@ -244,7 +244,7 @@ def _prepare_on_first(
     device: torch.device,
     opened: ExitStack,
 ) -> tuple[AttachedInputs, AttachedLaunch | None]:
-    """Have process 0 name the run, list its images and own it; return what all get of it, and on process 0 the launch.
+    """Have process 0 name the run, list its images and own it; return all processes' inputs, and the launch on 0.
 
     Raises UsageError or StorageError on all processes.
     """
@@ -366,7 +366,7 @@ class AttachedCoordinator(Coordinator):
 
 
 class MessageReporter:
-    """The reporter of another worker than worker 0: it sends what happens to the process that has the coordinator."""
+    """The reporter of another worker than worker 0: it sends events to the process that has the coordinator."""
 
     def __init__(self, messages: GroupMessages | None, rank: int, signals: StopSignals) -> None:
         assert messages is not None  # there are several workers
@@ -454,7 +454,7 @@ class AttachedLaunch:
             self._result.set_exception(error)
 
     def conclude(self, outcome: Outcome) -> TrainResult:
-        """Note how the run has ended for its workers, and wait until that is written down; raise what that raises."""
+        """Note how the run has ended for its workers, and wait until that is written; raise the session's exception."""
         self.coordinator.conclude(outcome)
         return self._result.result()
 

@@ -1,4 +1,4 @@
-"""Gathers what an attempt is made of: the commit, the packages, the command and the user's code.
+"""Gathers the provenance of an attempt: the commit, the packages, the command and the user's code.
 
 The start of a run does not wait for it. When the attempt begins, a process of git starts to compare the files, and the
 user's code is read, as both may be changed a moment later. What takes longer, the versions of a hundred packages, is

@@ -124,7 +124,7 @@ class Notification:
 
 
 def _post(url: str, message: dict[str, Any]) -> str | None:
-    """Send ``message`` to a webhook; return what went wrong, if anything did."""
+    """Send ``message`` to a webhook; return the error as a text, or None."""
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen  # which takes a while to import
 
@@ -141,7 +141,7 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
 
 
 def _run_command(command: str, message: dict[str, Any]) -> str | None:
-    """Run the user's command in a shell, with the facts in its environment; return what went wrong, if anything did."""
+    """Run the user's command in a shell, with the facts in its environment; return the error as a text, or None."""
     facts = {f"RAYTRAIN_{name.upper()}": str(value) for name, value in message.items()}
     # Its errors go to a file: a pipe would stay open as long as what the command leaves in the background, with `&`.
     with tempfile.TemporaryFile() as errors:

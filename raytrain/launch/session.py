@@ -61,7 +61,7 @@ class Launch(Protocol):
     """True if a stop that comes before the workers train may end them at once."""
 
     def start(self) -> Coordinator:
-        """Start the workers, and what they read and report to.
+        """Start the workers, their feed of images and their coordinator.
 
         The coordinator may be in another process. Then an object is returned that passes on each call, and raises
         :class:`CoordinatorLost` if that process has died.
@@ -200,7 +200,7 @@ class RunSession:
         return self._recorder.stop_request()
 
     def _write_first_documents(self) -> None:
-        """Make the run known by its first documents, and write what this attempt is made of; each once."""
+        """Make the run known by its first documents, and write this attempt's provenance; each once."""
         # A stop request in storage stays if this process restarts the run.
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
@@ -225,7 +225,7 @@ class RunSession:
             self._monitor.event(ProvenanceChanged(difference))
 
     def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
-        """Return the outcome that the workers reported; if they could not, what is known of their end."""
+        """Return the outcome that the workers reported; if they could not, one made of what is known of their end."""
         prepared, reason = self._prepared, ending.reason
         if reason is None and ending.outcome is not None:
             return ending.outcome

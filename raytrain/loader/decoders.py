@@ -224,7 +224,7 @@ class Decoders(AbstractContextManager["Decoders"]):
             self._fail(killed or RuntimeError(f"a process that decodes has ended with {exit_code}"))
 
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
-        """Pass on to the reporter what a process, or this one, has found out about images: a :data:`Report`."""
+        """Pass on the findings about images of a process, or of this one, to the reporter: a :data:`Report`."""
         if num_retries:
             self._reporter.retried(num_retries)
         if skipped:

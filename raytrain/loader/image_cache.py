@@ -52,7 +52,7 @@ class ImageCache:
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
-    """Choose what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed.
+    """Choose the images that this machine keeps, and make their folder, which is removed when ``opened`` is closed.
 
     On Linux, each file of decoded images has no name, so that the system frees it with the last process that has it
     open, also if all of them are killed. Others open it through a link in the folder to this process's descriptor.
@@ -71,7 +71,7 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
 
 
 def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int) -> ImageCache:
-    """Choose what is kept if a machine has ``memory_bytes`` for decoded images.
+    """Choose the images that are kept if a machine has ``memory_bytes`` for decoded ones.
 
     Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` cannot be had.
     """

@@ -270,7 +270,7 @@ class ImageLoader:
         return batches.prepare(local, tensors)
 
     def _start(self) -> DeviceBatches:
-        """Start to read, if that has not begun, and return what gives batches. All processes call this together."""
+        """Start to read, if that has not begun, and return the source of batches. All processes call this together."""
         if not self._close.alive:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
         if self._opened_by != os.getpid():  # a fork: threads, and what answers through pipes, are in the other process
@@ -315,7 +315,7 @@ class ImageLoader:
         return self._batches
 
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
-        """Return options and images with what decodes them, the same in all processes, each of which has its device."""
+        """Return options and images with their decoder, the same in all processes, each of which has its device."""
         config, data, asked = self._config, self._data, self._asked_decoder
         if asked == "cpu":
             return config, data
@@ -327,7 +327,7 @@ class ImageLoader:
         return config, data.read_by(config)
 
     def close(self) -> None:
-        """End the processes beside this one, and free what is kept. The end of this process does that, too."""
+        """End the processes beside this one, and free the kept images. The end of this process does that, too."""
         self._close()
 
     def __enter__(self) -> ImageLoader:

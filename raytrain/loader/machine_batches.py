@@ -154,7 +154,7 @@ class ImageFilesReader:
             self.kept = SharedBlocks(image_set.folder, image_set.kept_in, self._images.shape, self.read, sizes_bytes)
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Read the images of ``draws`` for ``epoch`` in this process, and report what could not be read."""
+        """Read the images of ``draws`` for ``epoch`` in this process, and report those that could not be read."""
         block, skipped = self._images.read_draws(self._manifest, draws, epoch, pixels)
         self._report(skipped, take_num_retries())
         return block

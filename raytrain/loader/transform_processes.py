@@ -164,7 +164,7 @@ class _Reader:
         self._transforms: UserTransforms | None = None
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Transform the images of ``draws``, with which ``pixels`` begin, and put what comes out in their place."""
+        """Transform the images of ``draws``, with which ``pixels`` begin, and put the results in their place."""
         assert pixels is not None
         if self._transforms is None:  # not before: what the user's code raises here is an answer to the worker
             import_missing_files(self._files)

@@ -16,7 +16,7 @@ _SECONDS_PER_HOUR = 3600
 
 
 class CostMeter:
-    """Adds up what the machines of a run cost from ``started_at`` on, and what its GPUs use.
+    """Adds up the dollars for the machines of a run from ``started_at`` on, and the energy of its GPUs.
 
     The machines are those that workers report to be on. Before they do, and while workers are started again, the
     machines of a run cost as much as afterwards, or as before: they are paid for all the same.

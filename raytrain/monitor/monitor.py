@@ -159,7 +159,7 @@ class RunMonitor:
                 self.request_stop(StopReason("diverged", self.failure))
 
     def measured(self, use: MachineUse) -> None:
-        """Note a worker's use of its machine, in place of what the worker said before."""
+        """Note a worker's use of its machine, in place of the one before."""
         with self._lock:
             self._machines[use.rank] = use
             self._step = max(self._step, use.step or 0)
@@ -221,7 +221,7 @@ class RunMonitor:
                 self._snapshot_taken.wait_for(lambda: self._num_snapshots >= shown, _SHOWN_WITHIN_S)
 
     def flush(self) -> None:
-        """Wait until everything recorded so far is in storage. Raise what storage raises."""
+        """Wait until everything recorded so far is in storage. Raise StorageError if it cannot be written."""
         self._history.flush()
 
     def request_stop(self, request: StopReason) -> None:

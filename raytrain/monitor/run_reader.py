@@ -175,7 +175,7 @@ class _GrowingLines(Generic[T]):
         self._end = b""  # of the bytes that were parsed
 
     def read(self) -> None:
-        """Parse what is new, or a piece of it."""
+        """Parse the new rows, or a piece of them."""
         data = self._read_piece()
         if not data.startswith(self._end):
             self.restart()
@@ -199,7 +199,7 @@ class _GrowingLines(Generic[T]):
             self.read()
 
     def _read_piece(self) -> bytes:
-        """Return the end of what was parsed, and what follows; nothing if there is no such document."""
+        """Return the position after the parsed rows, and the bytes that follow; none if there is no such document."""
         start = self._num_bytes - len(self._end)
         try:
             return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)

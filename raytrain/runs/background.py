@@ -42,7 +42,7 @@ class Background(Generic[Argument, Result]):
         self._running: Future[Result] | None = None
 
     def __call__(self, argument: Argument) -> Result | None:
-        """Start a call unless one runs, and return or raise what the call before it did.
+        """Start a call unless one runs; return the result of the call before, or raise its exception.
 
         Returns None, and starts nothing, while a call runs.
         """

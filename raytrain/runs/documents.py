@@ -162,7 +162,7 @@ def run_names(store: Store, report: Report | None = None) -> list[str]:
 
 
 def ignore(problem: str) -> None:
-    """Do nothing: the report of a caller that continues with what is whole."""
+    """Do nothing: the report of a caller that goes on without the damaged documents."""
 
 
 @cache

@@ -113,7 +113,7 @@ class LineFile(Generic[T]):
             self._cuts.append(wanted)
 
     def write(self) -> None:
-        """Cut the document and write the rows that wait; raise what storage raises."""
+        """Cut the document and write the rows that wait; raise StorageError if that fails."""
         with self._writing:
             while cuts := self._cuts.copy():
                 self._cut_document(lambda row: all(wanted(row) for wanted in cuts))

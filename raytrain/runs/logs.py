@@ -158,7 +158,7 @@ class LogCopies:
         self._thread.join()
 
     def copy(self) -> None:
-        """Copy what is new in each file; an object in storage is written again as a whole."""
+        """Copy the new text of each file; an object in storage is written again as a whole."""
         with self._copying, suppress(RaytrainError, OSError):
             # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
             self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
@@ -275,7 +275,7 @@ class DriverLog(LogCopies):
 
 
 class _Tee:
-    """A stream that also passes on what is written to it to ``keep``; in all else it is the ``stream`` itself.
+    """A stream that also passes on the text written to it to ``keep``; in all else it is the ``stream`` itself.
 
     Its other attributes cannot be written out: those of a terminal, of pytest's and of a notebook's streams differ, and
     libraries ask for them by name. rich asks for the stream below its own while it redraws a part of the terminal, and
@@ -296,7 +296,7 @@ class _Tee:
 
 @contextmanager
 def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
-    """Pass on to ``keep`` what is written to the stream of :mod:`sys` with this name, also by handlers of loggers."""
+    """Pass on to ``keep`` the text written to the stream of :mod:`sys` with this name, also by handlers of loggers."""
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
     setattr(sys, name, tee)

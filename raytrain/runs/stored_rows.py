@@ -103,7 +103,7 @@ class RowParser:
 
 
 def _is_whole(table: pa.Table) -> bool:
-    """Return whether each row has what :meth:`MetricRow.from_json` asks for."""
+    """Return whether each row has the fields that :meth:`MetricRow.from_json` asks for."""
     if any(table[name].null_count for name in ("kind", "step", "epoch")):
         return False
     kinds = pc.is_in(table["kind"], pa.array(get_args(Kind)))

@@ -106,7 +106,7 @@ class GoogleCredentials(BucketCredentials):
 
 
 def credentials_of_fields(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
-    """Make the credentials of a cloud, such as ``s3``, from what :meth:`BucketCredentials.fields` returned."""
+    """Make the credentials of a cloud, such as ``s3``, from the fields of :meth:`BucketCredentials.fields`."""
     kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials, "gs": GoogleCredentials}
     return kinds[cloud](*fields) if fields else None
 
@@ -154,7 +154,7 @@ class CredentialCache:
         """The error of the source the last time, if it failed; obstore passes on only its text."""
 
     def __call__(self) -> Any:
-        """Return the credentials as obstore wants them; raise what the source raises, or NoCredentials."""
+        """Return the credentials as obstore wants them; raise the source's exception, or NoCredentials."""
         with self._lock:
             if self._cached is None or self._cached.have_expired or time.monotonic() >= self._ask_again_at_s:
                 # A failure leaves the old time, so that the source is asked again at once.

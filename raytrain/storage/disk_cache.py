@@ -37,7 +37,7 @@ _FOLDER_NAME, _ENTRY_NAME = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{38}"
 
 @dataclass(frozen=True)
 class DiskCache:
-    """A folder with about ``limit_bytes`` of files, for all processes of a run; what is used since its start stays."""
+    """A folder with about ``limit_bytes`` of files, for all processes of a run; files used since its start stay."""
 
     folder: str
     limit_bytes: int
@@ -116,7 +116,7 @@ _paths_in_turn: set[Path] = set()  # of this process
 
 
 class _Room:
-    """The bytes that this process may still write before it counts again what lies in the cache."""
+    """The bytes that this process may still write before it counts the files in the cache again."""
 
     def __init__(self, disk: DiskCache) -> None:
         self._disk = disk

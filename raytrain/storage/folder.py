@@ -258,7 +258,7 @@ class FolderStore(Store):
 
 
 def _opened_below(folder: str, open_file: Callable[[], T]) -> T:
-    """Make ``folder``, and return what ``open_file`` opens there.
+    """Make ``folder``, and return the file that ``open_file`` opens there.
 
     Make it again if another process, which held the lock or had it first, has removed the folder because it was empty.
     While this process has as many files open as it may, wait: those of other threads are closed soon.

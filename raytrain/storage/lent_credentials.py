@@ -101,7 +101,7 @@ class CredentialLender:
         self.lend_if_due()
 
     def lend_if_due(self) -> None:
-        """Lend again what :func:`raytrain.storage.credentials.ask_again_after_s` says that its source is asked for."""
+        """Lend anew the credentials whose source is due by :func:`raytrain.storage.credentials.ask_again_after_s`."""
         for cloud, next_at_s in self._next_at_s.items():
             # Expired before that time: the machine has slept, and its monotonic clock with it.
             lent = self._lent.get(cloud)

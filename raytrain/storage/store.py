@@ -114,7 +114,7 @@ class Store(ABC):
         """
 
     def kept_on(self, disk: DiskCache | None) -> Store:
-        """Return the same store, which keeps on a disk what :meth:`get` returns.
+        """Return the same store, which keeps on a disk the objects that :meth:`get` returns.
 
         Its objects must not change, unless they are read with an ETag.
         """

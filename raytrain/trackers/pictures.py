@@ -160,7 +160,7 @@ def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
 
 
 def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
-    """Decode the images of a part of the document, which anybody may have written: leave out what is no example."""
+    """Decode the images of a part of the document, which anybody may have written: leave out damaged examples."""
     pictures = Pictures(key, [], [])
     for example in examples[:_MAX_IMAGES]:
         with suppress(LookupError, AttributeError, TypeError, ValueError, OSError, Image.DecompressionBombError):

@@ -153,7 +153,7 @@ class Position:
 
 
 class TrackerThread:
-    """Open a tracker and send it what is new to it, until the end; ``report`` gets events of how that goes."""
+    """Open a tracker and send it new rows until the end; ``report`` gets events of how that goes."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class TrackerThread:
             self._move(position)
 
     def _fail(self, reason: str) -> None:
-        """Report what went wrong, the first time."""
+        """Report the tracker's first error."""
         if not self._has_failed:
             self._has_failed = True
             self._report(TrackerFailed(self.name, reason, self._run.name).redacted())

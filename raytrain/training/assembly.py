@@ -169,7 +169,7 @@ def record_unused_options(spec: RunSpec, run: Run) -> None:
 
 @contextmanager
 def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
-    """Raise what the loop raises as one of our exceptions, unless another attempt may do without it."""
+    """Raise an exception of the loop as one of ours, unless another attempt may succeed."""
     first_step = run.progress.step
     try:
         yield

@@ -67,7 +67,7 @@ def _widen_output(model: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return the ``output`` of a network with what ``function`` returns of its tensors; anything else in it stays.
+    """Return the ``output`` of a network with ``function`` applied to each of its tensors; anything else in it stays.
 
     Example: ``map_tensors(Tensor.clone, {"logits": logits, "names": ["a", "b"]})``
     """

@@ -328,7 +328,7 @@ def _new(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> Conve
 
 
 def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Compute what timm's layer does after it has normalised."""
+    """Apply the dropout and the activation of timm's layer, which follow its normalisation."""
     return layer.act(layer.drop(output))
 
 

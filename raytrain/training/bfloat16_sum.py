@@ -80,7 +80,7 @@ class Bfloat16Sum:
             self._rounded.record_stream(torch.cuda.current_stream(self._numbers.device))
 
     def _beside_the_device(self) -> AbstractContextManager[Any]:
-        """Return a context whose work on a GPU waits for what was queued before, and delays nothing after it."""
+        """Return a context whose work on a GPU waits for the work queued before, and delays none after it."""
         if not self._numbers.is_cuda:
             return nullcontext()
         beside, computing = _stream(self._numbers.device), torch.cuda.current_stream(self._numbers.device)

@@ -159,7 +159,7 @@ class CheckpointState:
             metric.reset()
 
     def add_sums(self, name: str, sums: SampleMargins) -> None:
-        """Keep ``sums``, which are added up over the workers for a checkpoint, and load what it has of them, if any."""
+        """Keep ``sums``, added up over the workers for each checkpoint, and load those of the restored one, if any."""
         self._sums[name] = sums
         sums.load(self._restored.pop(name, {}))
 

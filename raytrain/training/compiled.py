@@ -45,7 +45,7 @@ def records_graphs(mode: CompileMode | None) -> bool:
 
 
 def begin_graphs() -> None:
-    """Let what networks have computed until now be written over, but for what came out of them."""
+    """Let CUDA graphs write over the activations of all networks until now, but not over their outputs."""
     torch.compiler.cudagraph_mark_step_begin()
 
 

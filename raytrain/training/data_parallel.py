@@ -139,7 +139,7 @@ class ParallelNetworks(ExactNetworks):
         return counts[: self._worker.rank].sum().long() + torch.arange(self._images.num_rows, device=counts.device)
 
     def _share(self) -> Tensor | float:
-        """Return m_j / M, by which a backward multiplies what it brings to parameters."""
+        """Return m_j / M, by which a backward multiplies each gradient that reaches a parameter."""
         if self._images is None:
             raise UsageError(
                 "A backward reaches a network of raytrain.parallel that has not been called, so nothing says how many "
@@ -159,7 +159,7 @@ class ParallelNetworks(ExactNetworks):
         return self._gather.rows()[:, 0]
 
     def _begin_gather(self, action: float, network: int = 0) -> _Gather:
-        """Begin to send how many images this worker has, and what it does: every worker sends the same ``action``."""
+        """Begin to send this worker's number of images and its ``action``, which is the same on every worker."""
         assert self._images is not None
         row = torch.tensor([[self._images.num_used, action, network]], dtype=torch.float64)
         gather = _Gather(row.to(self._worker.device, non_blocking=True), self._worker, self._group)
@@ -186,7 +186,7 @@ class ParallelNetworks(ExactNetworks):
         self._leader = None
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on this worker. A step of an optimizer sums what is left of them."""
+        """Return a context in which gradients stay on this worker. A step of an optimizer sums those that are left."""
         if not self._sums_before_steps:
             hook = register_optimizer_step_pre_hook(partial(_sum_deferred, weakref.ref(self)))
             weakref.finalize(self, hook.remove)
@@ -195,7 +195,7 @@ class ParallelNetworks(ExactNetworks):
 
 
 def _sum_deferred(reference: weakref.ref[ParallelNetworks], optimizer: Any, *_: object) -> None:
-    """Sum what backwards have left on the workers, before a step of an ``optimizer`` of one of the networks."""
+    """Sum the deferred gradients over the workers, before a step of an ``optimizer`` of one of the networks."""
     networks = reference()
     if networks is not None and any(id(each) in networks.parameter_ids for each in parameters_of(optimizer)):
         networks.gradients.sum_deferred()
@@ -365,7 +365,7 @@ def _check_same_networks(worker: Worker, *content: object) -> None:
 
 
 def _check_same_action(actions: list[list[float]]) -> None:
-    """Raise UsageError unless all workers do the same: ``actions`` are (what, number of the network) of each."""
+    """Raise UsageError unless all workers do the same: ``actions`` are (action, number of the network) of each."""
     texts = [
         "runs a backward" if action == _BACKWARD else f"calls network {number + 1:.0f}" for action, number in actions
     ]

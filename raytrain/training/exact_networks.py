@@ -159,7 +159,7 @@ class ExactNetworks:
 
 
 class BeforeForward:
-    """A hook before each forward of a network, which tells ``networks`` what it gets.
+    """A hook before each forward of a network, which gives the inputs to ``networks``.
 
     A copy or a pickle of a network gets a hook without content, which does nothing: nobody has prepared the copy.
     """

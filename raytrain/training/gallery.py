@@ -80,7 +80,7 @@ class Gallery:
             self._confusions.index_add_(0, cells, torch.ones_like(cells))  # bincount would wait for the device
 
     def write(self, step: int, rank: int, world_size: int) -> None:
-        """Put together what all workers, each of which calls this, added since the last time; worker 0 writes it."""
+        """Join the images and confusions added since the last call; worker 0 writes them. Every worker calls this."""
         # Only cells that are not empty travel: [label, prediction, count] each.
         cells: list[list[int]] = []
         if self._confusions is not None:

@@ -205,7 +205,7 @@ class ExactGradients:
         self._finished()
 
     def _sum(self) -> None:
-        """Sum what has not been sent yet, and give all parameters their gradients."""
+        """Sum the gradients that have not been sent yet, and give all parameters theirs."""
         for bucket in self._buckets:
             if bucket.work is None:
                 self._send(bucket)
@@ -240,7 +240,7 @@ class ExactGradients:
             self._is_deferred = before
 
     def sum_deferred(self) -> None:
-        """Sum over the workers what has been deferred. All workers call this, before a step of an optimizer."""
+        """Sum the deferred gradients over the workers. All workers call this, before a step of an optimizer."""
         if self._has_deferred:
             self._sum()
 

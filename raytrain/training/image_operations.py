@@ -141,7 +141,7 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """Sample each image bilinearly where its matrix leads; what is outside of it gets the colour ``fill``."""
+    """Sample each image bilinearly at the points of its matrix; points outside of the image get the colour ``fill``."""
     num_images, channels, height, width = images.shape
     a, b, c, d, e, f = matrices[:, :, 0].unbind(1)  # (n, 1, 1) each
     x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)

@@ -177,7 +177,7 @@ class LoopWatch:
 
 
 class _Calls(TorchFunctionMode):
-    """Follows what is computed from the batch through the calls of torch that a loop makes."""
+    """Follows the tensors that are computed from the batch through the calls of torch that a loop makes."""
 
     def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
         super().__init__()

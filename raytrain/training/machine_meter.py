@@ -16,7 +16,7 @@ from raytrain.training.gpu_energy import GpuEnergy
 
 
 class MachineMeter:
-    """Counts the images of a worker, and gives ``report`` what it measures every few seconds."""
+    """Counts the images of a worker, and gives ``report`` its rate and its machine's load every few seconds."""
 
     def __init__(self, rank: int, device: torch.device, report: Callable[[MachineUse], None]) -> None:
         self._rank = rank

@@ -123,7 +123,7 @@ class OptimizerSteps:
             torch.set_autocast_enabled(self._worker.device.type, self._autocast_before.pop())
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        """Return whether a prepared network is trained, or what may become one: not if images are optimized, say."""
+        """Return whether ``optimizer`` trains a prepared network, and not, say, the pixels of an image."""
         if self._state.holds(optimizer):
             return True
         ids = self._models.parameter_ids

@@ -32,7 +32,7 @@ def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
 
 
 def _without_placeholders(update: Callable[..., Any], is_placeholder: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a method of a metric that does what ``update`` does, and nothing with a placeholder."""
+    """Return ``update`` of a metric as a method that ignores placeholders."""
 
     @wraps(update)
     def update_with_images(*arguments: Any, **options: Any) -> None:

@@ -68,7 +68,7 @@ def apply_options(model: nn.Module, config: TrainConfig) -> None:
 
 
 def checkpoint_gradients(model: nn.Module) -> nn.Module:
-    """Let ``model`` keep only the inputs of its blocks, and compute what is in them again during the backward.
+    """Let ``model`` keep only the inputs of its blocks, and compute their activations again during the backward.
 
     Networks of timm name their blocks themselves. In others, a block is a member of an ``nn.Sequential`` or
     ``nn.ModuleList`` that has layers of its own. The trained weights stay the same: our dropout draws the same numbers
@@ -172,7 +172,7 @@ class PreparedModels(ExactNetworks):
         )
 
     def begin_images(self) -> None:
-        """Let networks that are recorded in CUDA graphs write over what they have computed of earlier images."""
+        """Let networks that are recorded in CUDA graphs write over the activations of earlier images."""
         if records_graphs(self._config.compile_mode):
             begin_graphs()
 

@@ -105,7 +105,7 @@ class StepMetrics:
         self._since = time.perf_counter()
 
     def log(self, values: Mapping[str, tuple[Tensor | float, Tensor | float]], *, counts: bool) -> None:
-        """Add ``values`` to what travels with the next step: of each name a numerator and its denominator.
+        """Add ``values`` to the metrics that travel with the next step: of each name a numerator and its denominator.
 
         All workers log the same names. Without ``counts``, nothing but the names is added. The host waits only for a
         tensor that is on another device than the worker's.
@@ -151,7 +151,7 @@ class StepMetrics:
             self._logged[:, [self._names.index(name) for name in values]] += columns
 
     def start(self, own: StepTotals) -> None:
-        """Send this worker's totals of a step, then the numerators and the denominators of what it logged before it."""
+        """Send this worker's totals of a step, and numerators and denominators of the metrics that it logged before."""
         self._own, self._work, denominators = own, None, self._denominators
         self._sums, self._logged, self._denominators = self._logged.flatten(), torch.zeros_like(self._logged), {}
         if self._worker.world_size > 1:
@@ -190,7 +190,7 @@ class StepMetrics:
         return totals
 
     def _add_to_row(self, sent: _Sums) -> StepTotals:
-        """Add to the row what was logged in the step before that of ``sent``. Return the totals of the latter."""
+        """Add to the row the metrics of the step before that of ``sent``. Return the totals of the latter."""
         sums, totals, known = sent.numbers.tolist(), self._own, sent.denominators
         if self._worker.world_size > 1:
             totals, sums, known = self._totals(sums), sums[_FIRST_METRIC:], {}
@@ -202,7 +202,7 @@ class StepMetrics:
         return totals
 
     def close_row(self, step: int, epoch: int, learning_rates: Sequence[float | Tensor]) -> None:
-        """End the row with ``step`` of ``epoch``, both counted from 1. Only what was logged in that step is missing.
+        """End the row with ``step`` of ``epoch``, both counted from 1. Only the metrics of that step are missing.
 
         The history keeps the first of ``learning_rates``, and as a metric the first that is another one.
         """
@@ -227,12 +227,12 @@ class StepMetrics:
         self._since += seconds
 
     def flush(self, own: StepTotals) -> StepTotals:
-        """Reduce what was logged in the last step without another step, which would bring it otherwise."""
+        """Reduce the metrics of the last step, which would otherwise travel with the next one."""
         self.start(own)
         return self.read()
 
     def joined(self, own: StepTotals) -> StepTotals:
-        """Return the totals of what each worker gives now, beside those of the step. Every worker calls this."""
+        """Return the sum of all workers' ``own`` totals, beside those of the step. Every worker calls this."""
         if self._worker.world_size == 1:
             return own
         sums = self._counts(own, {})  # of the size of a step's
@@ -240,7 +240,7 @@ class StepMetrics:
         return self._totals(sums.tolist())
 
     def _counts(self, own: StepTotals, denominators: Mapping[str, float]) -> Tensor:
-        """Return, on the device, what this worker's host knows: its totals, a digest of the names, and denominators.
+        """Return the host's numbers of this worker on the device: its totals, a digest of the names, and denominators.
 
         There is room for a numerator of each name, and for its denominator.
         """

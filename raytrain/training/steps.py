@@ -170,7 +170,7 @@ class Steps:
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint, optimizer_steps=has_stepped))
 
     def begin_microbatch(self, num_images: int) -> None:
-        """Weight by ``num_images``, of this worker's images, what the loop computes from now on."""
+        """Weight losses and metrics by ``num_images``, of this worker's images, from now on."""
         self._num_images = num_images
 
     def share(self) -> Tensor | float:
@@ -327,7 +327,7 @@ class Steps:
         return totals
 
     def _flush_metrics(self, *, loop_returned: bool = False) -> None:
-        """Record what was logged in the last step. Raises UsageError if not all workers did the same in it."""
+        """Record the metrics of the last step. Raises UsageError if not all workers did the same in it."""
         totals = self.metrics.flush(StepTotals(loops_returned=loop_returned))
         _check_together(totals, self._worker.world_size, self.progress.step)
 
@@ -348,7 +348,7 @@ class Steps:
         self._has_tried_own_evaluation = True
 
     def record_evaluation(self, measured: Mapping[str, Any], thresholds: tuple[float, ...] | None) -> int:
-        """Record what an evaluation has ``measured``. Return the number of steps after which it was."""
+        """Record the metrics that an evaluation has ``measured``. Return the number of steps before it."""
         metrics = agreed(measured, self._worker.world_size)
         step = self.progress.step + (self.in_batch and self.optimizers.has_stepped)
         progress = replace(
@@ -377,13 +377,13 @@ class Steps:
         return (is_complete or has_converged) and not self._config.is_range_test and self._schedule.divergence is None
 
     def load_best(self) -> None:
-        """Bring back what the loop has prepared as it is in the best checkpoint, unless that is of the last step."""
+        """Restore everything that the loop has prepared from the best checkpoint, unless that is of the last step."""
         best = self._checkpoints.load_best(self._worker.device, self.progress.step)
         if best is not None:
             self._state.load_again(best.state)
 
     def record_test(self, measured: Mapping[str, Any]) -> None:
-        """Record what the test images have ``measured``."""
+        """Record the metrics ``measured`` on the test images."""
         metrics = agreed(measured, self._worker.world_size)
         self.progress = replace(self.progress, test_accuracy=metrics.get("accuracy"), test_loss=metrics.get("loss"))
         epoch = epoch_of(self.progress.step, self._plan.steps_per_epoch)

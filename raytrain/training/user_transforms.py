@@ -55,7 +55,7 @@ def subject(config: ResolvedConfig) -> str:
 
 
 def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transforms:
-    """Return the user's transforms as one: what ``own``, which ``--transforms`` names, makes.
+    """Return the user's transforms as one: those that ``own``, the function of ``--transforms``, makes.
 
     It makes one or a list, or is one itself. Raises UsageError if something in them is none.
     """

@@ -337,7 +337,7 @@ def _inspect_jpeg(data: bytes, height: int, width: int) -> int:
 
 
 def plain_jpeg_size(data: bytes) -> Size | str:
-    """Return the height and width of a plain JPEG, upright, or in a few words what a file is that is none.
+    """Return the height and width of a plain JPEG, upright, or the kind of another file in a few words.
 
     A GPU decodes plain ones: whole, baseline, of 8 bits a channel, grey or YCbCr, with all channels in one scan.
 

@@ -124,7 +124,7 @@ class DecodeProcesses:
 
 
 def _serve(connection: Connection, shape: ImageShape) -> None:
-    """Decode what comes through the connection, until the other process closes it or ends."""
+    """Decode the images that come through the connection, until the other process closes it or ends."""
     # An image that takes all memory shall end this process, before the kernel ends another one.
     with suppress(OSError, ValueError):  # only Linux says how much is used now
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -227,7 +227,7 @@ class Curves:
                 self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
 
     def _merge(self, first: int, count: int, size: int) -> None:
-        """Make ``count`` points of what is there from index ``first`` on, each of ``size`` rows or points."""
+        """Make ``count`` points of the rows or points from index ``first`` on, each of ``size`` of them."""
         # Each row of these (count, size) becomes a point; unknown values do not count.
         end = first + count * size
         self._steps[first:end] = self._steps[first + size - 1 : end : size]

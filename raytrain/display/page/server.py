@@ -257,7 +257,7 @@ async def _file(request: web.Request) -> web.Response:
 
 
 def _warn_of(error: BaseException | None, where: str) -> None:
-    """Warn of what nobody expects, in one line and once in each process."""
+    """Warn of an unexpected exception, in one line and once in each process."""
     warn_once(one_line(f"the page, {where}: {type(error).__name__}: {error}" if error else f"the page: {where}"))
 
 

@@ -190,7 +190,7 @@ class AgentProcess:
         return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def close(self) -> None:
-        """End the agent and all workers, whatever they do. May be called twice."""
+        """End the agent and all workers, busy or not. May be called twice."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         assert self._process.stdin is not None
@@ -252,7 +252,7 @@ class Caller:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call the method ``name`` of the server's target; return its answer, or raise what it raises."""
+        """Call the method ``name`` of the server's target; return its result, or raise its exception."""
         with self._lock:
             self._connection.send((name, arguments))
             answer, error = self._connection.recv()

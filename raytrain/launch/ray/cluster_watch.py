@@ -147,7 +147,7 @@ class CapacityCheck:
 
 
 def _waiting_groups(timeout_s: float) -> tuple[set[str], Mapping[str, float]] | None:
-    """Return this driver's placement groups that are not placed yet, and what the cluster has free.
+    """Return this driver's placement groups that are not placed yet, and the free resources of the cluster.
 
     None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
     """
@@ -219,7 +219,7 @@ class HeadWatch:
         self._answers = True
 
     def poll(self) -> None:
-        """Report what the last question brought, if it is new, and ask again."""
+        """Report the last answer, if it is new, and ask again."""
         if not self._throttle.due("ask", ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)

@@ -145,7 +145,7 @@ def end_own_ray() -> None:
 
 
 def _require_unused(wish: str) -> None:
-    """Raise UsageError if a run of this process uses its own Ray, so that what the user wishes for has to wait."""
+    """Raise UsageError if a run of this process uses its own Ray, so that another cluster has to wait."""
     if _own is not None and _own.num_users:
         raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
 
@@ -342,7 +342,7 @@ def check_answers(address: str) -> None:
 
 @contextmanager
 def _refusals_unsaid() -> Generator[None]:
-    """Leave out what Ray's C++ writes to standard error if a cluster refuses a call without a token.
+    """Leave out the lines of Ray's C++ on standard error if a cluster refuses a call without a token.
 
     The next call shows one, and an AuthenticationError says it if that is refused, too. All other lines, also those of
     other threads, are written at the end of the ``with`` block.

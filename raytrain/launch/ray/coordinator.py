@@ -59,7 +59,7 @@ _TRAINS_WITHIN_S = 15.0
 
 
 class RayCoordinator(Coordinator):
-    """A coordinator in a process of its own, with what the feed of images needs, and the driver's credentials.
+    """A coordinator in a process of its own, with the references of cached blocks, and the driver's credentials.
 
     The cluster keeps the arguments of its constructor, which hold no secret: ``store`` uses the credentials that are
     lent later.
@@ -113,7 +113,7 @@ class RayCoordinator(Coordinator):
 
     @ray.method(concurrency_group=WAIT)
     def after_start(self, value: Any) -> Any:
-        """Return ``value`` when the workers train, or after a while: a loop may wait for what waits for this."""
+        """Return ``value`` when the workers train, or after a while: the loop itself may wait for the caller."""
         self._workers_train.wait(_TRAINS_WITHIN_S)
         return value
 

@@ -69,7 +69,7 @@ def py_executable() -> str | None:
 
 
 def keep_server() -> contextlib.AbstractContextManager[Any]:
-    """Start this node's fork server unless it runs; it stays at least as long as what is returned is open."""
+    """Start this node's fork server unless it runs; it stays at least as long as the returned connection is open."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             return connect(ray_program())

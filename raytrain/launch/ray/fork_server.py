@@ -105,7 +105,7 @@ def unseeded_ids() -> Iterator[None]:
 
 
 def import_all() -> None:
-    """Import what coordinator, controller, workers and data tasks need."""
+    """Import the packages of coordinator, controller, workers and data tasks."""
     gc.disable()  # collections meanwhile find next to nothing, and take a quarter of the time
     with lean_imports():
         import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
@@ -176,7 +176,7 @@ def python_path() -> list[str]:
 
 
 def main() -> None:
-    """Serve; in each forked process, become what was asked for."""
+    """Serve; each forked process becomes the process that a client asks for."""
     _, descriptor, program = sys.argv
     with socket.socket(fileno=int(descriptor)) as listener:
         if not os.path.samefile(ray_program(), program):

@@ -18,7 +18,7 @@ _RETRIES = 3  # of an actor whose process or node is lost
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:
-    """Predict on ``placement.num_workers`` actors; yield what :func:`predict_request.predict_here` does."""
+    """Predict on ``placement.num_workers`` actors; yield the same as :func:`predict_request.predict_here`."""
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):

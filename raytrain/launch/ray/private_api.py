@@ -45,7 +45,7 @@ class Improvement:
         return None if _MISSING in things else tuple(things)
 
     def missing(self) -> str | None:
-        """Return the sentence about what this Ray lacks of it, and what is lost; None if it lacks nothing."""
+        """Return the sentence on the names that this Ray lacks, and the loss; None if it lacks none."""
         import ray
 
         lacking = [name.replace(":", ".") for name in self.names if _load(name) is _MISSING]
@@ -169,7 +169,7 @@ def minor_version(version: str) -> tuple[int, int]:
 
 
 def version_error(address: str, text: str) -> UsageError | None:
-    """Return the error for a cluster of other versions, if ``text`` is what Ray says of one; None otherwise."""
+    """Return the error for a cluster of other versions, if ``text`` is Ray's message about one; None otherwise."""
     versions = re.findall(r"(?:Ray|Python): (\S+)", text)
     if len(versions) != 4:
         return None
@@ -253,7 +253,7 @@ def on_this_node() -> dict[str, str]:
 
 
 def can_fork() -> bool:
-    """Return whether this Ray's processes can be forked from one that has imported what they need."""
+    """Return whether this Ray's processes can be forked from one that has imported their packages."""
     return bool(FORKED_PROCESSES.find() and LATE_VARIABLES.find())
 
 
@@ -296,7 +296,7 @@ def delay_barrier(later: Callable[[Any], Any]) -> None:
 
 
 def name_placement_groups(prefix: str) -> None:
-    """Have Ray Train's controller, in this process, name what it reserves: ``prefix``, and a number of its own."""
+    """Have Ray Train's controller, in this process, name its placement groups: ``prefix``, and a number."""
     if api := RESERVED.find():
         module: Any = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
         module.placement_group = lambda **options: api[0](name=f"{prefix}{uuid.uuid4().hex}", **options)
@@ -331,7 +331,7 @@ _SERVE_REPLICA = "ray.serve._private.replica"
 
 
 def check_serve() -> None:
-    """Raise UsageError if a replica of this Ray Serve unpickles what it gets before it asks for the cluster's token.
+    """Raise UsageError if a replica of this Ray Serve unpickles a request before it asks for the cluster's token.
 
     Each replica has a gRPC server for other replicas, at a port of its own. Since ray-project/ray#65189, the server is
     made by a function that all of Ray's servers are made by, and asks for the token.

@@ -56,7 +56,7 @@ def report_to_ray() -> Report | None:
 
 
 def meets_in_ray(loop: object) -> bool:
-    """Return whether the code of ``loop`` calls what reports to Ray, or where Ray Train has all workers meet.
+    """Return whether the code of ``loop`` calls Ray's ``report``, or a function in which all workers of Ray Train meet.
 
     Ray Train would take a report from a thread for one of these calls. Torch has a ``barrier``, too, which is none.
     """
@@ -138,7 +138,7 @@ class RayReports:
             self._try(self._metrics | metrics, folder)
 
     def abort(self) -> None:
-        """Report nothing more than what is being reported, without waiting: the run has failed."""
+        """Report nothing more after the report that is on its way, without waiting: the run has failed."""
         with self._changed:
             self._due = None
         self._close()
@@ -149,7 +149,7 @@ class RayReports:
             self._changed.notify()
 
     def _report_evaluations(self) -> None:
-        """Report what is due, on worker 0, until this is closed."""
+        """Report evaluations, on worker 0, until this is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._due is not None or self._is_closed)
@@ -165,7 +165,7 @@ class RayReports:
             self._messages.send(f"reports to worker {rank}", message)
 
     def _report_what_comes(self) -> None:
-        """Report, on another worker, what worker 0 reports."""
+        """Report the same evaluations as worker 0, on another worker."""
         assert self._messages is not None
         pause = threading.Event()
         while (message := self._messages.take(f"reports to worker {self._worker.rank}")) != _END:
@@ -175,7 +175,7 @@ class RayReports:
                 self._try(message, None)
 
     def _try(self, metrics: dict[str, Any], folder: Path | None) -> None:
-        """Report to Ray; whatever it raises, the run goes on."""
+        """Report to Ray; if that raises an exception, the run goes on."""
         try:
             if not self._has_failed:
                 self._report(metrics, folder)

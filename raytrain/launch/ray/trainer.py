@@ -105,12 +105,12 @@ class TrainerThread:
         self._thread.start()
 
     def remember_reserved(self) -> None:
-        """Ask the coordinator what the newest attempt has reserved. To be called now and then: it may die."""
+        """Ask the coordinator for the placement group of the newest attempt. To be called now and then: it may die."""
         with suppress(*LOST_ACTOR):
             self._reserved = ray.get(self._coordinator.reserved.remote())
 
     def end(self, *, cluster_ends: bool) -> None:
-        """End the workers and the coordinator, and free what they have reserved, unless their cluster ends with them.
+        """End the workers and the coordinator, and free their placement groups, unless their cluster ends with them.
 
         The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
         """
@@ -193,7 +193,7 @@ class _FailureReporter(UserCallback):
 
 
 def _remove_placement_groups(prefix: str) -> None:
-    """Free what is reserved in placement groups whose names begin with ``prefix``; their workers end."""
+    """Remove the placement groups whose names begin with ``prefix``; their workers end."""
     groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
     for group_id, group in groups.items():
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":

@@ -160,7 +160,7 @@ class S3(Cloud):
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"], **payer)
 
     def _client(self, keys: Credentials | None, max_attempts: int, read_timeout_s: float = 30.0) -> Any:
-        """Return boto3's client, for what obstore cannot ask."""
+        """Return boto3's client, for requests that obstore does not have."""
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config

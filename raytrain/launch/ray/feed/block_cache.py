@@ -58,7 +58,7 @@ class CacheFiller:
         self._refs.clear()
 
     def _fill(self) -> None:
-        """Read all data sets, in the thread; what goes wrong is reported to the workers that wait for a block."""
+        """Read all data sets, in the thread; an error is reported to the workers that wait for a block."""
         try:
             # The first training images are read here, one after the other: no task has to start for them.
             num_first: dict[str, int] = {}

@@ -74,7 +74,7 @@ class DataFeed:
         self.feeders = start_feeders(placement.num_workers, self._cpus) if is_streaming else ()
 
     def start(self) -> None:
-        """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
+        """Fill the cache, and stream the images that are not cached, from now on, while the workers start."""
         if "train" not in self.orders:
             # The stream that the first attempt will ask for, if as many workers come as there is room for.
             expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
@@ -95,7 +95,7 @@ class DataFeed:
         self._filler.start()
 
     def close(self) -> None:
-        """Stop reading, and release what was read."""
+        """Stop reading, and release the blocks."""
         self._filler.close()
         stop_feeders(self.feeders)
 
