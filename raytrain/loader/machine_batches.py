@@ -24,7 +24,7 @@ from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder, rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.decoders import Decoders, ImageReporter, Report, num_decoders
 from raytrain.loader.image_cache import ImageCache
@@ -32,6 +32,9 @@ from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
+# Of a streamed block, which one thread decodes. With blocks as large as those of data tasks, four times as large, the first
+# batch of photographs came a second later.
+_BLOCK_BYTES = 16 << 20
 ReadBlock = Callable[[Int64s, int], Block]
 """Reads some draws and decodes them for an epoch."""
 
@@ -132,12 +135,13 @@ class ImageFiles:
 
     @property
     def rows_per_block(self) -> int:
-        """Images in one block."""
-        return self.manifest.rows_per_block(self.images.shape, as_files=self.images.as_files)
+        """Images in one streamed block."""
+        image_bytes = self.manifest.mean_bytes if self.images.as_files else self.images.shape.num_bytes
+        return rows_per_block(image_bytes, packed=self.manifest.packing is not None, most_bytes=_BLOCK_BYTES)
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that any block fits into. Of files, few of which are as large as the largest, most are never used."""
+        """Bytes that any streamed block fits into. Of files, few of which are so large, most are never used."""
         if self.images.as_files:
             return self.rows_per_block * int(self.manifest.sizes_bytes.max())
         return self.rows_per_block * self.images.shape.num_bytes

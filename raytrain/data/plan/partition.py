@@ -114,9 +114,9 @@ _ROWS, _PACKED_ROWS = 512, 2048  # whoever reads a shard should use much of it
 _BLOCK_BYTES = 64 << 20  # a task, and those who pass a block on, take the same time for one of any size
 
 
-def rows_per_block(image_bytes: int, *, packed: bool) -> int:
-    """Return how many images are in one block, for decoded images of this size."""
-    return max(1, min(_PACKED_ROWS if packed else _ROWS, _BLOCK_BYTES // image_bytes))
+def rows_per_block(image_bytes: int, *, packed: bool, most_bytes: int = _BLOCK_BYTES) -> int:
+    """Return how many images are in one block of at most ``most_bytes``, for decoded images of this size."""
+    return max(1, min(_PACKED_ROWS if packed else _ROWS, most_bytes // image_bytes))
 
 
 @dataclass(frozen=True)
