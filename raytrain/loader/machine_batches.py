@@ -32,8 +32,8 @@ from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
-# Of a streamed block, which one thread decodes. With blocks as large as those of data tasks, four times as large, the first
-# batch of photographs came a second later.
+# Of a streamed block, which one thread decodes: with blocks of four times the size, as those of data tasks, the first
+# batch of photographs comes a second later.
 _BLOCK_BYTES = 16 << 20
 ReadBlock = Callable[[Int64s, int], Block]
 """Reads some draws and decodes them for an epoch."""
