@@ -88,8 +88,8 @@ class ImageLoader:
         transforms: one function of your own, which takes uint8 (C, H, W) and returns the same; or as ``--transforms``.
         options: options of the data, the images and the augmentation, as ``raytrain train --help-all`` lists them, with
             ``_`` in place of ``-``: ``test_data``, ``labels``, ``cache``, ``image_size``, ``mean``, ``flip``,
-            ``mixup``, ``seed``, … ``epochs`` is needed for an ``image_size`` that grows; after the last one, nothing is read
-            ahead.
+            ``mixup``, ``seed``, … ``epochs`` is needed for an ``image_size`` that grows; after the last one, nothing is
+            read ahead.
 
     Raises UsageError for options that do not fit, or that differ between the processes, and StorageError if the images
     cannot be reached.
