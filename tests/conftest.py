@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -7,18 +8,20 @@ import sys
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import psutil
 import pytest
+from botocore.loaders import JSONFileLoader
 
 import raytrain
 from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
+from raytrain.launch.local.local_launch import AgentProcess
 from raytrain.launch.ray.connection import end_own_ray
 from raytrain.launch.ray.own_cluster import lean, lean_imports
 from tests.helpers.azurite import Azurite, azurite
@@ -33,6 +36,11 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Otherwise each process that a test starts would compile all that it imports, torch and Ray included.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+_NEW_AGENT = AgentProcess.__init__
+
+_collecting = ExitStack()
+_collecting.enter_context(lean_imports())  # test modules import Ray, which takes twice as long with that package
 
 gc.disable()  # until the first test: collections while the tests are imported find next to nothing
 
@@ -86,6 +94,37 @@ def _no_ray_of_others() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _descriptions_of_services() -> Iterator[None]:
+    """Have botocore read each description of a service once: every test of a bucket has new sessions, which read half
+    a megabyte of JSON each.
+    """
+    read = functools.cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_agents() -> Iterator[None]:
+    """Fork the agents of the runs of this process from one that has imported torch: ``new_agents`` says otherwise."""
+
+    def start(agent: AgentProcess, environment: Mapping[str, str]) -> None:
+        from tests.helpers.forked_agents import start_forked  # deferred: it imports torch
+
+        start_forked(agent, environment)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AgentProcess, "__init__", start)
+        yield
+
+
+@pytest.fixture
+def new_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the agents of a test's runs as a user's runs start them."""
+    monkeypatch.setattr(AgentProcess, "__init__", _NEW_AGENT)
+
+
 @pytest.fixture(autouse=True)
 def _own_ray() -> Iterator[None]:
     """End the Ray that a test has started in this process."""
@@ -123,6 +162,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish() -> None:
+    """Give the package that Ray does without to the tests that want it."""
+    _collecting.close()
 
 
 def _needs_ray(item: pytest.Item) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
     """Call ``function(*args)`` on every rank of a default process group, and return its results by rank.
 
     ``function`` is defined at the top of a module, so that it can be pickled. An error on any rank is raised here. The
-    processes are forked from one that has imported what they need, because the imports take seconds.
+    processes are those of :func:`forking_context`.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.folder_runs", "torch._dynamo", "torchvision.transforms.v2"])
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world_size, mp_context=context) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world_size, mp_context=forking_context()) as pool:
         futures = [pool.submit(_run, rank, world_size, folder, function, args) for rank in range(world_size)]
         return [torch.load(io.BytesIO(future.result()), weights_only=False) for future in futures]
+
+
+def forking_context() -> ForkServerContext:
+    """Return what forks processes from one that has imported what they need, because the imports take seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(
+        ["raytrain.launch.local.agent", "tests.helpers.folder_runs", "torch._dynamo", "torchvision.transforms.v2"]
+    )
+    return context
 
 
 def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

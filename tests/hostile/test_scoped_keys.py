@@ -62,8 +62,10 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A mocked AWS account, with this process as a user."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAOWN")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-own")
-    with mock_aws(config={"core": {"mock_credentials": False}}):
-        yield
+    mocked = mock_aws(config={"core": {"mock_credentials": False}})
+    mocked.start(reset=False)  # other tests of this process have buckets in a server of moto's
+    yield
+    mocked.stop(remove_data=False)
 
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torchvision.ops import StochasticDepth
 
 from raytrain import Run
@@ -23,36 +21,9 @@ TRANSFORMED: dict[str, Any] = {
     "rotation": 20,
     "blur": 0.5,
     "random_erasing": 0.5,
-    "transforms": "tests.integration.test_augmented:own_transforms",
 }
 MIXED: dict[str, Any] = {"mixup": 0.4, "cutmix": 1.0}
 NO_NORM = "tests.helpers.memory_runs:network_without_norm"
-
-
-def own_transforms() -> Any:
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.RandomSolarize(100, p=0.5), brighter, darker, Moved()])
-
-
-def brighter(image: Tensor) -> Tensor:
-    """Draws from Python's generator, as many transforms of people's own do."""
-    return image | random.randrange(128)
-
-
-def darker(image: Tensor) -> Tensor:
-    """Draws from NumPy's generator."""
-    return image & np.random.randint(128, 256)
-
-
-class Moved:
-    """Draws from a generator that it keeps, as those of albumentations do."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng()
-
-    def __call__(self, image: Tensor) -> Tensor:
-        return image.roll(int(self.generator.integers(8)), 2)
 
 
 def dropping_network(num_classes: int, channels: int) -> nn.Module:
@@ -113,6 +84,17 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(da
         assert largest_difference(expected, other) < 1e-10, name
     assert largest_difference(alone[3], at_once) < 1e-10  # the microbatches of a batch are mixed as the whole is
     assert largest_difference(alone[-1], alone[-2]) < 1e-10  # and their masks are the same
+
+
+def test_own_transforms_are_the_same_on_any_number_of_workers_and_after_a_resume(images: Path, tmp_path: Path) -> None:
+    def run(name: str, stop_after: int | None = None) -> FolderRun:
+        transforms = "tests.helpers.own_transforms:Changed"
+        return folder_run(images, tmp_path, name, stop_after=stop_after, transforms=transforms)
+
+    train_runs(2, run("stopped", stop_after=6))  # within the second epoch
+    resumed, alone, plain = train_runs(1, run("stopped"), run("alone"), folder_run(images, tmp_path, "plain"))
+    assert largest_difference(alone, resumed) < 1e-10
+    assert largest_difference(alone, plain) > 1e-3
 
 
 def test_own_loops_mix_in_one_call(images: Path, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from tests.helpers.folder_runs import FolderRun, folder_run, train_here
 from tests.helpers.rendered import text
+from tests.helpers.small_runs import loop_with
+from tests.helpers.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,16 @@ def test_losses_of_a_run_that_somebody_stopped_suggest_to_let_it_run(last: float
     assert "let it run" not in suggest(rates, falling, StopReason("diverged", "the loss is nan"))[1]
 
 
+def waiting(run: raytrain.Run) -> None:
+    """Train, and wait in step 6 until the run is asked to stop."""
+
+    def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if batch.step == 5:
+            wait_for(run.reporter.stop_requested)
+
+    loop_with(run, before_step)
+
+
 def test_a_run_that_is_stopped_after_few_steps_says_that_it_was_stopped(data: Path, tmp_path: Path) -> None:
     signals = StopSignals()
 
@@ -138,8 +150,9 @@ def test_a_run_that_is_stopped_after_few_steps_says_that_it_was_stopped(data: Pa
         if snapshot.step:
             signals.request_stop(StopReason("signal", "SIGINT"))
 
-    with pytest.raises(UsageError, match=r"was stopped after \d+ of 100000 steps, and 20 are needed"):
-        raytrain.find_rate(options(data, tmp_path, max_steps=100_000, workers=1), view=stop, signals=signals)
+    config = options(data, tmp_path, max_steps=100_000, workers=1)
+    with pytest.raises(UsageError, match=r"was stopped after \d of 100000 steps, and 20 are needed"):
+        raytrain.find_rate(config, loop=waiting, view=stop, signals=signals)
 
 
 def test_too_few_steps_are_refused(data: Path, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+@pytest.mark.usefixtures("new_agents")
 def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
     before = processes()  # those of other tests
 
@@ -145,6 +146,7 @@ def kill_the_agent(snapshot: Snapshot) -> None:
                 child.kill()
 
 
+@pytest.mark.usefixtures("new_agents")
 def test_a_killed_agent_costs_a_restart_and_nothing_else(
     whole: raytrain.TrainResult, data: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(dat
     assert (result.status, result.samples_seen) == ("finished", 2 * 180)
 
 
+@pytest.mark.usefixtures("new_agents")
 def test_an_agent_that_is_killed_too_often_fails_the_run(data: Path, tmp_path: Path) -> None:
     expected = r"the process that starts the workers was killed by SIGKILL\. .* with .*--resume"
     with pytest.raises(raytrain.TrainingFailed, match=expected):
@@ -196,6 +199,7 @@ def speaking(run: Run) -> None:
         pass
 
 
+@pytest.mark.usefixtures("new_agents")
 def test_a_worker_of_a_short_run_collects_garbage_and_what_it_prints_is_kept_however_long_the_path_of_its_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +283,7 @@ def leaving(run: Run, code: int, num_workers: int) -> None:
         pass
 
 
+@pytest.mark.usefixtures("new_agents")
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [

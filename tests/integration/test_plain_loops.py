@@ -387,7 +387,7 @@ STRETCHED = {"line_search": 1e-9}  # it decides by the signs of differences
 CASES = {
     "2": Case(config(batch_size=12), 48),
     "2, unreadable": Case(config(batch_size=12), 46, bad=(3, 4, 5, 17, 30)),
-    "3": Case(config(batch_size=12, worker_load=(1.0, 0.0, 2.0)), 46),
+    "3, unreadable": Case(config(batch_size=12, worker_load=(1.0, 0.0, 2.0)), 46, bad=(3, 4, 5, 17, 30)),
     "5": Case(config(batch_size=12, worker_load=(1.0, 2.0, 1.0, 3.0, 1.0)), 37, bad=(7,)),
 }
 
@@ -428,7 +428,7 @@ def slow(workers: str) -> Any:
     return pytest.param(workers, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("workers", [slow("2"), "2, unreadable", "3", slow("5")])
+@pytest.mark.parametrize("workers", [slow("2"), slow("2, unreadable"), "3, unreadable", slow("5")])
 def test_a_plain_loop_ends_with_the_weights_of_one_process(workers: str) -> None:
     case = CASES[workers]
     with tempfile.TemporaryDirectory() as folder:
@@ -445,7 +445,8 @@ def test_on_one_worker_too(tmp_path: Any) -> None:
 def test_after_a_stop_another_number_of_workers_goes_on() -> None:
     """From 2 workers to 3, and from these to 1, each time in the middle of an epoch."""
     case = Case(config(batch_size=12), 46)
-    names = [name for name in LOOPS if name not in ("averages", "by_hand")]  # the last images of all of an epoch
+    # Two use the last images of all of an epoch; one compiles for seconds, and no checkpoint holds what is compiled.
+    names = [name for name in LOOPS if name not in ("averages", "by_hand", "compiled")]
     with tempfile.TemporaryDirectory() as folder:
         run_in_processes(2, train_each, names, dataclasses.replace(case, stop_after=2), folder)
         run_in_processes(3, train_each, names, dataclasses.replace(case, stop_after=1), folder)

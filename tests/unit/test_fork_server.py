@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,13 +45,21 @@ for _ in range(2):
     os.wait()
 """
 TAKE_OVER = """
-import json, os, sys
+import json, os, sys, tempfile, time
 from raytrain.launch.ray import fork_server
 from raytrain.launch.ray.fork_client import traits
 import numpy, torch
 
-fork_server.take_over(json.loads(sys.stdin.read()))
-print(json.dumps([traits(sys.argv), sys.path, torch.initial_seed(), int(numpy.random.randint(2**31))]))
+tempfile.gettempdir(), time.localtime()  # both remember what they have found
+taken = json.loads(sys.stdin.read())
+for _ in range(2):
+    if not os.fork():
+        fork_server.take_over(taken)
+        drawn = torch.initial_seed(), int(numpy.random.randint(2**31))
+        places = time.strftime("%z"), tempfile.gettempdir()
+        print(json.dumps([traits(sys.argv), sys.path, places, *drawn]), flush=True)
+        os._exit(0)
+    os.wait()
 """
 SERVE = """
 import socket
@@ -167,7 +174,7 @@ def test_a_node_without_raytrain_runs_its_own_python(tmp_path: Path, monkeypatch
     assert run(program, "--a=b") == f"{[program, '--a=b']}\n"
 
 
-def test_a_process_takes_over_limits_niceness_cores_mask_folder_and_variables_and_draws_numbers_of_its_own(
+def test_a_process_takes_over_limits_niceness_cores_mask_places_and_variables_and_draws_numbers_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -178,24 +185,22 @@ def test_a_process_takes_over_limits_niceness_cores_mask_folder_and_variables_an
         [kind, 77 if kind == resource.RLIMIT_NOFILE else soft, hard] for kind, soft, hard in wanted["limits"]
     ]
 
-    def taken() -> tuple[dict[str, Any], list[str], int, int]:
-        done = subprocess.run(
-            [sys.executable, "-c", TAKE_OVER],
-            input=json.dumps(wanted | {"variables": {**os.environ, "A": "b"}}),
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            cwd="/",
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return json.loads(done.stdout)
-
-    first, path, *drawn = taken()
-    assert first.pop("variables")["A"] == "b"
+    others = {**os.environ, "TZ": "UTC", "TMPDIR": "/tmp"}
+    done = subprocess.run(
+        [sys.executable, "-c", TAKE_OVER],
+        input=json.dumps(wanted | {"variables": {**os.environ, "TZ": "Asia/Tokyo", "TMPDIR": str(tmp_path)}}),
+        env={name: value for name, value in others.items() if name != "PYTHONPATH"},
+        cwd="/",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    (first, path, places, *drawn), (_, _, _, *drawn_by_another) = map(json.loads, done.stdout.splitlines())
+    assert first.pop("variables")["TZ"] == "Asia/Tokyo"
     assert first == json.loads(json.dumps({name: value for name, value in wanted.items() if name != "variables"}))
     assert path[:2] == ["", str(tmp_path)]
-    _, _, *others = taken()
-    assert all(one != other for one, other in zip(drawn, others, strict=True))
+    assert places == ["+0900", str(tmp_path)]
+    assert all(one != other for one, other in zip(drawn, drawn_by_another, strict=True))
 
 
 def test_a_module_of_the_users_that_is_imported_already_from_elsewhere_is_not_passed_over(
@@ -269,22 +274,6 @@ def test_what_libraries_read_when_they_are_loaded_makes_another_server(monkeypat
     assert len(addresses) == 1 + len(names)
     monkeypatch.setenv("MY_VARIABLE", "7")
     assert fork_client.server_address(ray_program()) in addresses
-
-
-def test_a_process_takes_over_its_time_zone_and_its_folder_for_temporary_files(tmp_path: Path) -> None:
-    wanted = traits(["program"]) | {"variables": {**os.environ, "TZ": "Asia/Tokyo", "TMPDIR": str(tmp_path)}}
-    others = {**os.environ, "TZ": "UTC", "TMPDIR": "/tmp"}
-    code = TAKE_OVER.replace("import numpy, torch", "import numpy, tempfile, time, torch\ntempfile.gettempdir()")
-    code += "print(time.strftime('%z'), tempfile.gettempdir())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(wanted),
-        env=others,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == f"+0900 {tmp_path}"
 
 
 def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:
