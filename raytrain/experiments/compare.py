@@ -68,7 +68,8 @@ def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[Compar
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
     """Read all documents of two or more runs; raise UsageError as :func:`compare` does."""
-    names = [name for run in runs for name in names_of(storage, run) if run_store(storage, name).exists(CONFIG)]
+    stated = dict.fromkeys(name for run in runs for name in names_of(storage, run))
+    names = [name for name in stated if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
         raise UsageError("raytrain compare takes two runs or more, or a sweep; `raytrain runs` lists them.")
     return [read_run(storage, name) for name in names]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytrain.config.evaluation import NAMED_METRICS
+from raytrain.config.evaluation import is_fraction
 from raytrain.runs.metric_row import Kind, MetricRow
 
-_FRACTIONS = ("accuracy", "balanced_accuracy", "macro_f1", "mean_average_precision", *NAMED_METRICS)
 _TARGET_MARGIN = 0.05  # by which the target is worse than the best final value
 _WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count
 
@@ -41,7 +39,7 @@ class Compared(NamedTuple):
     @property
     def is_fraction(self) -> bool:
         """True if no value lies above 1."""
-        return self.name in _FRACTIONS or re.fullmatch(r"top\d+", self.name) is not None
+        return is_fraction(self.name)
 
     def score(self, value: float) -> float:
         """Return a number that is larger for a better ``value``; of one that is NaN, the worst."""

@@ -44,20 +44,22 @@ def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
     accuracy, evaluation, classified = (
         results(notebook, name) for name in ("await raytrain.start(config", "raytrain.evaluate(", "model.classify(")
     )
-    assert "status='finished'" in accuracy
+    assert "('finished', " in accuracy
     assert float(evaluation.split("%")[0]) >= 97
     assert "('6', 0." in classified or "('6', 1.0" in classified
-    assert results(notebook, "resume=True").startswith("20 steps on 2 workers, then up to 36 on 1")
+    assert "20 steps on 2 workers, then up to 36 on 1" in results(notebook, "resume=True")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_trains_a_custom_loop_in_the_background(tmp_path: Path) -> None:
     notebook = run("02-your-own-loop", tmp_path)
-    assert "Ctrl-C stops" not in pictures(notebook, "raytrain.start(")  # The last picture shows a run that has ended.
-    assert "stopped" in pictures(notebook, "raytrain.start(")
+    # The last picture shows a run that has ended.
+    assert "Ctrl-C stops" not in pictures(notebook, "handle = raytrain.start(")
+    assert "stopped" in pictures(notebook, "handle = raytrain.start(")
     assert results(notebook, "handle.stop(") == "('stopped', 'enough for now')"
-    assert results(notebook, "max_steps=stopped.steps + 10") == "('finished', 10)"
+    assert results(notebook, "max_steps=stopped.steps + 10").endswith("('finished', 10)")
+    assert "finished" in pictures(notebook, "max_steps=stopped.steps + 10"), "the resumed run is watched as well"
     assert "'in_three': " in results(notebook, "read_run(")
     assert results(notebook, "raytrain.audit(") == "(True, True)"
 
@@ -83,16 +85,9 @@ def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
     assert "Nothing prevents training." in results(notebook, "diagnose(")
     assert "stopped" in pictures(notebook, "raytrain.start(config)")
     stopped, finished = results(notebook, "handle.stop("), results(notebook, "resume=True")
-    assert (
-        "status='stopped'" in stopped
-        and "num_workers=2" in stopped
-        and "kind='caller', detail='seen enough'" in stopped
-    )
-    assert (
-        "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
-    )
-    epochs = int(float(re.findall(r"epochs=([\d.]+)", stopped)[0])) + 2
-    assert f"steps={6 * epochs}, epochs={epochs}.0, samples_seen={300 * epochs}" in finished
+    (steps,) = re.findall(r"\('stopped', (\d+), 2, 'seen enough'\)", stopped)
+    later = 6 * (int(steps) // 6 + 2)  # the end of two more epochs of 6 steps
+    assert f"('finished', {later}, 1)" in finished
     assert [num_drawn(notebook, words) for words in ("curve_figure(", "confusion_figure(", "raytrain.predict(")] == [
         1,
         1,

@@ -35,6 +35,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.machine_history import MachineHistory, MachineUse
+from raytrain.runs.status import read_status, write_status
 from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
@@ -42,6 +43,15 @@ from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 Visit = Callable[..., Page]
+WRITTEN = """
+window.written = [];
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+  window.written.push(String(text));
+  return fillText.call(this, text, ...place);
+};
+"""
+"""Keeps the texts that are drawn into the charts of a page: the names and the numbers of their axes."""
 
 
 @contextmanager
@@ -140,6 +150,11 @@ def test_a_page_says_what_a_run_waits_for_that_starts(visit: Visit, tmp_path: Pa
         runs.update(snapshot([], status="starting"))
         expect(page.locator(".progress-text")).to_contain_text("waiting for the workers … · 0 %")
         assert "starting the workers" not in page.content()
+        for empty in (".controls", "section:has(.events)"):  # there is nothing to smooth, and nothing has happened
+            expect(page.locator(empty)).to_be_hidden()
+        runs.update(snapshot([step_row(5, loss=1.0)], status="starting"))  # of a run that resumes
+        expect(page.locator(".progress-text")).to_have_text("waiting for the workers …")
+        expect(page.locator(".controls")).to_be_visible()
 
 
 def test_a_run_whose_rate_rises_is_drawn_over_the_rate(visit: Visit, tmp_path: Path) -> None:
@@ -226,6 +241,7 @@ def test_images_whose_labels_may_be_wrong_are_shown_with_both_classes(visit: Vis
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)
         expect(page.get_by_text("Labels that may be wrong")).to_be_visible()
+        expect(page.locator(".evaluation .about code")).to_have_text("raytrain look")
         expect(page.locator(".gallery figure")).to_have_count(1)
         expect(page.locator(".gallery figcaption")).to_have_text("cator dog?")
         assert "margin -1.5" in (page.locator(".gallery figure").get_attribute("title") or "")
@@ -297,10 +313,62 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
         expect(page.locator(".runs tbody tr")).to_have_count(3)
         expect(page.locator(".runs thead")).to_contain_text("learning-rate")
         expect(page.locator(".runs tbody tr").first).to_contain_text("rates-0")  # the best
+        expect(page.locator(".comparison .facts")).to_contain_text("best rates-0, accuracy 89.5 %")
+        for chart in page.locator(".comparison .charts figure.chart").all():  # in their order, with the same colours
+            expect(chart.locator(".label")).to_have_text(["rates-0", "rates-1", "rates-2"])
+        table, coordinates = (page.locator(f".comparison {part}").bounding_box() for part in (".runs", ".coordinates"))
+        assert table is not None and coordinates is not None and table["y"] < coordinates["y"]
         expect(page.locator(".coordinates path.line")).to_have_count(3)
         expect(page.locator("article.run:visible")).to_have_count(0)
         page.get_by_role("button", name="rates-1").click()
         expect(page.locator("article.run:visible h1")).to_have_text("rates-1")
+
+
+def test_the_cost_of_a_sweep_is_shown_beside_that_of_its_trials(visit: Visit, tmp_path: Path) -> None:
+    costs = {"rates-00": 1.5, "rates-01": 0.25, "rates": 1234.5}
+    for name, dollars in costs.items():
+        store = store_run(tmp_path, name, [step_row(1, loss=1.0)], price=("3",))
+        write_status(store, replace(read_status(store), dollars=dollars))
+    write_json(store, SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    with page_of(tmp_path, "rates-00", "rates-01") as server:
+        page = visit(server.url)
+        expect(page.locator(".comparison .facts")).to_contain_text("$1,234.50 for the whole sweep")
+        expect(page.locator(".runs tbody td[data-title=Cost]")).to_have_text(["$1.50", "$0.2500"])
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url, viewport={"width": 1280, "height": 700})
+        expect(page.locator(".home tbody tr .cost, .home tbody tr td.cost")).to_have_text(["$1,234.50"])
+
+
+@pytest.mark.parametrize(("axis", "label"), [("over steps", "step"), ("over time", "time")])
+def test_each_chart_has_a_heading_and_an_axis_with_its_name_and_whole_steps(
+    visit: Visit, tmp_path: Path, axis: str, label: str
+) -> None:
+    store_run(tmp_path, "run", [step_row(1, loss=2.0), step_row(3, loss=1.0), evaluation_row(3, accuracy=0.5)])
+    with page_of(tmp_path, "run") as server:
+        page = visit("about:blank")
+        page.add_init_script(WRITTEN)
+        page.goto(server.url)
+        assert ink(page, "Loss") > 0
+        if axis != "over steps":
+            page.evaluate("window.written = []")
+            page.get_by_role("button", name="over steps").click()
+        page.wait_for_function("label => window.written.includes(label)", arg=label)
+        expect(page.locator("figure.chart:visible h3")).to_have_text(["Loss", "Accuracy", "Learning rate"])
+        written = page.evaluate("window.written")
+        assert written.count(label) >= 3, "below each chart"
+        if axis == "over steps":  # there is no half of a step
+            assert "2" in written and "1.5" not in written
+
+
+def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -> None:
+    steps = [step_row(step, loss=1 / step) for step in range(1, 41)]
+    store_run(tmp_path, "run", [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])
+    with page_of(tmp_path, "run") as server:
+        page = visit("about:blank")
+        page.add_init_script(WRITTEN)
+        page.goto(server.url)
+        page.wait_for_function("window.written.filter((text) => text === '10').length >= 3")
+        assert "39" not in page.evaluate("window.written"), "the axis of the accuracy begins with the first step, too"
 
 
 def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path) -> None:
@@ -334,7 +402,8 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         page.get_by_role("link", name="rates", exact=True).click()
         expect(page.locator("article.comparison tbody tr")).to_have_count(2)
         expect(page.locator("article.comparison h1")).to_have_text("rates")
-        expect(page.locator("article.comparison .facts")).to_have_text("2 runs · running")
+        facts = page.locator("article.comparison .facts")
+        expect(facts).to_have_text("2 runs · running · best rates-01, accuracy 90.0 %")
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 390])

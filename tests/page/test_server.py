@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,8 +23,9 @@ from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
-from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
+from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.status import read_status, write_status
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import append_rows, end_run, evaluation_row, step_row, store_run
 
@@ -217,6 +219,25 @@ def test_a_sweep_is_all_of_its_trials(tmp_path: Path) -> None:
     assert groups["other-1"] is None, "no address shows runs that are no sweep"
     with pytest.raises(UsageError, match="There is no run 'none'"):
         names_of(str(tmp_path), "none")
+
+
+def test_the_trials_of_a_sweep_that_is_opened_are_in_their_order(tmp_path: Path) -> None:
+    points = [{"seed": seed} for seed in range(12)]
+    write_json(store_run(tmp_path, "rates", []), SWEEP, {"vary": ["seed=0..11"], "points": points})
+    with HomeRuns(str(tmp_path)) as runs:
+        names = runs.open("rates")
+        assert [feed.name for feed in runs.feeds] == names == sorted(names) and len(names) == 12
+
+
+def test_a_viewer_of_trials_gets_what_their_sweep_has_cost(tmp_path: Path) -> None:
+    for name in ("rates-00", "rates-01", "rates", "alone-1", "alone"):
+        store = store_run(tmp_path, name, [], price=("3",))
+        write_status(store, replace(read_status(store), dollars=0.5))
+    plan = {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]}
+    write_json(run_store(str(tmp_path), "rates"), SWEEP, plan)
+    with page(tmp_path, "rates-00", "rates-01", "alone-1") as server:
+        costs = (content["sweep_dollars"] for event, content in messages(server) if event == "runs")
+        assert next(filter(None, costs)) == {"rates": 0.5}
 
 
 def test_the_list_and_the_comparison_go_by_the_metric_of_best(tmp_path: Path) -> None:

@@ -59,10 +59,11 @@ with View(CONSOLE) as view:
         view.update(snapshot([step_row(step)], first_row=step - 1, step=step, num_steps=50))
 """
 TRIALS = """
-from raytrain.experiments.trial_results import TrialResult
+from raytrain.experiments.trial_results import SweepSnapshot, TrialResult
 with View(CONSOLE) as view:
     for epoch in range(1, 50):
-        view.update([TrialResult(name="rates-00", values={}, run_dir="", status="running", epoch=epoch, num_epochs=50)])
+        trial = TrialResult(name="rates-00", values={}, run_dir="", status="running", epoch=epoch, num_epochs=50)
+        view.update(SweepSnapshot(trials=(trial,)))
 """
 ROOT = Path(__file__).parents[2]
 WAIT = "(await handle).status"

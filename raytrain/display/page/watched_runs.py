@@ -25,6 +25,7 @@ from raytrain.runs.documents import (
     EVALUATION,
     SUMMARY,
     SUSPICIOUS_LABELS,
+    SWEEP,
     VALIDATION_MANIFEST,
     ignore,
     plain,
@@ -63,6 +64,7 @@ class WatchedRuns:
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # what a run that starts waits for
         self._keys: dict[str, Any] = {}  # of the validation images of each run
+        self._sweep_dollars: dict[str, float] = {}  # so far, of all trials together, by the name of the sweep
         self.on_change: Callable[[], object] = lambda: None
         """Called, in any thread, whenever there is something new."""
 
@@ -83,7 +85,15 @@ class WatchedRuns:
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return the first message to a viewer: the names of its runs, and where they are stored."""
         runs = [feed.name for feed in self.feeds_of(chosen)]
-        return {"storage": self.storage, "runs": runs, "home": False, "phase": self.phase}
+        sweeps = {_sweep_name(name) for name in runs}
+        dollars = {name: dollars for name, dollars in self._sweep_dollars.items() if name in sweeps}
+        return {
+            "storage": self.storage,
+            "runs": runs,
+            "home": False,
+            "phase": self.phase,
+            "sweep_dollars": dollars,
+        }
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
         """Return the feeds of the ``chosen`` runs, or of all runs without a choice."""
@@ -175,17 +185,32 @@ class StoredRuns(WatchedRuns):
 
     def _read(self, reader: RunReader, feed: RunFeed) -> None:
         """Read a run again and again; storage that is out of reach may be back the next time."""
+        # The first trial of a sweep is read with what the sweep has cost, whose machines its trials may share.
+        sweep = _sweep_name(feed.name)
+        is_first = sweep is not None and feed.name == next(
+            each.name for each in self.feeds if _sweep_name(each.name) == sweep
+        )
         while not self._closed.is_set():
             started = time.monotonic()
             try:
                 if reader.exists():  # a trial of a sweep may start later
                     self.update(reader.snapshot(feed.rows))
+                if sweep is not None and is_first:
+                    self._read_cost(sweep)
             except RaytrainError as error:
                 feed.report(str(error))
                 self.on_change()
             # A long history is read without a pause between its pieces.
             if not reader.behind:
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
+
+    def _read_cost(self, name: str) -> None:
+        """Read what a sweep has cost so far, if there is a sweep of this name with a price."""
+        store = run_store(self.storage, name).fail_fast()
+        dollars = read_status(store).dollars
+        if dollars is not None and dollars != self._sweep_dollars.get(name) and store.exists(SWEEP):
+            self._sweep_dollars[name] = dollars
+            self.on_change()
 
 
 class HomeRuns(StoredRuns):
@@ -209,9 +234,11 @@ class HomeRuns(StoredRuns):
         """Read the run, or the trials of the sweep, from now on. Return their names. Raise UsageError."""
         names = names_of(self.storage, name)
         with self._opening:
-            for new in set(names).difference(feed.name for feed in self.feeds):
-                self.feeds.append(feed := RunFeed(new))
-                self._follow(feed)
+            known = {feed.name for feed in self.feeds}
+            for new in names:
+                if new not in known:
+                    self.feeds.append(feed := RunFeed(new))
+                    self._follow(feed)
         return names
 
     def all_runs(self) -> dict[str, Any]:
@@ -220,7 +247,7 @@ class HomeRuns(StoredRuns):
         runs = list_runs(self.storage, left_out.append)
 
         # rates-00 and rates-01 belong to the sweep rates, which is in the list too.
-        prefixes = {run.name: match[1] for run in runs if (match := re.fullmatch(r"(.+)-\d+", run.name))}
+        prefixes = {run.name: prefix for run in runs if (prefix := _sweep_name(run.name)) is not None}
         groups = {run.name for run in runs}.intersection(prefixes.values())
 
         return {
@@ -247,6 +274,12 @@ class HomeRuns(StoredRuns):
                 curve = plain([row.metrics.get(metric) for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
             self._curves[run.name] = run.status.heartbeat_at, curve
         return curve
+
+
+def _sweep_name(run: str) -> str | None:
+    """Return the name of the sweep that a run is a trial of, if its name is that of a trial, such as rates-03."""
+    match = re.fullmatch(r"(.+)-\d+", run)
+    return match[1] if match else None
 
 
 def _metric_json(metric: Compared) -> dict[str, Any]:

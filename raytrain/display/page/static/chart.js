@@ -30,6 +30,7 @@ export class Chart {
     this.axis = "step";
     this.series = [];
     this.range = null;
+    this.whole = null;
     this.plot = null;
     this.values = el("div", { class: "values" });
     this.logButton = el("button", { type: "button", class: "quiet", "aria-pressed": "false", title: "logarithmic scale", click: () => this.toggleLog() }, "log");
@@ -40,13 +41,15 @@ export class Chart {
 
   /**
    * Show `series`: objects with `label`, `x`, `y`, `color` (a CSS variable), and perhaps `width`, `alpha`, `points`,
-   * `low` and `high` (a band), `quiet` (without a value in the heading), `dash`. `range` is the visible part, or null.
+   * `low` and `high` (a band), `quiet` (without a value in the heading), `dash`. `range` is the visible part, or null:
+   * then `whole` is seen, the ends of the x axis, by default those of the series.
    */
-  show(series, { axis = "step", range = null } = {}) {
+  show(series, { axis = "step", range = null, whole = null } = {}) {
     const bands = series.filter((one) => one.low).length;
     const shape = JSON.stringify([axis, bands, series.map(({ label, color, alpha, width, points }) => [label, color, alpha, width, points])]);
     this.series = series;
     this.range = range;
+    this.whole = whole;
     if (shape !== this.shape || axis !== this.axis) {
       this.shape = shape;
       this.axis = axis;
@@ -89,9 +92,10 @@ export class Chart {
   rescale() {
     const xs = this.plot?.data[0];
     if (!xs) return;
-    const [min, max] = this.range ?? [xs[0] ?? 0, xs.at(-1) ?? 1];
+    let [min, max] = this.range ?? this.whole ?? [xs[0] ?? 0, xs.at(-1) ?? 1];
+    if (min === max) [min, max] = this.axis === "rate" ? [min / 2, 2 * min] : [min - 0.5, min + 0.5]; // a point is in the middle
     this.zooming = true;
-    this.plot.batch(() => this.plot.setScale("x", { min, max: max > min ? max : min + 1 }));
+    this.plot.batch(() => this.plot.setScale("x", { min, max }));
     this.zooming = false;
     this.showValues(null);
   }
@@ -134,7 +138,7 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, this.axis === "time" ? 32 : 18, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
+      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1, range: (plot, low, high) => [low, high] }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 64, label: AXIS_LABELS[this.axis], labelFont: axis.font, labelSize: 14, labelGap: 0, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },

@@ -2,7 +2,7 @@
 
 import { Chart, swatch } from "./chart.js";
 import { smooth } from "./curves.js";
-import { bestOf, el, fill, formatMetric, formatNumber, formatOption } from "./format.js";
+import { bestOf, el, fill, formatDollars, formatMetric, formatNumber, formatOption } from "./format.js";
 import { ParallelCoordinates } from "./parallel_coordinates.js";
 
 const NUM_COLORS = 8;
@@ -14,12 +14,14 @@ export class Comparison {
   constructor(api, select) {
     this.api = api;
     this.select = select;
-    this.runs = new Map(); // name → { view, color, config }
+    this.names = []; // of all runs, in the order in which they are shown
+    this.runs = new Map(); // name → { view, color, config }, of those that are known
     this.selected = null;
     this.metric = null; // that all runs are compared by
     this.charts = ["Training loss", ""].map((title) => new Chart({ title, sync: "comparison", onZoom: (range) => { this.range = range; this.draw(); } }));
     this.compareBy(ACCURACY);
     this.range = null;
+    this.sweepDollars = {}; // of all trials of a sweep together, by its name
     this.title = el("h1");
     this.facts = el("p", { class: "facts" });
     this.body = el("tbody");
@@ -30,18 +32,26 @@ export class Comparison {
       { class: "comparison" },
       el("header", {}, this.title, this.facts),
       el("div", { class: "charts large" }, ...this.charts.map((chart) => chart.element)),
-      this.coordinates.element,
       el("div", { class: "scroll" }, el("table", { class: "runs cards" }, el("thead", {}, this.head), this.body)),
+      this.coordinates.element,
     );
   }
 
   /** Take what a message said about the run that `view` shows. */
   apply(message, view) {
     if (!this.runs.has(message.run)) {
-      const run = { view, color: `--run-${this.runs.size % NUM_COLORS}`, config: null, metric: null };
-      this.runs.set(message.run, run);
+      if (!this.names.includes(message.run)) this.names.push(message.run);
+      const place = (name) => this.names.indexOf(name);
+      const run = { view, color: `--run-${place(message.run) % NUM_COLORS}`, config: null, metric: null };
+      this.runs = new Map([...this.runs, [message.run, run]].sort(([a], [b]) => place(a) - place(b)));
       this.api.documents(message.run).then(({ config, metric, unused_options }) => { run.config = used(config, unused_options); run.metric = metric; this.schedule(); }).catch(() => {});
     }
+    this.schedule();
+  }
+
+  /** Show what the machines of a sweep have cost so far: those that several trials train on count once. */
+  showCost(sweepDollars) {
+    this.sweepDollars = sweepDollars;
     this.schedule();
   }
 
@@ -76,7 +86,11 @@ export class Comparison {
     const states = new Map();
     for (const { view } of this.runs.values()) states.set(view.state.status, (states.get(view.state.status) ?? 0) + 1);
     const counts = [...states].map(([status, number]) => (states.size === 1 ? status : `${number} ${status}`)).join(", ");
-    fill(this.facts, prefixes.size === 1 ? `${count} · ${counts}` : counts);
+    const costs = Object.entries(this.sweepDollars).map(([name, dollars]) => `${formatDollars(dollars)} for ${prefixes.size === 1 ? "the whole sweep" : `all of ${name}`}`);
+    const sign = this.metric.is_lower_better ? -1 : 1;
+    const [best] = [...this.runs].filter(([, { view }]) => this.best(view) !== null).sort(([, a], [, b]) => sign * (this.best(b.view) - this.best(a.view)));
+    const leader = best && `best ${best[0]}, ${this.metric.name.replaceAll("_", " ")} ${formatMetric(this.metric, this.best(best[1].view))}`;
+    fill(this.facts, [prefixes.size === 1 ? count : null, counts, leader, ...costs].filter(Boolean).join(" · "));
   }
 
   series(kind, metric) {
@@ -97,7 +111,7 @@ export class Comparison {
   }
 
   drawTable(options) {
-    fill(this.head, ...["Run", "Status", "Progress", ...options.map((name) => name.replaceAll("_", "-")), this.bestTitle(), "Images/s"].map((name) => el("th", { scope: "col" }, name)));
+    fill(this.head, ...["Run", "Status", "Progress", ...options.map((name) => name.replaceAll("_", "-")), this.bestTitle(), "Images/s", ...(this.hasCosts() ? ["Cost"] : [])].map((name) => el("th", { scope: "col" }, name)));
     const sign = this.metric.is_lower_better ? -1 : 1;
     const score = ({ view }) => { const value = this.best(view); return value === null ? -Number.MAX_VALUE : sign * value; };
     const order = [...this.runs].sort(([, a], [, b]) => score(b) - score(a));
@@ -116,7 +130,13 @@ export class Comparison {
       ...options.map((option) => el("td", { "data-title": option.replaceAll("_", "-") }, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
       el("td", { class: "accuracy", "data-title": this.bestTitle() }, formatMetric(this.metric, this.best(view))),
       el("td", { "data-title": "Images/s" }, formatNumber(state.latest?.images_per_s)),
+      this.hasCosts() ? el("td", { "data-title": "Cost" }, formatDollars(state.dollars)) : null,
     );
+  }
+
+  /** True if a run knows what it has cost, by --price. */
+  hasCosts() {
+    return [...this.runs.values()].some(({ view }) => view.state.dollars != null);
   }
 
   /** The best value that was measured on the validation images. */

@@ -29,8 +29,8 @@ export function suspiciousView(document) {
       el("figcaption", {}, el("b", {}, label), el("div", { class: "said" }, el("span", {}, `or ${suggested}?`))),
     );
   });
-  const about = "The training images with the lowest margin of their label over all epochs; `raytrain look` lists more, and writes a label file to correct";
-  return figures.length ? el("div", {}, el("h2", {}, "Labels that may be wrong"), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures)) : null;
+  const about = el("p", { class: "about" }, "The training images with the lowest margin of their label over all epochs; ", el("code", {}, "raytrain look"), " lists more, and writes a label file to correct");
+  return figures.length ? el("div", {}, el("h2", {}, "Labels that may be wrong"), el("div", { class: "panels" }, el("section", {}, about, el("div", { class: "gallery" }, ...figures)))) : null;
 }
 
 function gallery(title, about, examples, classes) {

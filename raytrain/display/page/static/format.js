@@ -60,6 +60,13 @@ export function formatMetric({ is_fraction }, value) {
   return is_fraction ? formatPercent(value) : formatNumber(value);
 }
 
+/** Dollars with cents, and with more digits below a dollar. */
+export function formatDollars(dollars) {
+  if (dollars == null) return UNKNOWN;
+  const digits = dollars < 1 ? 4 : 2;
+  return `$${dollars.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
+}
+
 /** As in 4 s, 12 min 5 s, 3 h 20 min. */
 export function formatDuration(seconds) {
   if (seconds == null) return UNKNOWN;

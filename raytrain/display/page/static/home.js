@@ -1,6 +1,6 @@
 // The list of all runs: searched, sorted by any column, those of a sweep grouped, each a link to the page of the run.
 
-import { bestOf, el, fill, formatDate, formatDuration, formatMetric, formatModel, formatNumber, formatRate, svg, UNKNOWN } from "./format.js";
+import { bestOf, el, fill, formatDate, formatDollars, formatDuration, formatMetric, formatModel, formatNumber, formatRate, svg, UNKNOWN } from "./format.js";
 
 const REFRESH_MS = 3000;
 const WIDTH = 90, HEIGHT = 22;
@@ -17,9 +17,11 @@ const COLUMNS = [
   { title: "Batch", name: "batch", cell: ({ batch_size }) => batch_size ?? UNKNOWN, key: ({ batch_size }) => Number.parseFloat(batch_size) },
   { title: "Optimizer", name: "optimizer", cell: ({ optimizer }) => optimizer ?? UNKNOWN, key: ({ optimizer }) => optimizer ?? "", ascending: true },
   { title: "Time", name: "time", cell: ({ seconds }) => formatDuration(seconds), key: ({ seconds }) => seconds },
+  { title: "Cost", name: "cost", cell: ({ dollars }) => formatDollars(dollars), key: ({ dollars }) => dollars },
   { title: "Last active", name: "date", cell: (run) => el("time", { datetime: run.heartbeat_at, title: run.heartbeat_at }, formatDate(run.heartbeat_at)), key: ({ heartbeat_at }) => Date.parse(heartbeat_at) },
 ];
 const BEST = COLUMNS[1]; // of the metric that all runs are compared by; if these are several, each cell names its own
+const COST = COLUMNS.find(({ name }) => name === "cost"); // shown if a run has a price
 const NAME = { title: "Run", name: "name", key: ({ name }) => name, ascending: true };
 
 export class Home {
@@ -98,7 +100,11 @@ export class Home {
       };
       return el("th", { scope: "col", class: column.name, "aria-sort": direction }, el("button", { type: "button", class: "link", "data-column": column.name, click: sort }, column.title));
     };
-    fill(this.head, el("th", { class: "choice" }), heading(NAME), ...COLUMNS.map(heading));
+    fill(this.head, el("th", { class: "choice" }), heading(NAME), ...this.columns().map(heading));
+  }
+
+  columns() {
+    return COLUMNS.filter((column) => column !== COST || this.runs.some(({ dollars }) => dollars != null));
   }
 
   /** The runs in the chosen order; those whose value is unknown come last. */
@@ -124,7 +130,8 @@ export class Home {
     };
     const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
     const about = `${runs.length} runs${score(best) === null ? "" : `, best ${best.name}`}`;
-    const line = this.row({ ...best, name, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
+    const dollars = this.runs.find((run) => run.name === name)?.dollars; // of the sweep: those of its trials overlap
+    const line = this.row({ ...best, name, dollars, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
     return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
   }
 
@@ -132,7 +139,7 @@ export class Home {
     const link = el("a", { href: this.address(run.name) }, run.name);
     const problems = run.problems.map((problem) => el("span", { class: "problem" }, problem));
     const name = el("th", { scope: "row", class: "name" }, link, about ? el("span", { class: "about" }, about) : null, ...problems);
-    const cells = COLUMNS.map((column) => el("td", { class: column.name, "data-title": column.title }, column.cell(run)));
+    const cells = this.columns().map((column) => el("td", { class: column.name, "data-title": column.title }, column.cell(run)));
     return el("tr", { class: member ? "member" : null }, el("td", { class: "choice" }, choice), name, ...cells);
   }
 
@@ -195,7 +202,7 @@ function sparkline({ metric, measured }) {
   const known = measured.filter((value) => value != null);
   if (!known.length) return null;
   const low = Math.min(...known), span = Math.max(...known) - low || 1;
-  const points = known.map((value, i) => [2 + ((WIDTH - 4) * i) / Math.max(1, known.length - 1), HEIGHT - 3 - ((HEIGHT - 6) * (value - low)) / span]);
+  const points = known.map((value, i) => [2 + ((WIDTH - 4) * i) / Math.max(1, known.length - 1), HEIGHT - 3 - (HEIGHT - 6) * (known.length > 1 ? (value - low) / span : 0.5)]);
   const about = `from ${formatMetric(metric, known[0])} to ${formatMetric(metric, known.at(-1))}`;
   return svg(
     "svg",

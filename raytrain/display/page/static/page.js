@@ -45,13 +45,15 @@ const api = {
 };
 
 const handlers = {
-  runs({ runs, home, phase }) {
+  runs({ runs, home, phase, sweep_dollars }) {
     fill(starting, phase);
     if (home && !main.querySelector(".home")) main.append(new Home(api, address).element);
     if (runs.length > 1 && !comparison) {
       comparison = new Comparison(api, select);
       main.prepend(comparison.element);
     }
+    if (comparison) comparison.names = runs;
+    comparison?.showCost(sweep_dollars);
   },
   run(message) {
     starting.remove();

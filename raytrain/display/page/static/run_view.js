@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView, suspiciousView } from "./evaluation_view.js";
-import { el, fill, formatClock, formatDate, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
+import { el, fill, formatClock, formatDate, formatDollars, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
 import { MachineCurves, machineTable } from "./machines.js";
 import { StopPanel } from "./stop_panel.js";
 
@@ -118,13 +118,14 @@ export class RunView {
     const skipped = state.num_skipped ? `${formatNumber(state.num_skipped)} images skipped` : null;
     const retried = state.num_retries ? `${formatNumber(state.num_retries)} requests retried` : null;
     const onCpu = state.num_decoded_on_cpu ? `${formatNumber(state.num_decoded_on_cpu)} images decoded on the CPU` : null;
-    const dollars = state.dollars == null ? null : `$${state.dollars.toFixed(state.dollars < 1 ? 4 : 2)}`;
+    const dollars = state.dollars == null ? null : formatDollars(state.dollars);
     const energy = state.gpu_kwh == null ? null : `${state.gpu_kwh.toFixed(2)} kWh`;
     fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, dollars, energy, skipped, retried, onCpu, state.problem].filter(Boolean).join(" · "));
     this.bar.value = state.status === "finished" ? 1 : state.step / state.num_steps;
     const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
-    const waiting = state.status === "starting" ? "waiting for the workers … · " : "";
-    fill(this.progress, `${waiting}${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${state.epoch} of ${state.num_epochs} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`);
+    const done = `${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${formatNumber(state.epoch)} of ${formatNumber(state.num_epochs)} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`;
+    const resumes = this.curves.step.step.length > 0; // how far a run is that resumes, its workers say
+    fill(this.progress, state.status === "starting" ? ["waiting for the workers …", resumes ? null : done].filter(Boolean).join(" · ") : done);
     this.stopPanel.show(state, [...this.events.values()]);
     this.showBanner();
     this.showTiles();
@@ -187,7 +188,13 @@ export class RunView {
       this.charts.set(name, chart);
       (FIRST.includes(name) ? this.large : this.small).append(chart.element);
     }
-    this.charts.get(name).show(series, { axis: this.axis, range: this.range });
+    this.charts.get(name).show(series, { axis: this.axis, range: this.range, whole: this.wholeRange() });
+  }
+
+  /** The ends of the x axis of all charts, whose cursors move together: an evaluation comes later than the first steps. */
+  wholeRange() {
+    const ends = Object.values(this.zoomed ?? this.curves).flatMap((curves) => { const x = curves.x(this.axis).filter((value) => value != null); return x.length ? [x[0], x.at(-1)] : []; });
+    return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
   }
 
   series(name) {
