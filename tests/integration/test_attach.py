@@ -81,10 +81,11 @@ def test_a_resume_that_has_nothing_to_do_is_refused_and_changes_nothing(images: 
     before = attached_run(images, tmp_path, until="accuracy=0")
     assert before.stop_reason is not None and before.stop_reason.kind == "target"
     documents = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
-    for options, sentence in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"until": "accuracy=0"}, "was stopped by --until accuracy=0 after 1 epochs: there is nothing to do"),
         ({"epochs": 1}, "has 1 epochs already, and --epochs is 1: there is nothing to do"),
-    ):
+    )
+    for options, sentence in cases:
         with pytest.raises(UsageError, match=sentence):
             attached_run(images, tmp_path, resume=True, **options)
     assert {path: path.read_bytes() for path in documents} == documents
