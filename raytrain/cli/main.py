@@ -22,7 +22,7 @@ from typing import NoReturn
 from raytrain.cli.command import CommandResult
 from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.parser import parse
-from raytrain.errors import RaytrainError, TrainingFailed, option_name
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError, option_name
 from raytrain.runs.documents import plain
 from raytrain.runs.redact import one_line, printable, redact
 
@@ -133,6 +133,11 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
 
 def _print_error(error: Exception, as_json: bool) -> int:
     """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code."""
+    if isinstance(error, MemoryError):
+        error = UsageError(
+            f"This machine has too little memory ({error or 'it is full'}); give smaller images, a smaller "
+            "--batch-size or fewer --workers."
+        )
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))
         # Whoever reads it sits at another machine, whose keys, variables and files are not those of the job.

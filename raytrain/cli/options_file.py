@@ -137,7 +137,7 @@ def _value_of(entry: _Entry, name: str) -> Any:
     # As on the command line: none is None where an option may be that, and 128 is text where it must be text.
     def fits(value: Any) -> bool:
         with suppress(UsageError):
-            read_value(name, value, hint)
+            read_value(name, value, hint, numbers_as_text=False)
             return True
         return False
 

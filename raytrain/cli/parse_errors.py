@@ -7,39 +7,46 @@ with the names that a newer tyro lacks.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.errors import UsageError, did_you_mean
+from raytrain.recipes import RECIPES
 
 if TYPE_CHECKING:
     from tyro._arguments import ArgumentDefinition
 
 NONE = "none"
 """The word for None as the value of an option."""
+_MAX_COMMANDS = 2  # that an error names because they have an option
 
 
 @contextmanager
-def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
-    """Raise UsageError instead of tyro's error box; ``flags`` are those that an unknown flag is compared with."""
+def as_usage_errors(flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]) -> Generator[None]:
+    """Raise UsageError instead of tyro's error box.
+
+    ``flags`` are those that an unknown flag is compared with, ``commands_with`` gives the commands that do have it.
+    """
 
     def refuse(event: events.ParseErrorEvent) -> NoReturn:
-        raise UsageError(_sentence(event, flags))
+        raise UsageError(_sentence(event, flags, commands_with))
 
     with events.on_parse_error(refuse):
         yield
 
 
-def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
+def _sentence(
+    event: events.ParseErrorEvent, flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]
+) -> str:
     """Return the sentence for a mistake in a command line, which names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
-        return _unknown(event.tokens, flags)
+        return _unknown(event.tokens, flags, commands_with)
     if isinstance(event, events.MissingArgs):
         if event.unrecognized_tokens:  # a misspelt name of the argument that is missing
-            return _unknown(event.unrecognized_tokens, flags)
+            return _unknown(event.unrecognized_tokens, flags, commands_with)
         command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
         names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
         return f"`{command}` needs {names}; see `{command} --help`."
@@ -75,9 +82,16 @@ def _form(argument: ArgumentDefinition) -> str:
     return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
-def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:
+def _unknown(words: Sequence[str], flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]) -> str:
     """Return the sentence about the first word that is unknown; those after it may be its values."""
+    if words[0] in RECIPES:
+        return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
     if not words[0].startswith("-"):
         return f"There is one argument too many: {words[0]!r}."
     name = words[0].partition("=")[0]
+    others = commands_with(name)
+    if 0 < len(others) <= _MAX_COMMANDS:
+        return f"There is no option {name} here; {' and '.join(f'`raytrain {other}`' for other in others)} " + (
+            "has it." if len(others) == 1 else "have it."
+        )
     return f"There is no option {name}{did_you_mean(name, flags)}."

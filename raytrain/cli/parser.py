@@ -89,6 +89,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     """
     recipes = {name: recipe() for name, recipe in RECIPES.items()}
     argv = list(argv)
+    _refuse_empty(argv)
 
     # A command whose first own word is an option, as in `train --data X`, has the recipe auto there. Who gives a loop
     # has decided how to train, and auto would change the network, the rate and more of it.
@@ -145,6 +146,16 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     options["open_options"] = tuple(name for name in options["open_options"] if name not in {*given, *values})
     command.keywords["config"] = TrainConfig(**options)
     return command
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Raise UsageError if a word is empty, as a shell makes it of a variable that is not set; only a note may be."""
+    for before, word in zip(["", *words], words, strict=False):
+        name, has_value, value = word.partition("=")
+        if not word or (word.startswith("--") and has_value and not value):
+            option = name or (before if before.startswith("--") else "an argument")
+            if option != "--note":
+                raise UsageError(f"The value of {option} is empty; give one, or leave it out.")
 
 
 def _given_options(words: Sequence[str]) -> set[str]:
@@ -226,21 +237,32 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
         for name, command in chosen.items()
     )
 
-    # An unknown flag is compared with those of the commands that are possible here.
-    flags = [flag(name) for name in ("json", "debug", *(["config"] if has_recipe else []))]
-    for command in chosen.values():
-        for name, hint in _hints(command).items():
-            section = TrainConfig if name == "config" else hint
-            if dataclasses.is_dataclass(section):
-                hidden = _hidden(hint)
-                flags += [flag(field.name) for field in dataclasses.fields(section) if field.name not in hidden]
-            else:
-                flags.append(flag(name))
+    # An unknown flag is compared with those of the commands that are possible here, and of all others.
+    flags = [flag(name) for name in ("json", "debug", "help", *(["config"] if has_recipe else []))]
+    if argv and argv[0].startswith("-"):
+        flags.append(flag("version"))
+    flags += [name for command in chosen.values() for name in _flags_of(command)]
+
+    def commands_with(name: str) -> list[str]:
+        return [other for other, command in commands.items() if name in _flags_of(command)]
 
     output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=is_open)) if is_help else sys.stdout
-    with as_usage_errors(flags), redirect_stdout(output):
+    with as_usage_errors(flags, commands_with), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
+
+
+def _flags_of(command: Callable[..., Any]) -> list[str]:
+    """Return the flags of a command: those of its sections of options, and its own."""
+    flags: list[str] = []
+    for name, hint in _hints(command).items():
+        section = TrainConfig if name == "config" else hint
+        if dataclasses.is_dataclass(section):
+            hidden = _hidden(hint)
+            flags += [flag(field.name) for field in dataclasses.fields(section) if field.name not in hidden]
+        else:
+            flags.append(flag(name))
+    return flags
 
 
 def _complete_switches(argv: Sequence[str]) -> list[str]:

@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
 from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.marks import Mark
-from raytrain.config.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from raytrain.config.values import (
+    OPTIONAL_PLACE,
+    PLACE,
+    TEXTS,
+    Accepts,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    option_field,
+    section,
+)
 from raytrain.errors import UsageError, flag
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DataOptions:
     """Images and their labels."""
 
-    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = ""
+    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default="", converter=PLACE)
     """Training images: a folder or a URL (s3://…, gs://…, az://…), with one folder per class, or any with --labels."""
-    validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
+    validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
+        default=None, converter=OPTIONAL_PLACE
+    )
     """Images to measure each epoch, which choose the best checkpoint; by default those in val/ or test/ of --data."""
     validation_fraction: Annotated[float | None, Interval(gt=0, lt=1)] = None
     """Fraction of each class that is held out for validation; by default 0.1 if no images are given for it."""
-    validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = None
+    validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = option_field(
+        default=None, converter=Accepts[str | Sequence[int] | None, str | None]()
+    )
     """Part K of N equal ones of each class is for validation, such as 2/5; `raytrain sweep --folds 5` tries all."""
-    test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
+    test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
+        default=None, converter=OPTIONAL_PLACE
+    )
     """Images to measure once, at the end; without other images for validation, they are for validation instead."""
-    labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = None
+    labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
     """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet) or its URL: a row per image; column split: its part."""
-    validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = None
+    validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
     """Label file of the validation images, which are below --validation-data, or else below --data."""
-    test_labels: Annotated[str | None, Mark.SHARED_PLACE] = None
+    test_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
     """Label file of the test images, which are below --test-data, or else below --data."""
     label_pattern: str | None = None
     """Regular expression whose group label is the class in the name of a file, such as (?P<label>.+)_[0-9]+[.]jpg."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
-    label_column: tuple[str, ...] = ()
+    label_column: tuple[str, ...] = option_field(default=(), converter=TEXTS)
     """Column of --labels with the class; by default label, class, target or category. Several: classes, each 0 or 1."""
     label_separator: str | None = None
     """Separates the classes in the column of --labels if an image may have several, or none, such as |."""
@@ -50,7 +68,7 @@ class DataOptions:
     """Bad images are left out and listed; the run fails if more than this fraction cannot be read (0: at the first)."""
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
     """memory keeps decoded images; disk keeps a bucket's files on each machine; auto: what fits; none: neither."""
-    cache_folder: str | None = None
+    cache_folder: str | None = option_field(default=None, converter=OPTIONAL_PLACE)
     """Where --cache disk keeps files on each machine; by default raytrain-cache-UID in the temporary folder."""
     cache_limit_gb: PositiveFloat | None = None
     """Most of the disk that --cache disk takes on each machine; by default half of what is free there."""
@@ -140,7 +158,7 @@ def _check_pattern(options: DataOptions, pattern: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AugmentationOptions:
     """Random changes of training images."""
 

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from raytrain.config.marks import Mark
-from raytrain.config.values import NonNegativeInt, PositiveInt, seconds
+from raytrain.config.values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, seconds, section
 from raytrain.errors import UsageError, did_you_mean
 
 TestView = Literal["flip", "shift"]
 
 NAMED_METRICS = ("top5", "auroc", "average_precision", "calibration_error")
 """Metrics that evaluations measure if an option names them; ``top5`` may have another number."""
+_FRACTIONS = ("accuracy", "balanced_accuracy", "macro_f1", "mean_average_precision", *NAMED_METRICS)
 _NAMED = re.compile(r"top[1-9]\d*|auroc|average_precision|calibration_error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EvaluationOptions:
     """Evaluations on the validation images."""
 
     evaluate_every: Annotated[NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = 1
     """Epochs between evaluations on the validation images; 0: only at the end."""
-    until: Annotated[str | None, "METRIC=X", Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
+    until: Annotated[str | None, "METRIC=X", Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = option_field(
+        default=None, converter=Accepts[str | Mapping[str, float] | Sequence[str | float] | None, str | None]()
+    )
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
     patience: Annotated[PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: Annotated[str | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, Mark.SET_BY_FIND_RATE] = None
     """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
-    metrics: Annotated[tuple[str, ...], Mark.SET_BY_FIND_RATE] = ()
+    metrics: Annotated[tuple[str, ...], Mark.SET_BY_FIND_RATE] = option_field(default=(), converter=TEXTS)
     """Further metrics of each evaluation: top5, auroc, average_precision, calibration_error, torchmetrics:CLASS."""
-    test_views: Annotated[tuple[TestView, ...], Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = ()
+    test_views: Annotated[tuple[TestView, ...], Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = option_field(
+        default=(), converter=Accepts[TestView | Sequence[TestView] | None, tuple[TestView, ...]]()
+    )
     """Average the logits of measured images over their mirror images (flip), over copies shifted by a pixel (shift)."""
 
     @property
@@ -49,9 +53,17 @@ class EvaluationOptions:
         return tuple(dict.fromkeys(named))
 
 
+def is_fraction(metric: str) -> bool:
+    """Return True if no value of a metric of the built-in evaluation lies above 1.
+
+    Example: ``is_fraction("accuracy") and is_fraction("top3") and not is_fraction("loss")``
+    """
+    return metric in _FRACTIONS or re.fullmatch(r"top\d+", metric) is not None
+
+
 def check_evaluation(options: EvaluationOptions) -> None:
     """Raise UsageError if evaluations cannot stop the run as they should."""
-    if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", options.until):
+    if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+(e[-+]?\d+)?", options.until):
         raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
     for name in options.metrics:
         if not (_NAMED.fullmatch(name) or re.fullmatch(r"torchmetrics:[A-Za-z]\w*(\(.*\))?", name)):
@@ -90,11 +102,13 @@ class Intervals(NamedTuple):
         return intervals
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CheckpointOptions:
     """Checkpoints, and recovery from failures."""
 
-    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]", Mark.SET_BY_FIND_RATE] = ("1ep", "10m")
+    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]", Mark.SET_BY_FIND_RATE] = option_field(
+        default=("1ep", "10m"), converter=TEXTS
+    )
     """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
     keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
     """Number of newest checkpoints to keep, besides the best."""

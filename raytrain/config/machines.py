@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from raytrain.config.marks import Mark
-from raytrain.config.values import NonNegativeFloat, PositiveFloat, PositiveInt
+from raytrain.config.values import (
+    NUMBERS,
+    TEXTS,
+    Accepts,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    option_field,
+    section,
+)
 from raytrain.errors import UsageError, flag
 
 DeviceType = Literal["auto", "cpu", "cuda"]
@@ -29,7 +38,7 @@ class Prices:
 
         Example: ``Prices.parse(["A100=1.8"]).of_gpu("NVIDIA A100-SXM4-80GB") == 1.8``
         """
-        matched = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+)", text) for text in texts]
+        matched = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+(?:e[-+]?\d+)?)", text) for text in texts]
         parts = [(match[1], float(match[2])) for match in matched if match]
         of_gpus = tuple((gpu, price) for gpu, price in parts if gpu)
         if len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
@@ -45,13 +54,13 @@ class Prices:
         return max(fitting)[1] if fitting else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MachineOptions:
     """Workers, and the machines that they run on."""
 
     workers: Annotated[
         PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER
-    ] = "auto"
+    ] = option_field(default="auto", converter=Accepts[int | str | Sequence[int], int | str]())
     """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
     device: Annotated[
         str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
@@ -63,11 +72,13 @@ class MachineOptions:
     """Ray cluster to use; by default RAY_ADDRESS, then one that you started on this machine, then a new local one."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
-    worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW] = None
+    worker_load: Annotated[tuple[NonNegativeFloat, ...] | None, Mark.DECIDED_ANEW] = option_field(
+        default=None, converter=NUMBERS
+    )
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
     wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = 0.0
     """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
-    price: Annotated[tuple[str, ...], "X|GPU=X", Mark.DESCRIBES_RUN] = ()
+    price: Annotated[tuple[str, ...], "X|GPU=X", Mark.DESCRIBES_RUN] = option_field(default=(), converter=TEXTS)
     """Dollars per machine and hour, such as 3.06, or per hour of a type of GPU, such as A100=1.8 L4=0.7."""
     max_cost: PositiveFloat | None = None
     """Dollars by --price, of all attempts, and of all trials of a sweep, after which it stops with a checkpoint."""
@@ -126,8 +137,6 @@ def check_machines(options: MachineOptions) -> None:
 
     if options.price:
         Prices.parse(options.price)
-    elif options.max_cost is not None:
-        raise UsageError(f"--max-cost is {options.max_cost:g}, and no --price says what a machine or a GPU costs.")
 
     # The local backend has no cluster, so an option of a cluster is a mistake there.
     is_for_cluster = {

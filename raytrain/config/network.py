@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
 from raytrain.config.marks import Mark, TakenBy
-from raytrain.config.values import PositiveInt
+from raytrain.config.values import NUMBERS, OPTIONAL_PLACE, TEXTS, Accepts, PositiveInt, option_field, section
 from raytrain.errors import UsageError, flag
 
 Size = tuple[int, int]
@@ -38,7 +38,7 @@ _FULL_AFTER = 0.8  # fraction of the epochs after which images have their full s
 _MULTIPLE = 4  # pixels; networks halve such a side twice without a remainder
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class NetworkOptions:
     """The network and the images that it takes."""
 
@@ -46,17 +46,21 @@ class NetworkOptions:
         str, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")
     ] = "resnet18"
     """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
-    model_option: Annotated[tuple[str, ...], "NAME=VALUE", Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
+    model_option: Annotated[tuple[str, ...], "NAME=VALUE", Mark.SHAPES_STATE, TakenBy("run.build_model")] = (
+        option_field(default=(), converter=TEXTS)
+    )
     """Arguments of the function that makes the network, such as drop_path_rate=0.1; values as Python writes them."""
     weights: Annotated[
         str | None, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")
-    ] = None
+    ] = option_field(default=None, converter=OPTIONAL_PLACE)
     """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
-    freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = ()
+    freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = option_field(
+        default=(), converter=TEXTS
+    )
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
     image_size: Annotated[
         ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.DECIDED_AT_START
-    ] = None
+    ] = option_field(default=None, converter=Accepts[int | str | Sequence[int] | None, ImageSize | str | None]())
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
@@ -72,9 +76,11 @@ class NetworkOptions:
     decoder: Annotated[Literal["auto", Decoder], Mark.DECIDED_AT_START] = "auto"
     """What decodes JPEGs for training. gpu: each worker's GPU, which needs raytrain[gpu-decoder]; the workers then get
     files in place of pixels. auto: gpu if all workers can, else cpu. All other images are decoded by CPUs."""
-    mean: Annotated[tuple[float, ...] | None, Mark.DECIDED_AT_START] = None
+    mean: Annotated[tuple[float, ...] | None, Mark.DECIDED_AT_START] = option_field(default=None, converter=NUMBERS)
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
-    std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = None
+    std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = option_field(
+        default=None, converter=NUMBERS
+    )
     """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""
     precision: Annotated[Literal["auto", Precision], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.DECIDED_AT_START] = (
         "auto"

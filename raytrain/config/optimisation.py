@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from annotated_types import Interval
 
 from raytrain.config.marks import Mark, Synonym, TakenBy
-from raytrain.config.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, seconds
+from raytrain.config.values import (
+    Accepts,
+    Location,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    option_field,
+    seconds,
+    section,
+)
 from raytrain.errors import UsageError, did_you_mean
 
 N = TypeVar("N", int, float)
@@ -48,7 +58,7 @@ class Schedule(NamedTuple):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class OptimisationOptions:
     """How long and how the network learns."""
 
@@ -135,8 +145,10 @@ class OptimisationOptions:
         float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")
     ] = 0.0
     """Probability that is spread evenly over all classes."""
-    class_weights: Annotated[str | None, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")] = None
-    """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
+    class_weights: Annotated[
+        str | None, "balanced|FILE|JSON", Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")
+    ] = option_field(default=None, converter=Accepts[Location | Mapping[str, float] | None, str | None]())
+    """Weights of the classes in the loss: balanced (inverse to their sizes), or JSON such as {"cat": 2}, or a file."""
     focal_gamma: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
     accumulate: Annotated[PositiveInt | Literal["auto"], Mark.SWEEPABLE, TakenBy("batch.microbatches")] = 1

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from annotated_types import Interval
+
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
 from raytrain.config.evaluation import (
     NAMED_METRICS,
@@ -16,6 +18,7 @@ from raytrain.config.evaluation import (
     EvaluationOptions,
     Intervals,
     check_evaluation,
+    is_fraction,
 )
 from raytrain.config.machines import MachineOptions, check_machines
 from raytrain.config.marks import Mark, Synonym, TakenBy
@@ -33,22 +36,25 @@ from raytrain.config.network import (
     first_and_full_size,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
-from raytrain.config.values import PositiveInt, check_limits, hints_of, read_values
+from raytrain.config.values import PLACE, TEXTS, PositiveInt, check_limits, hints_of, option_field, read_values, section
 from raytrain.errors import UsageError, did_you_mean, flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_MAX_SEED = 2**63 - 1  # of torch's generators
 _OTHER_METRICS = f"name one of these, or {', '.join(NAMED_METRICS)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RunOptions:
     """The run and its records."""
 
     name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN] = None
     """Name of the run; by default the recipe's name and the time."""
-    storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = "./runs"
+    storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = option_field(
+        default="./runs", converter=PLACE
+    )
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
     resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE] = False
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
@@ -58,13 +64,13 @@ class RunOptions:
     """Names of the options that the images decide on: of the recipe auto, those that nobody has given."""
     loop: Annotated[str | None, Mark.COMMON, Mark.OWN_CODE, Mark.OF_LAUNCHER] = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
-    seed: Annotated[int, Mark.SWEEPABLE] = 0
+    seed: Annotated[int, Interval(ge=0, le=_MAX_SEED), Mark.SWEEPABLE] = 0
     """Seed of the initial weights, the sample order, the augmentation and the images held out for validation."""
     log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 10
     """Steps between rows of the metrics history."""
-    track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE] = ()
+    track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE] = option_field(default=(), converter=TEXTS)
     """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
-    tag: Annotated[tuple[str, ...], Mark.DESCRIBES_RUN] = ()
+    tag: Annotated[tuple[str, ...], Mark.DESCRIBES_RUN] = option_field(default=(), converter=TEXTS)
     """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
     note: Annotated[str | None, Mark.DESCRIBES_RUN] = None
     """What the run is about, for whoever looks at it later."""
@@ -200,8 +206,15 @@ class TrainConfig(
         if self.learning_rate is None:
             raise UsageError("--learning-rate is not given; give a number, such as 0.1 or 0.05/worker.")
 
-    def check_metrics(self, measured: Collection[str], advice: str = _OTHER_METRICS) -> None:
+    def check_has_price(self) -> None:
+        """Raise UsageError if there is a limit of the cost, and nothing says what a machine costs."""
+        if self.max_cost is not None and not self.price:
+            raise UsageError(f"--max-cost is {self.max_cost:g}, and no --price says what a machine or a GPU costs.")
+
+    def check_metrics(self, measured: Collection[str], advice: str | None = None) -> None:
         """Raise UsageError if evaluations, which measure ``measured``, lack a metric that an option is about.
+
+        Without ``advice``, which is for a loop's own ones, no fraction may have to be larger than 1.
 
         Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
         """
@@ -215,7 +228,15 @@ class TrainConfig(
             if metric and metric not in measured:
                 names = ", ".join(measured) or "nothing"
                 hint = did_you_mean(metric, measured)
-                raise UsageError(f"{option} needs {metric}{hint}, and evaluations measure {names}; {advice}.")
+                raise UsageError(
+                    f"{option} needs {metric}{hint}, and evaluations measure {names}; {advice or _OTHER_METRICS}."
+                )
+        if advice is None and self.target and is_fraction(self.target[0]) and self.target[1] > 1:
+            metric, value = self.target
+            raise UsageError(
+                f"--until is {self.until}, which no evaluation reaches: {metric} is a fraction; {metric}="
+                f"{value / 100:g} is {value:g} %."
+            )
 
     def to_json(self) -> str:
         """Return the options as indented JSON text, without secrets."""
@@ -227,6 +248,10 @@ class TrainConfig(
 
 def _check_sections_fit(config: TrainConfig) -> None:
     """Raise UsageError if options of different sections contradict each other."""
+    # A run that resumes takes the price that it was started with, which only its documents say.
+    if not config.resume:
+        config.check_has_price()
+
     # Images that grow need a larger size to grow to, and epochs to grow in.
     first, full = first_and_full_size(config.image_size or DEFAULT_SIZE)
     if isinstance(config.image_size, str) and (first[0] >= full[0] or config.epochs == 1):
@@ -321,9 +346,10 @@ class ResolvedConfig(TrainConfig):
     learning_rate: float = field()
     device: str = field()
     precision: Precision = field()
-    mean: tuple[float, ...] = field()
-    std: tuple[float, ...] = field()
-    image_size: ImageSize | str = DEFAULT_SIZE
+    # Of options that code may give in several ways, pyright takes the type for that of a descriptor.
+    mean: tuple[float, ...] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    std: tuple[float, ...] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    image_size: ImageSize | str = DEFAULT_SIZE  # pyright: ignore[reportIncompatibleVariableOverride]
     resize: Resize = "stretch"
     crop_fraction: CropFraction = 0.875
     interpolation: Interpolation = "bilinear"

@@ -38,7 +38,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     # Import the module; an error on the way is the user's, in one sentence.
     place, _, function_name = name.rpartition(":")
     if not place:
-        raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
+        raise _names_no_function(option, name)
     with in_one_sentence(f"{option} {name} cannot be imported"):
         if place.endswith(".py"):
             if not Path(place).is_file():
@@ -111,8 +111,10 @@ def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
 
 
 def check_module(option: str, name: str) -> None:
-    """Raise UsageError if the file or the package of a function does not exist. Imports nothing."""
+    """Raise UsageError if ``name`` is none of a function, or its file or package does not exist. Imports nothing."""
     place = name.rpartition(":")[0]
+    if not place:
+        raise _names_no_function(option, name)
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise _no_file(option, Path(place))
@@ -120,6 +122,10 @@ def check_module(option: str, name: str) -> None:
     package = place.partition(".")[0]
     if package and package not in sys.modules and importlib.util.find_spec(package) is None:
         raise _no_module(option, name, package)
+
+
+def _names_no_function(option: str, name: str) -> UsageError:
+    return UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
 
 
 def names_own_function(name: str | None) -> bool:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import operator
 import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Interval
 
 from raytrain.errors import UsageError, did_you_mean, flag
+
+T = TypeVar("T")
 
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
@@ -37,8 +53,52 @@ _COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "lt": (operator.lt, "below"),
 }
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_PAIR = re.compile(r"[A-Z]+(=|/|\.\.)[A-Z]+")  # two values in the form of an option's: METRIC=X, K/N, MIN..MAX
 _MAX_SHOWN = 80  # characters of a wrong value that an error shows
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+# Sections of options are frozen dataclasses. Code may give some options in several ways, of which :func:`read_values`
+# makes one: a price as 2.5, a path as a Path. Type checkers learn them from the converter of the option's field.
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
+
+
+class Accepts(Generic[Given, Kept]):
+    """Says to type checkers what code may give for an option, and what the option then is; nothing calls it."""
+
+    def __call__(self, value: Given) -> Kept:
+        """Never called: :func:`read_values` knows the type from the annotation."""
+        raise NotImplementedError
+
+
+def option_field(*, default: Any, converter: Accepts[Any, Any]) -> Any:
+    """Return the field of an option that code may give in the ways that ``converter`` says.
+
+    Example: ``price: tuple[str, ...] = option_field(default=(), converter=TEXTS)``
+    """
+    del converter  # for type checkers alone
+    return field(default=default)
+
+
+if TYPE_CHECKING:
+
+    @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, option_field))
+    def section(options: type[T], /) -> type[T]:
+        """Make a section of options of a class."""
+        ...
+
+else:
+    section = dataclass(frozen=True, kw_only=True)
+
+TEXTS = Accepts[str | float | Sequence[str | float] | Set[str] | Mapping[str, object] | None, tuple[str, ...]]()
+NUMBERS = Accepts[float | Sequence[float] | None, tuple[float, ...] | None]()
+PLACE = Accepts[Location, str]()
+OPTIONAL_PLACE = Accepts[Location | None, str | None]()
 
 
 def read_values(config: Any) -> None:
@@ -50,14 +110,22 @@ def read_values(config: Any) -> None:
         object.__setattr__(config, name, read_value(name, getattr(config, name), hint))
 
 
-def read_value(name: str, given: object, hint: Any) -> Any:
+def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = True) -> Any:
     """Return the value of the option ``name`` as a plain one of JSON and tuples.
+
+    Python code may give a value as Python has it where the command line takes text: numbers where there may be several
+    texts, a dictionary for ``NAME=VALUE`` or JSON, two values for a form such as ``MIN..MAX``, and None for no values.
+    Without ``numbers_as_text``, a number is no text.
 
     Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
     """
     value = _plain(given)
+    if not matches(value, hint) and str in _alternatives(hint):
+        value = _as_text(given, value, hint, numbers_as_text=numbers_as_text)
     if not matches(value, hint) and matches((value,), hint):
         value = (value,)  # one of what there may be several of
+    if value is None and not matches(None, hint) and matches((), hint):
+        value = ()
     # NaN is a number that check_limits refuses, with the limits.
     is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
     if not matches(value, hint) and not is_nan:
@@ -130,7 +198,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):  # NAME=VALUE, as of --model-option
-        options = cast("Mapping[str, object]", value).items()
+        given = cast("Mapping[str, Any]", value).items()
+        options = ((name, item.tolist() if hasattr(item, "tolist") else item) for name, item in given)
         return tuple(f"{name}={item if _is_plain_text(item) else repr(item)}" for name, item in options)
     if isinstance(value, Set):
         return tuple(sorted(cast("Set[Any]", value)))
@@ -139,6 +208,30 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(_plain, cast("Sequence[Any]", value)))
     return value
+
+
+def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) -> object:
+    """Return a value of Python's as the text, or the tuple of texts, that the command line takes; else as it is.
+
+    ``value`` is ``given`` as :func:`_plain` returns it.
+    """
+    forms = "|".join(form for form in getattr(hint, "__metadata__", ()) if isinstance(form, str)).split("|")
+    pair = next((match[1] for form in forms if (match := _PAIR.fullmatch(form))), None)
+    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    takes_several = matches((), hint)
+
+    # A dictionary, as JSON or as the one METRIC=X that an option may have; or two values with what is between them.
+    if isinstance(given, Mapping):
+        if "JSON" in forms:
+            return json.dumps(dict(cast("Mapping[str, object]", given)), default=_plain)
+        return items[0] if len(items) == 1 and pair == "=" and matches(items[0], hint) else cast(object, value)
+    if len(items) == 2 and pair is not None and not takes_several:
+        return pair.join(map(str, items))
+
+    # Numbers among several texts: a price, a tag, a column. A number for a name or a path is a mistake.
+    if takes_several and numbers_as_text and all(type(item) in (int, float, str) for item in items):
+        return tuple(map(str, items))
+    return cast(object, value)
 
 
 def _is_plain_text(value: object) -> bool:

@@ -274,7 +274,7 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
 
     Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
     image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
-    Raises UsageError if a file is not a JSON object with a number for each class.
+    Anything else is a JSON object with a number for each class, or a file of one. Raises UsageError if it is not.
     """
     if option is None:
         return None
@@ -284,14 +284,14 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
             return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
         return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
-    # Anything else is a file of weights.
     try:
-        weights: Any = json.loads(read_input(option))
+        weights: Any = json.loads(option if option.lstrip().startswith("{") else read_input(option))
     except (ValueError, RecursionError):
         weights = None
     if not isinstance(weights, dict):
         raise UsageError(
-            f"--class-weights is {option}, which must be balanced or a JSON file such as {{class: weight}}."
+            f"--class-weights is {option}, which must be balanced, or JSON with a weight for each class, such as "
+            '{"cat": 2, "dog": 1}, or a file of it.'
         )
 
     def is_weight(value: object) -> bool:

@@ -24,6 +24,7 @@ from raytrain.data.images.decode import shrink
 from raytrain.data.images.image_format import BadImage
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.label_file import LabelColumns
+from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
 from raytrain.data.shards import assign_shards, encode_shard, is_shard_of, packed_manifest, shard_path
 from raytrain.datasets.ray_dataset import RAY_DATASET, Rows, is_ray_dataset
@@ -147,6 +148,7 @@ def pack(
             raise UsageError(f"{source_name} cannot be packed into itself; give another folder for the shards.")
         refuse_links_out(images_store, images.keys.to_pylist())
         packed_store.check_writable()
+        _refuse_other_images(packed_store)
 
         # Shrunk images are files on this machine; others are fetched when their shard is written.
         read = partial(_fetch_unchanged, images_store)
@@ -174,6 +176,16 @@ def pack(
         num_written=num_written,
         digest=packed.digest,
     )
+
+
+def _refuse_other_images(destination: Store) -> None:
+    """Raise UsageError if a store has images: whoever reads it would see its shards, and none of these."""
+    for stored in destination.list():
+        if stored.path.lower().endswith(SUFFIXES):
+            raise UsageError(
+                f"{destination.url} has images already, such as {stored.path}, and --data would read the shards there "
+                "in their place; give a new or an empty folder."
+            )
 
 
 def _shrunk(

@@ -26,6 +26,7 @@ from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
+from raytrain.errors import UsageError
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.launch.suspicious_pictures import read_pictures
 from raytrain.runs.documents import new_name, plain, run_store
@@ -144,6 +145,10 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
     Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """
     check_named(config)
+    if not limit_s >= 0:
+        raise UsageError(f"--limit-s is {limit_s:g}; it must be at least 0.")
+    if write_labels is not None and not config.resume:
+        check_can_rank(config, None)
     config = with_preprocessing_of_weights(config)
     name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
     store = run_store(config.storage, name)

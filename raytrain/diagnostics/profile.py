@@ -24,7 +24,9 @@ from torch.profiler import record_function
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import load_optional
 from raytrain.config.values import Location
+from raytrain.errors import UsageError
 from raytrain.launch.train import train
+from raytrain.storage.open import open_store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch, Epoch
@@ -71,7 +73,10 @@ def profile(
     Example: ``raytrain.profile(recipes.cifar10(data="s3://bucket/train")).advice``
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
+    if "://" in os.fspath(output):
+        raise UsageError(f"--output is {output}, but traces are written into a folder of this machine; give one.")
     folder = Path(output).absolute()
+    open_store(str(folder)).check_writable()
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("worker-*.json*"):
         old.unlink()

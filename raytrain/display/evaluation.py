@@ -43,9 +43,11 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 
     tables = Columns([classes, confusions], padding=(0, 4))
     about = {**result.summary(), **result.metrics, "picture": picture}
+    del about["interval_groups"]  # beside the interval
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
-        about["accuracy"] = f"{result.accuracy:.4f} (95 % interval: {low:.4f} to {high:.4f})"
+        over = "" if result.interval_groups is None else f" over {result.interval_groups:,} groups"
+        about["accuracy"] = f"{result.accuracy:.4f} (95 % interval{over}: {low:.4f} to {high:.4f})"
     return Group(key_value_table(about), *_warnings(result), Text(), tables)
 
 

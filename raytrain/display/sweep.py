@@ -18,7 +18,7 @@ from raytrain.display.run_tables import Column, command_line, resume_heading, ro
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.trial_results import WAITING, SweepResult, TrialResult
+from raytrain.experiments.trial_results import WAITING, SweepResult, SweepSnapshot, TrialResult
 from raytrain.experiments.trials import PLAN, as_typed, shown
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store
@@ -67,14 +67,14 @@ class SweepTerminalView(LiveView):
     def _keep_plan(self, line: str) -> None:
         self._plan = line
 
-    def update(self, trials: Sequence[TrialResult]) -> None:
+    def update(self, snapshot: SweepSnapshot) -> None:
         """Show how all trials stand."""
         if self._live is not None:
-            self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS, self._plan), keep=False)
+            self._draw(live_table(snapshot, self._console.height - _LINES_BESIDE_TRIALS, self._plan), keep=False)
             return
 
         # Plain lines: one for each trial that has changed since its last one.
-        for trial in trials:
+        for trial in snapshot.trials:
             state = (trial.status, len(trial.evaluations), trial.value)
             if trial.status != WAITING and self._printed.get(trial.name) != state:
                 self._printed[trial.name] = state
@@ -92,13 +92,19 @@ def _trial_line(trial: TrialResult) -> str:
         parts.append(f"best {_validation_metric(trial)} {trial.value:.4f}")
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
+    if trial.dollars is not None:
+        parts.append(format_dollars(trial.dollars))
     if trial.reason:
         parts.append(f"({_reason_text(trial)})")
     return "  ".join(parts)
 
 
-def live_table(trials: Sequence[TrialResult], num_rows: int, plan: str = "") -> RenderableType:
-    """Return a table of at most ``num_rows`` trials, the sweep's ``plan``, and how many trials have each status."""
+def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "") -> RenderableType:
+    """Return a table of at most ``num_rows`` trials, the sweep's ``plan``, and how many trials have each status.
+
+    With --price, the table has the dollars of each trial, and the counts those of the whole sweep.
+    """
+    trials = snapshot.trials
 
     # If there is no room for all: first trials that train, then ended ones, then waiting ones, each from the best on.
     def rank(trial: TrialResult) -> tuple[int, float]:
@@ -115,11 +121,14 @@ def live_table(trials: Sequence[TrialResult], num_rows: int, plan: str = "") -> 
         ("loss", [format_optional(trial.loss, ".3f") for trial in chosen]),
         (_heading(trials), [_value_text(trial, best) for trial in chosen]),
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
+        *_cost_column(chosen),
     )
 
     # Below it, on one line each: the plan, the counts, and what Ctrl-C does.
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
+    if snapshot.dollars is not None:
+        counts += f"; {format_dollars(snapshot.dollars)} for the whole sweep"
     lines = (line for line in (plan, counts, _HINT) if line)
     return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines))
 
@@ -137,6 +146,7 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         (_heading(trials), [_value_text(trial, best) for trial in trials]),
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
+        *_cost_column(trials),
     )
     parts: list[RenderableType] = [table]
     if result.histories:
@@ -150,7 +160,9 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         parts.append(Text.assemble(about, (f"{mean}{known}", "bold")))
 
     # Below the table: the cost, why trials ended early, and the command that continues them.
-    lines: list[RenderableType] = [] if result.dollars is None else [Text(f"cost {format_dollars(result.dollars)}")]
+    lines: list[RenderableType] = (
+        [] if result.dollars is None else [Text(f"cost of the whole sweep {format_dollars(result.dollars)}")]
+    )
     lines += [
         Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_reason_text(trial)}")
         for trial in trials
@@ -176,6 +188,14 @@ def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
         ),
         ("status", [status_text(trial.status) for trial in trials]),
     ]
+
+
+def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
+    """Return what each trial has cost, as a run of its own; nothing if no trial knows."""
+    if all(trial.dollars is None for trial in trials):
+        return []
+    costs = (trial.dollars for trial in trials)
+    return [("cost", [UNKNOWN if dollars is None else format_dollars(dollars) for dollars in costs])]
 
 
 def _heading(trials: Sequence[TrialResult]) -> str:

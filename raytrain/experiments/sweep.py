@@ -80,7 +80,7 @@ def sweep(
             workers are timed; by default the best final one, and 5 % worse.
         notify_trials: let ``notify`` tell how each trial ends, too, and not only how the sweep does.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
-        view: called about twice a second with how the trials stand.
+        view: called about twice a second with how the ``trials`` stand, and the ``dollars`` that they have cost.
         signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
         trust: with ``resume``, run also a network that is a function of the sweep's author, and that neither ``config``
             nor ``vary`` names.
@@ -122,16 +122,23 @@ def sweep(
             "such as --vary workers=1,2,4."
         )
     # Whatever is wrong with a trial is refused before anything starts.
-    for trial in examples_of(planned, config, config.name or new_name(config.recipe)):
+    examples = examples_of(planned, config, config.name or new_name(config.recipe))
+    for trial in examples:
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()
             trial.config.check_metrics(measured_metrics(trial.config))
             check_compared(trial)
     config = settle_options(config)
-    with open_machines(config) as join, prepare(config, TrainRequest(started_at=started_at)) as prepared:
+    with (
+        open_machines(config) as join,
+        prepare(_with_most_folds(config, examples), TrainRequest(started_at=started_at)) as prepared,
+    ):
+        prepared = dataclasses.replace(
+            prepared, config=dataclasses.replace(prepared.config, validation_fold=config.validation_fold)
+        )
         runs = trials_of(planned, prepared.config, prepared.name)
         if config.resume:
-            check_trials(runs)
+            runs = resumed_trials(runs, read_config(prepared.store))
         else:
             check_names_free(planned, prepared.config.storage, prepared.name)
         examples = runs if planned.sampler is None else examples_of(planned, prepared.config, prepared.name)
@@ -156,6 +163,15 @@ def sweep(
         )
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
+
+
+def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:
+    """Return the options with the fold of that trial which divides the images into the most folds, if any does.
+
+    Listing the images with these refuses folds that the images, or their groups, are too few for.
+    """
+    folds = [(trial.config.fold[1], trial.config.validation_fold) for trial in trials if trial.config.fold]
+    return dataclasses.replace(config, validation_fold=max(folds)[1]) if folds else config
 
 
 def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tuple[int, Placement]:
@@ -183,9 +199,20 @@ def check_compared(trial: Trial) -> None:
         )
 
 
-def check_trials(trials: Sequence[Trial]) -> None:
-    """Raise UsageError if a trial that has started before was started with another model, batch size or seed."""
+def resumed_trials(trials: Sequence[Trial], before: TrainConfig) -> list[Trial]:
+    """Return the trials of a sweep that resumes, whose options were ``before``: each keeps its own tags and its note.
+
+    Somebody may have changed them since the trial started; those that are new in the sweep are new in each trial, too.
+    Raises UsageError if a trial that has started before was started with another model, batch size or seed.
+    """
+    resumed: list[Trial] = []
     for trial in trials:
+        config = trial.config
         if trial.store.exists(CONFIG):
-            before = Identity.of(read_config(trial.store))
-            Identity.of(trial.config).check(before, f"Run {trial.name!r}")
+            stored = read_config(trial.store)
+            Identity.of(config).check(Identity.of(stored), f"Run {trial.name!r}")
+            added = [tag for tag in config.tag if tag not in before.tag]
+            note = stored.note if config.note == before.note else config.note
+            config = dataclasses.replace(config, tag=tuple(dict.fromkeys([*stored.tag, *added])), note=note)
+        resumed.append(dataclasses.replace(trial, config=config))
+    return resumed

@@ -22,7 +22,7 @@ from raytrain.experiments.scaling import Compared, Scaling, Size, default_target
 from raytrain.experiments.search_space import Point, parse
 from raytrain.experiments.trial_results import (
     SweepResult,
-    TrialResult,
+    SweepSnapshot,
     best_first,
     is_over,
     mean_of_folds,
@@ -45,8 +45,8 @@ from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.training.evaluation_metrics import measured_metrics
 
-SweepView = Callable[[Sequence[TrialResult]], None]
-"""Shows a sweep: called about twice a second with how all of its trials stand."""
+SweepView = Callable[[SweepSnapshot], None]
+"""Shows a sweep: called about twice a second with how all of its trials stand, and what they have cost."""
 
 _log = logging.getLogger("raytrain")
 _POLL_EVERY_S = 0.5
@@ -115,7 +115,7 @@ class SweepSession:
         if self._judge.study is not None and len(self._judge.study.points) > len(trials):
             # A point that was chosen right before the sweep was killed is in the study's log alone.
             self._planned = planned = dataclasses.replace(planned, points=tuple(self._judge.study.points))
-            trials = trials_of(planned, prepared.config, prepared.name)
+            trials = [*trials, *trials_of(planned, prepared.config, prepared.name)[len(trials) :]]
         for trial in trials:
             self._add(trial)
         self._is_stopping = False
@@ -350,17 +350,17 @@ class SweepSession:
 
     def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
         """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
-        results = [run.result for run in self._runs]
-        if view is not None:
-            with signals.outlive_terminal():
-                view(results)
+        results = tuple(run.result for run in self._runs)
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)
         snapshot = dataclasses.replace(snapshot, status="running", step=steps, num_workers=training)
         machines = tuple(use for run in self._runs for use in run.machines)
-        paid = self._cost.update(dataclasses.replace(snapshot, machines=machines))
-        return dataclasses.replace(snapshot, dollars=paid.dollars), failure
+        dollars = self._cost.update(dataclasses.replace(snapshot, machines=machines)).dollars
+        if view is not None:
+            with signals.outlive_terminal():
+                view(SweepSnapshot(trials=results, dollars=dollars))
+        return dataclasses.replace(snapshot, dollars=dollars), failure
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
         """Write the documents that are due, in the background; return a stop request that lay in storage."""

@@ -18,6 +18,7 @@ from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.runs.redact import one_line, redact
+from raytrain.runs.status import read_status
 
 WAITING = "waiting"
 _ENDS_TRIAL = ("early_stopping", "target", "patience", "time")
@@ -43,6 +44,8 @@ class TrialResult:
     loss: float | None = None
     images_per_s: float | None = None
     seconds: float = 0.0
+    dollars: float | None = None
+    """What its machines have cost so far, as those of a run of its own; None without --price."""
     reason: str | StopReason | None = None
     evaluations: tuple[tuple[int, float], ...] = ()
 
@@ -63,6 +66,7 @@ class TrialResult:
             loss=latest and latest.loss,
             images_per_s=latest and latest.images_per_s,
             seconds=result.seconds if result else snapshot.elapsed_s,
+            dollars=snapshot.dollars,
             reason=(result.error or result.stop_reason) if result else request,
         )
 
@@ -78,6 +82,18 @@ class TrialResult:
             accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
             evaluations=known,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSnapshot:
+    """State of a sweep at one moment, as its view gets it.
+
+    ``dollars`` is what the machines of all trials have cost so far, over resumes; None without --price. Those that
+    several trials train on count once.
+    """
+
+    trials: tuple[TrialResult, ...]
+    dollars: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,5 +237,6 @@ def stored_result(trial: Trial) -> TrialResult:
         status=summary.get("status", "interrupted"),
         steps=summary.get("steps", 0),
         seconds=summary.get("seconds", 0.0),
+        dollars=read_status(store).dollars,
         reason=summary.get("error") or stop_reason_of(summary),
     )

@@ -30,6 +30,7 @@ _NUM_CONFUSIONS = 10
 _MIN_PROBABILITY = 1e-30  # in a logarithm
 _Z = 1.959964  # of a normal distribution, 95 % lie between -z and z
 _NUM_RESAMPLES = 2000
+_MAX_DRAWN = 10_000_000  # numbers of draws in memory
 
 Interval = tuple[float, float]
 
@@ -96,6 +97,8 @@ class EvaluationResult(EvaluatedRun):
     confusion: Int64s
     """Counts (num_cells, 3) of images: true class, predicted class, images; the right ones too, no cell without any."""
     accuracy_interval: Interval | None = None
+    interval_groups: int | None = None
+    """How many groups the interval was resampled from; None if it is Wilson's, of single images."""
 
     @property
     def confusion_matrix(self) -> Int64s:
@@ -150,7 +153,7 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
 # of different ones; then whole groups are drawn.
 
 
-def wilson_interval(num_right: int, num_images: int) -> Interval:
+def wilson_interval(num_right: float, num_images: int) -> Interval:
     """Return the 95 % interval of the accuracy of ``num_right`` of ``num_images`` (Wilson 1927).
 
     The bounds are those true accuracies for which the one that was measured is just likely enough; unlike the interval
@@ -163,7 +166,7 @@ def wilson_interval(num_right: int, num_images: int) -> Interval:
     centre = accuracy + z**2 / (2 * num_images)
     spread = z * ((accuracy * (1 - accuracy) + z**2 / (4 * num_images)) / num_images) ** 0.5
     scale = 1 + z**2 / num_images
-    return (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) -> Interval:
@@ -174,13 +177,23 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
         groups: (n,), the name of each image's group.
 
     The percentiles are of 2,000 data sets that are drawn from the groups with replacement; their random numbers are
-    always the same.
+    always the same. Groups that are all equally accurate, or a single one, would give an interval without a width: then
+    it is Wilson's, of as many images as there are groups.
     """
     _, group = np.unique(groups.astype(str), return_inverse=True)
     counts = np.bincount(group)  # (G,)
     right = np.bincount(group, weights=is_right)
-    draws = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), _NUM_RESAMPLES)
-    low, high = np.quantile((draws @ right) / (draws @ counts), [0.025, 0.975])
+    if np.all(right * counts.sum() == counts * right.sum()):
+        return wilson_interval(float(right.sum() / counts.sum()) * len(counts), len(counts))
+
+    # A part of the data sets at a time, since each has a number for each group.
+    random, even = np.random.default_rng(0), np.full(len(counts), 1 / len(counts))
+    accuracies: list[npt.NDArray[np.float64]] = []
+    at_once = max(1, _MAX_DRAWN // len(counts))
+    for start in range(0, _NUM_RESAMPLES, at_once):
+        draws = random.multinomial(len(counts), even, min(at_once, _NUM_RESAMPLES - start))
+        accuracies.append((draws @ right) / (draws @ counts))
+    low, high = np.quantile(np.concatenate(accuracies), [0.025, 0.975])
     return float(low), float(high)
 
 

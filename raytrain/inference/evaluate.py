@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -20,13 +21,12 @@ from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.label_file import read_label_file
-from raytrain.data.labels.label_pattern import table_by_pattern
+from raytrain.data.labels.label_pattern import groups_in_names, table_by_pattern
 from raytrain.data.labels.labelled_images import images_of_part
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
     EvaluationResult,
-    Interval,
     LabelEvaluation,
     chosen_thresholds,
     grouped_interval,
@@ -40,6 +40,7 @@ from raytrain.runs.documents import MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 
+_log = logging.getLogger("raytrain")
 _COMPARE_S = 10.0
 _ROWS_AT_A_TIME = 1024
 
@@ -104,8 +105,18 @@ def evaluate(
         result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
         if len(truth):
             is_readable = np.array(table["error"].is_null().to_pylist(), bool)  # to_numpy would import pandas
-            interval = _interval(trained, manifest, is_readable, truth == answers, labels)
-            result = replace(result, accuracy_interval=interval)
+            groups = _groups(trained, manifest, labels)
+            if groups is None and trained.config.group_by is not None:
+                _log.warning(
+                    "The groups of --group-by %s are not known for these images: the interval is that of single ones.",
+                    trained.config.group_by,
+                )
+            if groups is None:
+                result = replace(result, accuracy_interval=wilson_interval(int((truth == answers).sum()), len(truth)))
+            else:
+                groups = groups[is_readable]
+                interval, number = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
+                result = replace(result, accuracy_interval=interval, interval_groups=number)
 
     result = replace(result, metrics=_named_metrics(trained, manifest, table.filter(table["error"].is_null())))
 
@@ -113,23 +124,20 @@ def evaluate(
     return result if data is None else replace(result, **_count_training_images(trained, images, manifest))
 
 
-def _interval(
-    trained: TrainedRun,
-    manifest: Manifest,
-    is_readable: npt.NDArray[np.bool_],
-    is_right: npt.NDArray[np.bool_],
-    labels: Location | None,
-) -> Interval:
-    """Return the 95 % interval of the accuracy: over groups if the run keeps images together and a file says which."""
+def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) -> npt.NDArray[np.object_] | None:
+    """Return the name of each image's group, (n,); None unless the run keeps images together and it is known how."""
     config = trained.config
-    files = [labels] if labels else [config.labels, config.validation_labels, config.test_labels]
-    for file in filter(None, files if config.group_by else ()):
+    if config.group_by is None:
+        return None
+    if config.label_pattern is not None and labels is None:
+        return groups_in_names(manifest.keys.to_pylist(), config.label_pattern, config.group_by)
+    for file in filter(None, [labels] if labels else [config.labels, config.validation_labels, config.test_labels]):
         with suppress(StorageError, UsageError):  # it is gone, or lacks the column
             table = read_label_file(os.fspath(file), label_columns(config), [manifest.url])
             rows = table.rows_of(manifest)
             if (rows >= 0).all():
-                return grouped_interval(is_right, table.groups[rows][is_readable])
-    return wilson_interval(int(is_right.sum()), len(is_right))
+                return table.groups[rows]
+    return None
 
 
 def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> dict[str, float | None]:

@@ -181,7 +181,7 @@ class TrainedRun:
         is_shared = len(manifest) > manifest.rows_per_block(request.format.shape)
         if not uses_cluster(address) or not (is_shared or names_cluster(address)):
             hardware = machine_hardware()
-            placement = self.placement(workers or max(1, int(hardware.gpus)), hardware)
+            placement = self.placement(max(1, int(hardware.gpus)) if workers is None else workers, hardware)
             return pa.concat_tables(predict_here(request, placement))
 
         # On a cluster: actors, as many as there is room for.
@@ -189,7 +189,7 @@ class TrainedRun:
             cluster.connect()
             from raytrain.launch.ray.predict_images import predict_images  # imports Ray
 
-            placement = self.placement(workers or "auto", cluster_hardware())
+            placement = self.placement("auto" if workers is None else workers, cluster_hardware())
             return pa.concat_tables(predict_images(request, placement, scope_keys=self.config.scope_keys))
 
     def placement(self, workers: int | str, hardware: Hardware) -> Placement:

@@ -56,6 +56,25 @@ def notify_target(config: TrainConfig) -> str | None:
     return target
 
 
+def check_notify(config: TrainConfig) -> None:
+    """Raise UsageError if ``--notify`` names a variable that is not set, or nothing that could send a message."""
+    target = notify_target(config)
+    if target is None or re.match("https?://", target):
+        return
+    # Only a shell knows what an assignment, a quote or a bracket at the beginning leads to.
+    program = target.strip().partition(" ")[0]
+    if (
+        re.fullmatch(r"[\w.:/@+-]+", program)
+        and subprocess.run(
+            ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program], check=False, timeout=COMMAND_WITHIN_S
+        ).returncode
+    ):
+        raise UsageError(
+            "--notify is no URL, which begins with https://, and its first word is no command that this machine has; "
+            "give one of both."
+        )
+
+
 def message_of(result: TrainResult) -> dict[str, Any]:
     """Return the facts of a run's end, with the ``text`` of a message; no secret is in them.
 

@@ -23,7 +23,7 @@ from raytrain.config.network import Decoder, Precision, Resizer, timm_name
 from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
-from raytrain.launch.notification import notify_target
+from raytrain.launch.notification import check_notify
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
@@ -129,7 +129,7 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
     elif loop is not None:
         check_loop(loop)
         check_loop_function(loop)
-    elif config.loop is not None and ":" in config.loop:
+    elif config.loop is not None:
         check_module("--loop", config.loop)
         check_named_function("--loop", config.loop, is_loop=True)
     check_named_code(config)
@@ -181,7 +181,7 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
-    notify_target(config)  # refuses a variable that is not set
+    check_notify(config)
     urls = config.data, config.validation_data, config.test_data
     image_stores = [open_store(url) for url in urls if url]  # refuses URLs before it writes
     open_store(config.storage).check_writable()
@@ -216,6 +216,7 @@ def settle_options(config: TrainConfig) -> TrainConfig:
         config = resumed_options(config, before)
         # The workers would compare them with a checkpoint, but only after the run's documents have been replaced.
         Identity.of(config).check(Identity.of(before), f"Run {name!r}")
+    config.check_has_price()
 
     # Weights that cannot be had are known before workers start. A run that resumes has them in its checkpoints.
     if config.weights is not None and not (config.resume and newest_checkpoint(store)):
@@ -261,16 +262,17 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "run from its --weights."
             )
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
-    # So are those that describe the run: without its price, what it has cost so far would be lost, and its tags and its
-    # note may be newer than the script that resumes it.
+    # So are those that describe the run: without its price, what it has cost so far would be lost, and its note may be
+    # newer than the script that resumes it. Its tags stay beside those that are given, for the same reason.
     undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
     return dataclasses.replace(
         config,
+        tag=tuple(dict.fromkeys([*before.tag, *config.tag])),
         precision=before.precision if config.precision == "auto" else config.precision,
         resizer=before.resizer if config.resizer == "auto" else config.resizer,
         decoder=before.decoder if config.decoder == "auto" else config.decoder,
         channels_last=before.channels_last if config.channels_last == "auto" else config.channels_last,
-        **{option: getattr(before, option) for option in undecided},
+        **{option: getattr(before, option) for option in undecided if option != "tag"},
     )
 
 

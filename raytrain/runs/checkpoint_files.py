@@ -11,7 +11,7 @@ from typing import Any, cast
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
 from raytrain.errors import UsageError
-from raytrain.runs.documents import CHECKPOINTS, read_json
+from raytrain.runs.documents import CHECKPOINTS, read_config, read_json
 from raytrain.storage.store import Store, StoredObject
 
 
@@ -133,6 +133,10 @@ def require_checkpoint(store: Store, run: str) -> str:
     """Return the path of :func:`best_checkpoint`; raise UsageError if the run has no checkpoint yet."""
     checkpoint = best_checkpoint(store)
     if checkpoint is None:
+        if read_config(store).is_range_test:
+            raise UsageError(
+                f"Run {run!r} has looked for a learning rate, and such a run keeps no checkpoint; name another one."
+            )
         raise UsageError(
             f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped."
         )

@@ -113,6 +113,8 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         folder, slash, last = name.rstrip("/").rpartition("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
+        if f"{folder}/".endswith(f"/{CHECKPOINTS}"):
+            hint = " (a run is named, and its best checkpoint is used)"
         raise UsageError(
             f"--name is {name!r}{hint}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
             "digit; the letters are a to z and A to Z."

@@ -149,7 +149,7 @@ class FolderStore(Store):
     def folders_with(self, name: str, report: Callable[[str], object]) -> Sequence[str]:
         # One level alone: nothing that is deeper in one of the folders can hide the others.
         try:
-            folders = os.listdir(self.url) if os.path.isdir(self.url) else []
+            folders = os.listdir(self.url) if os.path.lexists(self.url) else []
         except OSError as error:
             raise explain_os_error(error, self.url) from error
         found: list[str] = []
@@ -303,6 +303,8 @@ def _report_holder(file: str) -> None:
 def explain_os_error(error: OSError, url: str) -> StorageError:
     """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do."""
     sentence = _BY_ERRNO.get(error.errno or 0, "{url} cannot be used: {detail}.")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST) and os.path.isfile(url):
+        sentence = "{url} is a file, but should be a folder; check the path."
     return StorageError(sentence.format(url=url, detail=error.strerror or error))
 
 

@@ -101,6 +101,8 @@ def read_input(name: str) -> bytes:
         return folder.get(path)
     except FileNotFoundError:
         raise StorageError(f"There is no file {name}; check the path.") from None
+    except IsADirectoryError:
+        raise StorageError(f"{name} is a folder, but should be a file; check the path.") from None
     except OSError as error:
         raise explain_os_error(error, name) from error
 

@@ -63,9 +63,22 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
 
     # How the loop is called, and what it asks its run for.
     if is_loop:
+        last = next((node for node in reversed(tree.body) if function in _stored([_compiled(node)])), None)
+        if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
+            _refuse_if_calls_run_nothing(f"{option} {name}", functions[function].co_flags)
         definition = next((node for node in reversed(tree.body) if _defines(node, function)), None)
         if definition is not None:
             _check_definition(f"{option} {name}", cast(ast.FunctionDef, definition), str(file))
+
+
+def _compiled(node: ast.stmt) -> CodeType:
+    return compile(ast.Module([node], []), "statement", "exec")
+
+
+def _refuse_if_calls_run_nothing(whose: str, flags: int) -> None:
+    """Raise UsageError if the ``flags`` of a loop's code are those of a generator or a coroutine."""
+    if flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        raise UsageError(f"{whose} has yield or async, so that a call runs nothing of it; a loop is a plain function.")
 
 
 def check_loop_function(loop: Callable[..., Any]) -> None:
@@ -81,6 +94,9 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
             signature.bind(None)
     except TypeError as error:
         raise UsageError(f"The loop is called with one argument, the run, and cannot be: {error}.") from None
+
+    if isinstance(loop, FunctionType):
+        _refuse_if_calls_run_nothing("The loop", loop.__code__.co_flags)
 
     # The names that its code reads, in cells and files of the user's.
     codes = list(own_code(loop))

@@ -115,7 +115,7 @@ def test_a_run_that_does_not_exist_yet_starts_and_then_continues_with_the_same_i
 
 
 def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
-    from raytrain.experiments.sweep import check_trials
+    from raytrain.experiments.sweep import resumed_trials
     from raytrain.experiments.trials import plan_sweep, trials_of
 
     options = config(images, tmp_path, name="rates", workers=1, batch_size="20/worker")
@@ -125,10 +125,10 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
         trial.store.put("config.json", resolved.to_json().encode())
         write_status(trial.store, RunStatus(status="stopped"))
     before = documents(tmp_path)
-    check_trials(trials_of(planned, options, "rates"))
+    assert resumed_trials(trials_of(planned, options, "rates"), options) == trials_of(planned, options, "rates")
     other = dataclasses.replace(options, batch_size="10/worker")
     with pytest.raises(UsageError, match="'rates-00' was made with batch size 20, and this run has 10"):
-        check_trials(trials_of(planned, other, "rates"))
+        resumed_trials(trials_of(planned, other, "rates"), options)
     assert documents(tmp_path) == before
 
 

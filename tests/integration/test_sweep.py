@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.experiments.trial_results import TrialResult
+from raytrain.experiments.trial_results import SweepSnapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import run_store
 from raytrain.runs.history import read_metrics
@@ -130,8 +129,8 @@ def test_a_trial_whose_process_dies_resumes_and_one_that_dies_again_ends_alone(i
 
 
 def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(ray_cluster: None, images: Path, tmp_path: Path) -> None:
-    def abort(trials: Sequence[TrialResult]) -> None:
-        if any(trial.evaluations for trial in trials):
+    def abort(snapshot: SweepSnapshot) -> None:
+        if any(trial.evaluations for trial in snapshot.trials):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -143,8 +142,8 @@ def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(ray_cluster: None, imag
 class StopOnceTraining(StopSignals):
     """Asks for a stop, as Ctrl-C does, once a trial was evaluated."""
 
-    def view(self, trials: Sequence[TrialResult]) -> None:
-        if any(trial.evaluations for trial in trials):
+    def view(self, snapshot: SweepSnapshot) -> None:
+        if any(trial.evaluations for trial in snapshot.trials):
             self.request_stop(StopReason("signal", "SIGINT"))
 
 
@@ -180,7 +179,8 @@ def wait_for_stop_on_two_workers(run: raytrain.Run) -> None:
 class StopOnTwoWorkers(StopSignals):
     """Asks for a stop once the trial on two workers has trained some steps."""
 
-    def view(self, trials: Sequence[TrialResult]) -> None:
+    def view(self, snapshot: SweepSnapshot) -> None:
+        trials = snapshot.trials
         if any(trial.name == "tried-01" and trial.status == "running" and trial.steps >= 6 for trial in trials):
             self.request_stop(StopReason("caller", "enough"))
 

@@ -79,8 +79,12 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
         file.write_text(json.dumps(content))
         with pytest.raises(UsageError, match=r"must have a number .* for each of the 2 classes .* 1, such as '[bc]'"):
             class_weights(str(file), manifest([0, 1]))
+    named = config(class_weights={"b": 3, "a": 0.5})  # which Python code may write as a dictionary
+    assert class_weights(named.class_weights, manifest([0, 1])) == (0.5, 3.0)
+    with pytest.raises(UsageError, match="for each of the 2 classes"):
+        class_weights('{"a": 1}', manifest([0, 1]))
     file.write_text("[1, 2]")
-    with pytest.raises(UsageError, match="must be balanced or a JSON file"):
+    with pytest.raises(UsageError, match="must be balanced, or JSON with a weight for each"):
         class_weights(str(file), manifest([0, 1]))
 
 

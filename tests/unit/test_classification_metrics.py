@@ -70,6 +70,7 @@ def test_the_summary_has_plain_values() -> None:
         "confusions": [{"truth": "cat", "answer": "dog", "images": 1}],
         "confusion": [[0, 0, 1], [0, 1, 1]],
         "accuracy_interval": None,
+        "interval_groups": None,
         "metrics": {},
     }
 

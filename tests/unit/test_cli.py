@@ -300,6 +300,12 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
     assert "Traceback" in log.read_text()
 
 
+def test_too_little_memory_is_one_sentence(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(train=failing(MemoryError("Unable to allocate 279. GiB")))
+    assert main(["train", "cifar10"]) == 2
+    assert capsys.readouterr().err.startswith("raytrain: This machine has too little memory (Unable to allocate 279.")
+
+
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_debug_shows_the_traceback(
     how: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -510,6 +516,19 @@ def test_runs_lists_the_runs_of_a_storage(storage: str, capsys: pytest.CaptureFi
     assert (run["name"], run["status"], run["step"], run["validation_accuracy"]) == ("first", "stopped", 20, 0.625)
 
 
+def test_a_file_in_place_of_a_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "file").touch()
+    for words in (["runs", "--storage", str(file)], ["watch", "--storage", str(file)], ["new", str(file)]):
+        assert main(words) == 2
+        assert f"raytrain: {file} is a file, but should be a folder; " in capsys.readouterr().err
+    assert main(["new", f"{file}/project"]) == 2
+    assert "is below a file" in capsys.readouterr().err
+    assert main(["new", "s3://bucket/project"]) == 2
+    assert "s3://bucket/project is not a folder of this machine" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "deep/project")]) == 0
+    assert sorted(path.name for path in (tmp_path / "deep/project").iterdir()) == ["README.md", "loop.py", "train.py"]
+
+
 def test_runs_reports_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--storage", str(tmp_path / "none")]) == 0
     assert "There are no runs" in capsys.readouterr().out
@@ -583,6 +602,7 @@ def test_compare_shows_runs_side_by_side(
     assert [run["options"] for run in last_line(capsys)["runs"]] == [{"translate": 4}, {"translate": 2}]
     assert main(["compare", "first", "--storage", storage]) == 2
     assert "takes two runs or more" in capsys.readouterr().err
+    assert main(["compare", "first", "first", "--storage", storage]) == 2  # twice the same
 
 
 def test_the_printed_train_command_has_the_options_of_the_run(storage: str, trained: list[TrainConfig]) -> None:

@@ -17,7 +17,7 @@ from raytrain.config.machines import Prices
 from raytrain.display.dashboard import progress_line
 from raytrain.display.event_text import stop_text
 from raytrain.errors import UsageError
-from raytrain.launch.prepare import resumed_options
+from raytrain.launch.prepare import resumed_options, settle_options
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.run_reader import RunReader
@@ -106,7 +106,19 @@ def test_a_resume_from_python_keeps_price_tags_and_note_that_it_does_not_give(gi
     stored: dict[str, Any] = {"price": ("3",), "tag": ("good",), "note": "drops late"}
     options: dict[str, Any] = {"data": "images", "batch_size": 1, "name": "run"}
     resumed = resumed_options(TrainConfig(**options, **given, resume=True), TrainConfig(**options, **stored))
-    assert {name: getattr(resumed, name) for name in stored} == stored | given
+    expected = stored | given | {"tag": ("good", *given.get("tag", ()))}  # tags are added: somebody may have set them
+    assert {name: getattr(resumed, name) for name in stored} == expected
+
+
+def test_a_limit_of_a_resume_goes_by_the_price_of_the_run(images: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_cost": 20.0, "resume": True}
+    for name, price in (("priced", ("3",)), ("unpriced", ())):
+        write_config(run_store(str(tmp_path), name), small_runs.config(images, tmp_path, name=name, price=price))
+    resumed = settle_options(small_runs.config(images, tmp_path, name="priced", **options))
+    assert (resumed.price, resumed.max_cost) == (("3",), 20.0)
+    for name in ("unpriced", "new"):  # which is not there yet, so that it would start
+        with pytest.raises(UsageError, match="--max-cost is 20, and no --price says what a machine or a GPU costs"):
+            settle_options(small_runs.config(images, tmp_path, name=name, **options))
 
 
 def test_a_resume_that_has_spent_its_limit_is_refused(images: Path, tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"model": "timm:resnet10x"},
         {"model": "no_such_package.nets:net"},
         {"loop": "no_such_file.py:train"},
+        {"loop": "my_loop.py"},
         {"weights": "no-such-file.pt"},
+        {"until": "accuracy=95"},
         {"compile": "reduce-overhead", "device": "cpu"},
         {"gradient_dtype": "bfloat16", "precision": "float64"},
         {"workers": 10_000, "device": "cpu", "address": "local", "data": "."},
@@ -63,8 +65,13 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         "--model timm:resnet10x is no network of timm (did you mean resnet10t",
         "--model no_such_package.nets:net: there is no module",
         "--loop: there",
+        "--loop my_loop.py names no function",
     ]
-    begins += ["--weights no-such-file.pt: there is no such file", "--compile is reduce-overhead, which records CUDA"]
+    begins += [
+        "--weights no-such-file.pt: there is no such file",
+        "--until is accuracy=95, which no evaluation",
+        "--compile is reduce-overhead, which records CUDA",
+    ]
     begins += ["--gradient-dtype is bfloat16, which keeps 8 of the 53", "--workers is 10000", "--workers is 10000"]
     begins += ["There is no folder", "A run called 'old' is in"]
     assert all(sentence.startswith(begin) for sentence, begin in zip(sentences, begins, strict=True)), sentences

@@ -15,6 +15,7 @@ from raytrain.data.labels.hold_out import hold_out_fold
 from raytrain.errors import UsageError
 from raytrain.experiments.trial_results import TrialResult, mean_of_folds
 from raytrain.recipes import custom
+from raytrain.runs.documents import read_config, run_store
 from tests.helpers.small_runs import make_images
 
 
@@ -52,8 +53,21 @@ def test_groups_are_in_one_fold_as_a_whole(images: Path) -> None:
         assert len(held_out) == 3 * len(of_fold) and abs(len(held_out) - len(manifest) / 3) <= 3
         seen += of_fold
     assert sorted(seen) == sorted({*groups})
-    with pytest.raises(UsageError, match="There are 11 groups, fewer than folds \\(12\\)"):
+    sentence = "12 folds need at least 12 groups, and the 33 images in .* are of 11 groups; take at most 11 folds"
+    with pytest.raises(UsageError, match=sentence):
         hold_out_fold(manifest, (1, 12), 0, groups)
+
+
+def test_groups_of_one_class_each_leave_no_fold_empty(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = opened(images, validation_fraction=0.5).train
+    names = [manifest.class_names(int(label))[0] for label in manifest.labels]
+    for num_groups_per_class in (2, 1):
+        groups = np.array([f"{name}{number % num_groups_per_class}" for number, name in enumerate(names)], object)
+        parts = [hold_out_fold(manifest, (number, 3), 0, groups) for number in (1, 2, 3)]
+        assert all(len(held_out) >= 5 for _, held_out in parts)
+        assert bool(caplog.records) == (num_groups_per_class == 1)
+    # With one group for each class, the networks never see the class that they are measured on.
+    assert "Fold 1/3 holds out all images of " in caplog.text and "cannot learn this class" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -66,7 +80,10 @@ def test_groups_are_in_one_fold_as_a_whole(images: Path) -> None:
             {"validation_fold": "1/5", "validation_fraction": 0.2},
             "--validation-fold and --validation-fraction both",
         ),
-        ({"validation_fold": "1/23"}, "blue, green, red in .* has fewer images than there are folds \\(23\\)"),
+        (
+            {"validation_fold": "1/23"},
+            "23 folds need 23 images of each class, and blue, green, red in .* have fewer \\(22 of blue\\); take at",
+        ),
     ],
 )
 def test_folds_that_cannot_be_are_refused(options: dict[str, Any], sentence: str, images: Path) -> None:
@@ -105,7 +122,13 @@ def test_each_fold_is_a_run_that_holds_out_its_part(images: Path, tmp_path: Path
         backend="local",
         device="cpu",
     )
+    # Folds that the images are too few for are refused before anything starts, and before a document is written.
+    with pytest.raises(UsageError, match="23 folds need 23 images of each class"):
+        raytrain.sweep(config, vary="seed=0,1", folds=23)
+    assert not [*tmp_path.iterdir()]
+
     result = raytrain.sweep(config, folds=2)
+    assert read_config(run_store(str(tmp_path), "cv")).validation_fold is None  # each trial has one of its own
     assert [(folds.num_folds, folds.num_measured) for folds in result.folds] == [(2, 2)]
     values = [trial.value or 0.0 for trial in result.trials]
     assert result.folds[0].mean == pytest.approx(sum(values) / 2)

@@ -16,6 +16,7 @@ from raytrain.errors import StorageError
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.logs import MAX_LINE, LogCopies, LogFile, LogReader, LogText, StoredLog, log_name, worker_log
 from raytrain.runs.redact import redact
+from raytrain.runs.status import RunStatus, write_status
 
 PRINTS = """
 import os, sys
@@ -168,3 +169,7 @@ def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.
     assert "step 1" in capsys.readouterr().out
     assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 0
     assert "There is nothing yet." in capsys.readouterr().out
+    write_status(store, RunStatus(status="finished", num_workers=2))
+    assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 2
+    assert "--worker is 2, and run 'first' has 2 workers, counted from 0." in capsys.readouterr().err
+    assert main(["logs", "first", "--worker", "-1", "--storage", str(tmp_path)]) == 2

@@ -23,6 +23,7 @@ from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html
+from raytrain.errors import UsageError
 from raytrain.runs.documents import run_store
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
@@ -170,6 +171,14 @@ def test_the_images_are_those_of_the_first_batch(tmp_path: Path, mixing: dict[st
     likeliest = [label.split(" ")[1].strip(",") if "%" in label else label for label in result.first_images.labels]
     assert likeliest == [CLASSES[label] for label in seen[0].labels[:40].tolist()]
     assert any("%" in label for label in result.first_images.labels) is bool(mixing)
+
+
+def test_what_cannot_be_looked_at_is_refused_before_images_are_listed(tmp_path: Path) -> None:
+    nowhere = config(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(UsageError, match="--limit-s is -1; it must be at least 0"):
+        look_at(nowhere, limit_s=-1)
+    with pytest.raises(UsageError, match="--write-labels takes the labels of a run"):
+        look_at(nowhere, write_labels="labels.csv")
 
 
 def test_the_command_writes_the_picture_without_ray(images: Path) -> None:

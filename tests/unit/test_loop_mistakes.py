@@ -23,6 +23,8 @@ REFUSED = {
     "two arguments": ("def train(run, config): ...", "needs 2 arguments, run, config, and a loop is called with one"),
     "no argument": ("def train(): ...", "takes no argument, and a loop is called with one"),
     "one by its name": ("def train(run, *, config): ...", "needs 2 arguments, run, config"),
+    "a generator": ("def train(run):\n    yield run", "has yield or async, so that a call runs nothing of it"),
+    "a coroutine": ("async def train(run): ...", "has yield or async, so that a call runs nothing of it"),
     "a name": (
         "def train(run):\n    model = 1\n    print(modle)",
         r"name 'modle' is not defined \(did you mean model\?\) \(loop.py, line 3: `print\(modle\)`\)",
@@ -44,6 +46,12 @@ TAKEN = {
     "a global variable": "def train(run):\n    global size\n    size = 1\n    print(size)",
     "a class": "class Net:\n    width = 3\n    double = 2 * width\n    def f(self): __class__\ndef train(run): Net()",
     "a decorator": "def of(f): return lambda run: f(run, 1)\n@of\ndef train(run, config): ...",
+    "a coroutine that is decorated": "import asyncio\ndef of(f): return lambda run: asyncio.run(f(run))\n@of\n"
+    "async def train(run): ...",
+    "one that is replaced": "import asyncio\nasync def train(run): ...\ninner = train\n"
+    "def train(run): asyncio.run(inner(run))",
+    "one in an assignment": "import asyncio\nasync def train(run): ...\ninner = train\n"
+    "train = lambda run: asyncio.run(inner(run))",
     "an assignment": "import functools\ndef two(run, n): ...\ntrain = functools.partial(two, n=1)",
     "an attribute of its own": "def train(run):\n    run.best = 0\n    print(run.best)",
     "a run of another kind": "def train(run):\n    for run in [1]: run.bit_length()",
@@ -85,6 +93,10 @@ def with_a_wrong_attribute(run: Any) -> None:
     inner()
 
 
+def with_a_yield(run: Any) -> Any:
+    yield run
+
+
 def with_two_arguments(run: Any, config: Any) -> None: ...
 
 
@@ -99,6 +111,7 @@ class Loops:
         (with_a_wrong_name, "The loop: NameError: name 'no_such_name' is not defined"),
         (functools.partial(with_a_wrong_name), "The loop: NameError: name 'no_such_name' is not defined"),
         (with_a_wrong_attribute, r"a run has no 'epohcs' \(did you mean epochs\?\) \(test_loop_mistakes.py, line \d+"),
+        (with_a_yield, "The loop has yield or async, so that a call runs nothing of it; a loop is a plain function"),
         (with_two_arguments, "The loop is called with one argument, the run, and cannot be: missing a required"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch import notification
-from raytrain.launch.notification import Notification, message_of, notify_target
+from raytrain.launch.notification import Notification, check_notify, message_of, notify_target
 from raytrain.launch.ray.submit import check_command
 from raytrain.runs.outcome import StopReason, train_command
 from raytrain.runs.redact import redact
@@ -142,6 +142,15 @@ def test_a_variable_may_hold_the_url(webhook: Webhook, monkeypatch: pytest.Monke
     assert len(webhook.messages) == 2
     with pytest.raises(UsageError, match="--notify names the variable NOPE, which is not set; set it to a URL or a"):
         notify_target(options("$NOPE"))
+
+
+def test_what_can_send_no_message_is_refused_at_the_start() -> None:
+    for target in ("me@example.com", "hooks.example.com/services/1", "no-such-command --quiet"):
+        with pytest.raises(UsageError, match="--notify is no URL, which begins with https://") as refused:
+            check_notify(options(target))
+        assert target not in str(refused.value), "it may be a secret"
+    for target in ("https://example.com/hook", "true", "cd /tmp && true", "TO=me true", "( true )", " "):
+        check_notify(options(target))
 
 
 def test_the_url_is_in_no_text_about_the_run() -> None:

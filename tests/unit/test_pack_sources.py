@@ -274,6 +274,18 @@ def test_a_tar_of_class_folders(images: Path, tmp_path: Path) -> None:
     assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
 
 
+def test_shards_do_not_hide_images_that_are_there(images: Path, tmp_path: Path) -> None:
+    one, other = unique(images, 2)
+    tar = write_tar(tmp_path / "a.tar", {"cat/1.png": one, "dog/1.png": other})
+    (tmp_path / "full/bird").mkdir(parents=True)
+    (tmp_path / "full/bird/1.PNG").write_bytes(one)
+    with pytest.raises(UsageError, match=r"full has images already, such as bird/1.PNG, and --data would read the sh"):
+        packed(tar, tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["bird"]
+    for _ in range(2):  # what a pack has written before is no obstacle
+        packed(tar, tmp_path / "new")
+
+
 def test_a_tar_whose_labels_are_elsewhere_is_refused(images: Path, tmp_path: Path) -> None:
     one, other = unique(images, 2)
     members = {"0.jpg": one, "1.jpg": other, "0.cls": b"a", "1.cls": b"b"}

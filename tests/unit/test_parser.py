@@ -53,6 +53,20 @@ def parsed(line: str) -> TrainConfig:
     return config
 
 
+def test_the_flags_of_no_command_are_known_to_a_typo() -> None:
+    assert "did you mean --version" in refused("--verison")
+    assert refused("train --data x digits").startswith("digits is a recipe, which comes first, as in `raytrain train d")
+    assert refused("stop first --hlep") == "There is no option --hlep (did you mean --help?)."
+
+
+def test_an_empty_word_of_a_shell_is_refused() -> None:
+    assert refused("train digits --data x --name ''") == "The value of --name is empty; give one, or leave it out."
+    assert refused("sweep digits --data x --test-data=").startswith("The value of --test-data is empty")
+    assert refused("train digits --data x --tag a ''").startswith("The value of an argument is empty")
+    assert refused("stop ''").startswith("The value of an argument is empty")
+    assert parsed("train digits --data x --note ''").note == ""
+
+
 def refused(line: str) -> str:
     with pytest.raises(UsageError) as error:
         parse(shlex.split(line), COMMANDS)
@@ -180,7 +194,8 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train cifar10 --recipe digits", "There is no option --recipe"),
-        ("find-rate cifar10 --rates 1 --resume", "There is no option --resume"),
+        ("find-rate cifar10 --rates 1 --resume", "There is no option --resume here; `raytrain train` and `raytrain sw"),
+        ("train cifar10 --rates 1", "There is no option --rates here; `raytrain find-rate` has it."),
         ("train cifar10 --epochs many", "--epochs is 'many'; it must be a whole number."),
         ("train cifar10 --max-steps 1.5", "--max-steps is '1.5'; it must be a whole number."),
         ("train cifar10 --weight-decay x", "--weight-decay is 'x'; it must be a number."),

@@ -38,6 +38,7 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.model import build_model
 from tests.helpers.image_files import encoded
+from tests.helpers.stored_histories import store_run
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 pytestmark = pytest.mark.not_quick
@@ -141,6 +142,17 @@ def test_one_machine_evaluates_and_predicts_without_ray(trained: Path, images: P
     assert [row["key"] for row in rows] == [str(file.relative_to(images)) for file in files]
     assert [row["label"] for row in rows] == [label for label, _ in answers]
     assert [row["score"] for row in rows] == pytest.approx([score for _, score in answers], abs=1e-5)
+
+
+def test_no_networks_at_all_are_refused(trained: Path, images: Path) -> None:
+    with pytest.raises(UsageError, match="--workers is 0; it must be at least 1"):
+        raytrain.evaluate("first", str(images), storage=str(trained), workers=0)
+
+
+def test_a_run_that_looked_for_a_rate_says_that_it_keeps_no_checkpoint(tmp_path: Path) -> None:
+    store_run(tmp_path, "rates", [], status="finished", schedule="rising")
+    with pytest.raises(UsageError, match="'rates' has looked for a learning rate, and such a run keeps no checkpoint"):
+        raytrain.load("rates", storage=str(tmp_path))
 
 
 def test_an_image_that_kills_its_decoder_is_an_error_of_that_image(

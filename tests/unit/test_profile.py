@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from raytrain.diagnostics.profile import PHASES, Ranges, advice, phase_seconds
+from raytrain.diagnostics.profile import PHASES, Ranges, advice, phase_seconds, profile
+from raytrain.errors import StorageError, UsageError
 from raytrain.recipes import digits
 
 
@@ -49,3 +52,11 @@ def test_several_backwards_of_a_step_leave_the_time_between_them_to_the_forward(
 def test_the_advice_rests_on_the_largest_share(slow: str, words: str) -> None:
     config = digits(channels_last=False, compile=True, precision="float32")
     assert words in advice({name: 0.70 if name == slow else 0.05 for name in PHASES}, config)
+
+
+def test_traces_are_refused_where_they_cannot_be_before_it_trains(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=f"{file} is a file, but should be a folder"):
+        profile(digits(data="nowhere"), output=file)
+    with pytest.raises(UsageError, match="traces are written into a folder of this machine"):
+        profile(digits(data="nowhere"), output="s3://bucket/traces")

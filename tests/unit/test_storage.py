@@ -233,13 +233,21 @@ def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
 
 def test_a_file_instead_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    for check in (
-        open_store(str(tmp_path / "file")).check_readable,
-        open_store(str(tmp_path / "file/runs")).check_writable,
+    for folder, what in (
+        ("file", "file is a file, but should be a folder; check the path."),
+        ("file/runs", "file/runs is below a file, not below a folder; check the path."),
     ):
-        with pytest.raises(StorageError, match=r"below a file|a file") as raised:
-            check()
-        assert sentence(raised)
+        with pytest.raises(StorageError) as raised:
+            open_store(str(tmp_path / folder)).check_readable()
+        assert str(raised.value) == f"{tmp_path}/{what}"
+    with pytest.raises(StorageError, match=r"file/runs is below a file, not below a folder"):
+        open_store(str(tmp_path / "file/runs")).check_writable()
+
+
+def test_a_folder_instead_of_a_file_is_not_to_be_removed(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as raised:
+        read_input(str(tmp_path))
+    assert str(raised.value) == f"{tmp_path} is a folder, but should be a file; check the path."
 
 
 @pytest.mark.parametrize(

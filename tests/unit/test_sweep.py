@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,18 @@ from raytrain import TrainConfig, UsageError
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
-from raytrain.experiments.trial_results import TrialResult
+from raytrain.experiments.trial_results import SweepSnapshot
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import METRICS, SUMMARY, read_json, run_store, write_config
+from raytrain.runs.documents import METRICS, SUMMARY, read_config, read_json, run_store, write_config
 from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.records import tag_run
 from raytrain.runs.status import read_status
 from tests.helpers.run_records import write_summary
 from tests.helpers.small_runs import config as small_config
@@ -171,15 +172,16 @@ def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_ar
 
     stopped = threading.Event()
 
-    def view(trials: Sequence[TrialResult]) -> None:
+    def view(snapshot: SweepSnapshot) -> None:
         if signals.stop_request is not None:
-            asked.append(trials)
+            asked.append(snapshot)
             if len(asked) > 1:  # the trials were told after the first look
                 stopped.set()
 
-    asked: list[Sequence[TrialResult]] = []
+    asked: list[SweepSnapshot] = []
     trainer.accuracy = accuracy
-    first = raytrain.sweep(options(images, tmp_path), vary=["seed=0,1,2"], view=view, signals=signals)
+    described: dict[str, Any] = {"tag": ("mine",), "note": "all"}
+    first = raytrain.sweep(options(images, tmp_path, **described), vary=["seed=0,1,2"], view=view, signals=signals)
     assert {trial.name: trial.status for trial in first.trials} == {
         "tried-00": "finished",
         "tried-01": "stopped",
@@ -187,9 +189,13 @@ def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_ar
     }
     assert (first.status, first.stop_reason) == ("stopped", StopReason("caller", "enough"))
     again = train_with(lambda config, epoch: 0.5)
-    result = raytrain.sweep(options(images, tmp_path, resume=True))
+    # What somebody has said of a trial meanwhile stays; what is new in the sweep is new in each trial.
+    tag_run(str(tmp_path), "tried-01", add=["odd"], remove=["mine"], note="looks good")
+    result = raytrain.sweep(options(images, tmp_path, resume=True, tag=("mine", "late"), note="all"))
     assert again.started == [("tried-01", True), ("tried-02", False)]
     assert {trial.status for trial in result.trials} == {"finished"}
+    found = [(run.tag, run.note) for run in (read_config(run_store(str(tmp_path), f"tried-0{n}")) for n in (1, 2))]
+    assert found == [(("odd", "late"), "looks good"), (("mine", "late"), "all")]
 
 
 @pytest.mark.parametrize("more", [{"random_resized_crop": True}, {"cache": "none"}])

@@ -12,20 +12,21 @@ import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
-from raytrain.experiments.trial_results import SweepResult, TrialResult
+from raytrain.experiments.trial_results import SweepResult, SweepSnapshot, TrialResult
 from raytrain.recipes import custom
 from tests.helpers.stored_runs import make_run
 
 
-def statuses(*changed: TrialResult) -> list[TrialResult]:
+def statuses(*changed: TrialResult, dollars: float | None = None) -> SweepSnapshot:
     """How four trials stand: ``changed``, and the others wait."""
     points = [{"learning_rate": rate, "optimizer": name} for rate in (0.001, 0.1) for name in ("sgd", "adamw")]
     waiting = [TrialResult(name=f"rates-{number:02d}", values=point, run_dir="") for number, point in enumerate(points)]
     known = {status.name: status for status in changed}
-    return [replace(known.get(each.name, each), values=each.values) for each in waiting]
+    trials = tuple(replace(known.get(each.name, each), values=each.values) for each in waiting)
+    return SweepSnapshot(trials=trials, dollars=dollars)
 
 
-def some_started() -> list[TrialResult]:
+def some_started() -> SweepSnapshot:
     running = TrialResult(
         name="rates-00",
         values={},
@@ -62,6 +63,25 @@ def test_the_table_shows_each_trial_with_its_values() -> None:
     assert rows["rates-00"] == ["rates-00", "0.001", "sgd", "running", "2/3", "0.750", "0.5000", "–"]
     assert rows["rates-03"][:4] == ["rates-03", "0.1", "adamw", "waiting"]
     assert "1 running, 1 failed, 2 waiting" in seen
+
+
+def test_dollars_of_each_trial_and_of_the_whole_are_shown_while_it_trains() -> None:
+    running = TrialResult(name="rates-00", values={}, run_dir="", status="running", dollars=0.25)
+    over = replace(running, name="rates-01", status="finished", dollars=1234.5)
+    snapshot = statuses(running, over, dollars=1100.25)
+    seen = text(live_table(snapshot, 20))
+    costs = {line.split()[0]: line.split()[-1] for line in seen.splitlines() if line.strip().startswith("rates-")}
+    assert costs == {"rates-00": "$0.2500", "rates-01": "$1,234.50", "rates-02": "–", "rates-03": "–"}
+    assert "1 running, 1 finished, 2 waiting; $1,100.25 for the whole sweep" in seen
+    assert "cost" not in text(live_table(some_started(), 20)) and "$" not in text(live_table(some_started(), 20))
+
+    # Without a terminal, and in the end.
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with SweepTerminalView(console) as view:
+        view.update(snapshot)
+    assert console.file.getvalue().splitlines()[1].endswith("finished  $1,234.50")  # type: ignore[attr-defined]
+    seen = text(results_table(replace(result(), trials=snapshot.trials, dollars=1100.25), custom()))
+    assert "$1,234.50" in seen and "cost of the whole sweep $1,100.25" in seen
 
 
 def test_a_short_screen_shows_the_trials_that_are_training() -> None:

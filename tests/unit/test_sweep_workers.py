@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.display.sweep import results_table, sweep_figure
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
-from raytrain.experiments.trial_results import SweepResult, TrialResult
+from raytrain.experiments.trial_results import SweepResult, SweepSnapshot
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
@@ -51,7 +51,7 @@ class Trainer:
         self._looks_since_stop = 0
         self._all_are_asked = threading.Event()
 
-    def view(self, trials: Sequence[TrialResult]) -> None:
+    def view(self, snapshot: SweepSnapshot) -> None:
         """Look at the sweep: it has passed a request to stop on before the second look after that."""
         self._looks_since_stop += self.signals.stop_request is not None
         if self._looks_since_stop > 1:

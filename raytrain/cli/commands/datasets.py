@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from raytrain.cli.command import CommandResult, Storage
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import shell_command
+from raytrain.storage.open import open_store
 
 
 def fetch_dataset(
@@ -109,11 +110,13 @@ def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training
     return CommandResult(summary(result, storage), result.summary())
 
 
-def new(folder: Annotated[Positional[str], arg(help="New or empty folder.")]) -> CommandResult:
+def new(folder: Annotated[Positional[str], arg(help="New folder, or one without such files.")]) -> CommandResult:
     """Start a project: a training loop of your own, and a script that trains it.
 
     Example: raytrain new my-project
     """
+    if "://" in folder:
+        raise UsageError(f"{folder} is not a folder of this machine; give one: a loop travels to a cluster from there.")
     target = Path(folder)
     with as_file(files("raytrain.cli") / "project_template") as template:
         names = sorted(path.name for path in template.iterdir() if path.is_file())
@@ -121,6 +124,7 @@ def new(folder: Annotated[Positional[str], arg(help="New or empty folder.")]) ->
         existing = [name for name in names if (target / name).exists()]
         if existing:
             raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
+        open_store(folder).check_writable()
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
             shutil.copyfile(template / name, target / name)

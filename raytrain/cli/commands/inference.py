@@ -116,9 +116,8 @@ def predict(
     result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
     if result.errors and result.errors == result.images:
         reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
-        raise UsageError(
-            f"None of {result.images:,} images of {result.data} can be decoded ({reason}); check the files."
-        )
+        whose = files[0] if len(files) == 1 else f"None of {result.images:,} images of {result.data}"
+        raise UsageError(f"{whose} can{'not' if len(files) == 1 else ''} be decoded ({reason}); check the files.")
     summary = result.summary()
     about = key_value_table(summary)
     if output:

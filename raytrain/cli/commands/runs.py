@@ -182,12 +182,18 @@ def logs(
 
     Example: raytrain logs first --worker 1 --follow
     """
+    from raytrain.display.console import format_count
     from raytrain.display.run_tables import LogLines
     from raytrain.monitor.run_reader import RunReader, follow_run
     from raytrain.runs.documents import open_run
     from raytrain.runs.logs import DRIVER, LogReader, worker_log
 
     reader, texts = RunReader(open_run(storage, run), run), list[str]()
+    if worker is not None:
+        num_workers = reader.snapshot().num_workers
+        if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
+            workers = format_count(num_workers, "worker")
+            raise UsageError(f"--worker is {worker}, and run {run!r} has {workers}, counted from 0.")
     lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
     # Without --driver and --worker, these are the events of the run; with them, what these processes printed.
     processes = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
@@ -234,8 +240,12 @@ def watch(
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import HomeRuns, StoredRuns
     from raytrain.experiments.trials import names_of
+    from raytrain.runs.documents import run_names
+    from raytrain.storage.open import open_store
 
     # A sweep stands for its trials; without names, the page begins with the list of all.
+    if not runs:
+        run_names(open_store(storage))  # refuses storage that cannot be listed
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
         print_address(server)

@@ -39,7 +39,7 @@ from raytrain.storage.store import Store
 BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 _log = logging.getLogger("raytrain")
-_STRAY = "images that are in no class folder"
+_STRAY = "images outside of class folders"
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
+
+_log = logging.getLogger("raytrain")
 
 HELD_OUT_FRACTION = 0.1
 """Fraction of each class that is held out for validation if neither images nor --validation-fraction are given."""
@@ -53,41 +56,73 @@ def hold_out_fold(
     Raises UsageError if there are fewer images of a class, or fewer groups, than folds.
     """
     number, num_folds = fold
-    if manifest.label_sets is not None and groups is None:
-        groups = np.arange(len(manifest)).astype(object)  # each image is a group of its own
-    fold_of = np.zeros(len(manifest), np.int64)
-    if groups is not None:
-        fold_of = _folds_of_groups(manifest, groups, num_folds, seed)
+    if groups is None and manifest.label_sets is None:
+        fold_of = _folds_of_classes(manifest, num_folds, seed)
     else:
-        counts = manifest.class_counts()
-        if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < num_folds]:
-            raise UsageError(
-                f"{first_names(few)} in {manifest.url} has fewer images than there are folds ({num_folds}); take fewer "
-                "folds, or remove the class."
-            )
-        for label in range(len(manifest.classes)):
-            members = np.flatnonzero(manifest.labels == label)
-            shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
-            fold_of[shuffled] = (np.arange(len(members)) + label) % num_folds  # the folds get equal numbers of all
+        fold_of = _folds_of_groups(manifest, groups, num_folds, seed)
     held_out = fold_of == number - 1
-    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
+
+    # A class that is in one group, or in one image, has no training image where that is held out.
+    training = manifest.select(np.flatnonzero(~held_out))
+    counts = zip(manifest.classes, manifest.class_counts(), training.class_counts(), strict=True)
+    if missing := [name for name, count, count_left in counts if count and not count_left]:
+        _log.warning(
+            "Fold %d/%d holds out all images of %s: its network cannot learn %s.",
+            number,
+            num_folds,
+            first_names(missing),
+            "this class" if len(missing) == 1 else f"these {len(missing):,} classes",
+        )
+    return training, manifest.select(np.flatnonzero(held_out))
+
+
+def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the fold of each image, (N,): those of a class are dealt out, each class from another fold on."""
+    counts = manifest.class_counts()
+    if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < num_folds]:
+        fewest = int(counts.min())
+        advice = f"take at most {fewest:,} folds, or remove" if fewest > 1 else "add images, or remove"
+        raise UsageError(
+            f"{num_folds:,} folds need {num_folds:,} images of each class, and {first_names(few)} in {manifest.url} "
+            f"{'have' if len(few) > 1 else 'has'} fewer ({fewest:,} of {manifest.classes[counts.argmin()]}); {advice} "
+            f"{'these classes' if len(few) > 1 else 'the class'}."
+        )
+    fold_of = np.zeros(len(manifest), np.int64)
+    for label in range(len(manifest.classes)):
+        members = np.flatnonzero(manifest.labels == label)
+        shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
+        fold_of[shuffled] = (np.arange(len(members)) + label) % num_folds  # the folds get equal numbers of all
+    return fold_of
 
 
 def _folds_of_groups(
-    manifest: Manifest, groups: npt.NDArray[np.object_], num_folds: int, seed: int
+    manifest: Manifest, groups: npt.NDArray[np.object_] | None, num_folds: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the fold of each image, (N,): each group, the largest first, goes where the classes lack most of it."""
-    names, group = np.unique(groups.astype(str), return_inverse=True)
+    """Return the fold of each image, (N,): each group, the largest first, goes where the classes lack most of it.
+
+    Without ``groups``, (N,), each image is a group of its own.
+    """
+    of_images = np.arange(len(manifest)) if groups is None else groups.astype(str)
+    names, group = np.unique(of_images, return_inverse=True)
     if len(names) < num_folds:
-        raise UsageError(f"There are {len(names):,} groups, fewer than folds ({num_folds}); take fewer folds.")
+        what = "images" if groups is None else "groups"
+        raise UsageError(
+            f"{num_folds:,} folds need at least {num_folds:,} {what}, and the {len(manifest):,} images in "
+            f"{manifest.url} {f'are of {len(names):,} groups' if groups is not None else 'are fewer'}; "
+            + (f"take at most {len(names):,} folds." if len(names) > 1 else "folds cannot divide them.")
+        )
     shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
     fold_of_group, filled = np.zeros(len(names), np.int64), np.zeros((num_folds, shares.shape[1]))
+    num_images = np.zeros(num_folds, np.int64)
     for index in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        # The sum of squares over all folds grows least where the group's classes are rarest so far.
-        growth = ((filled + shares[index]) ** 2 - filled**2).sum(axis=1)
-        fold_of_group[index] = growth.argmin()
-        filled[growth.argmin()] += shares[index]
+        # The sum of squares over all folds grows least where the group's classes are rarest so far. Where it grows by
+        # the same, as for groups of one class each, the fold with the fewest images gets the group: none stays empty.
+        growth = (shares[index] * (2 * filled + shares[index])).sum(axis=1)
+        chosen = np.where(growth <= growth.min() * (1 + 1e-9), num_images, len(manifest)).argmin()
+        fold_of_group[index] = chosen
+        filled[chosen] += shares[index]
+        num_images[chosen] += sizes[index]
     return fold_of_group[group]
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.config.data import check_label_pattern
@@ -37,7 +40,7 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
     images = list_images(store)
     keys: list[str] = images.keys.to_pylist()
     expression = check_label_pattern(pattern)
-    matches = [expression.search(key if "/" in pattern else key.rpartition("/")[2]) for key in keys]
+    matches = _matches(keys, pattern)
 
     # A pattern that misses many files is a wrong one.
     missed = [key for key, match in zip(keys, matches, strict=True) if match is None]
@@ -77,3 +80,20 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
 def digest_of_pattern(pattern: str) -> str:
     """Return a digest in place of that of the labels that a pattern finds: a resume knows it without listing them."""
     return hashlib.sha256(f"--label-pattern {pattern}".encode()).hexdigest()
+
+
+def groups_in_names(keys: Sequence[str], pattern: str, group_by: str) -> npt.NDArray[np.object_] | None:
+    """Return what the group ``group_by`` of ``pattern`` finds in the name of each image, (n,).
+
+    Return None if a name does not match, as that of an image from elsewhere may not.
+
+    Example: ``groups_in_names(["p1_cat_3.jpg"], r"(?P<patient>p\\d+)_(?P<label>.+)_", "patient")``
+    """
+    found = [match and (match[group_by] or "") for match in _matches(keys, pattern)]
+    return None if None in found else np.array(found, object)
+
+
+def _matches(keys: Sequence[str], pattern: str) -> list[re.Match[str] | None]:
+    """Return what ``pattern`` finds in the name of each file or, if it has a slash, in its path."""
+    expression = check_label_pattern(pattern)
+    return [expression.search(key if "/" in pattern else key.rpartition("/")[2]) for key in keys]

@@ -71,8 +71,8 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
         )
     check_named(config)
     check_places(config)
-    if config.loop is not None and ":" not in config.loop:
-        raise UsageError(f"--loop {config.loop} names no function; write package.module:function or file.py:function.")
+    if config.loop is not None:
+        check_module("--loop", config.loop)
     for option, name in own_functions(config):
         check_module(flag(option), name)
         check_named_function(flag(option), name, is_loop=option == "loop", runs_here=False)
