@@ -9,9 +9,11 @@ local batch ends. A cache holds the blocks of the whole data set, in an order th
 
 from __future__ import annotations
 
+import atexit
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -310,10 +312,11 @@ class Prefetch(Iterator[T]):
     """The items of ``items``, produced by a thread up to ``depth`` ahead, starting now.
 
     An exception is raised where its item would have come. The thread closes ``items`` (a generator's ``finally`` runs
-    there) when they are exhausted or :meth:`close` was called.
+    there) when they are exhausted, when :meth:`close` was called, or when the process ends.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
+        _prefetches.add(self)
         self._items = items
         self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
@@ -357,3 +360,19 @@ class _End:
     """Marks the end of the items."""
 
     error: BaseException
+
+
+_prefetches: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
+_ENDS_WITHIN_S = 5.0
+
+
+@atexit.register
+def _end_prefetches() -> None:
+    """End the threads of this process before Python does: one that frees a tensor meanwhile aborts the process.
+
+    The memory of a tensor may be an array of NumPy, for which torch takes the interpreter's lock in a destructor. A
+    thread that asks for it in an ending interpreter is ended by an exception, which no destructor lets through.
+    """
+    for wait_s in (0.0, _ENDS_WITHIN_S):  # all of them are asked first
+        for prefetch in list(_prefetches):
+            prefetch.close(wait_s)

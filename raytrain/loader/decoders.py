@@ -232,12 +232,14 @@ class Decoders(AbstractContextManager["Decoders"]):
 
     def _fail(self, error: Exception) -> None:
         self._broken = error
-        while self._waiting:
-            _, (future, _, _) = self._waiting.popitem()
-            future.set_exception(error)
+        with suppress(KeyError):  # all are gone, of which other threads may have taken some
+            while True:
+                _, (future, _, _) = self._waiting.popitem()
+                future.set_exception(error)
 
     def __exit__(self, *exception: object) -> None:
-        self._broken = RuntimeError("the processes that decode have been closed")
+        # Nobody waits for a block any more, and who asks for one learns why there are none.
+        self._fail(self._broken or RuntimeError("the processes that decode have been closed"))
         with self._sending:
             for connection in self._connections:
                 with suppress(OSError):  # it has ended

@@ -32,7 +32,7 @@ def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "other"), [("until", "accuracy=0.0", "accuracy=1.1"), ("patience", 1, None)]
+    ("option", "value", "other"), [("until", "accuracy=0.0", "loss=0.000001"), ("patience", 1, None)]
 )
 def test_a_run_that_an_option_has_stopped_waits_for_another_value_of_it(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, option: str, value: object, other: object

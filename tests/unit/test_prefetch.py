@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -61,3 +63,24 @@ def test_close_closes_the_source_in_its_own_thread() -> None:
     next(prefetch)
     prefetch.close(TIMEOUT_S)
     assert closed_by == ["prefetch"]
+
+
+_LEAVES_A_PREFETCH = """
+from itertools import count
+from raytrain.data.blocks import Prefetch
+
+def items():
+    try:
+        yield from count()
+    finally:
+        print("the thread has ended")
+
+prefetch = Prefetch(items(), depth=2)
+print(next(prefetch))
+"""
+
+
+@pytest.mark.not_quick
+def test_the_thread_ends_before_the_process_does() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVES_A_PREFETCH], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\nthe thread has ended\n"
