@@ -261,6 +261,14 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 f"{flag(option)} is {asked}, and the run was started with {stored}; resume with that, or start another "
                 "run from its --weights."
             )
+    # Which images are held out was decided at its start; images that were trained on would be measured otherwise.
+    for option in ("validation_fraction", "validation_fold"):
+        asked, stored = getattr(config, option), getattr(before, option)
+        if asked not in (None, stored):
+            raise UsageError(
+                f"{flag(option)} is {asked}, and the run was started with {stored or 'none'}, which decided on the "
+                "images held out for validation; omit it, or start another run."
+            )
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
     # So are those that describe the run: without its price, what it has cost so far would be lost, and its note may be
     # newer than the script that resumes it. Its tags stay beside those that are given, for the same reason.

@@ -57,6 +57,14 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         a_label_file,
         r"was made with other labels \(digest none, but class folders\), and --labels has [0-9a-f]{8}…",
     ),
+    "validation fold": (
+        lambda *_: {"validation_fold": "2/5", "validation_data": None},
+        "--validation-fold is 2/5, and the run was started with none",
+    ),
+    "validation fraction": (
+        lambda *_: {"validation_fraction": 0.3, "validation_data": None},
+        "--validation-fraction is 0.3, and the run was started with none",
+    ),
     "model": (lambda *_: {"model": "resnet18"}, "was made with model tests.* and this run has resnet18"),
     "batch size": (lambda *_: {"batch_size": 10}, "was made with batch size 20, and this run has 10"),
     "seed": (lambda *_: {"seed": 1}, "was made with seed 0, and this run has 1"),
