@@ -245,7 +245,7 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     """Return the options of a run that resumes: those that ``config`` leaves open are as ``before``.
 
     On another number of workers, a run thus keeps its global batch and its learning rate. Raises UsageError if one
-    differs that decides how the state in checkpoints is laid out.
+    differs that decides how the state in checkpoints is laid out, or which images are held out.
     """
     # What the images were to decide, they have decided.
     if config.open_options:
@@ -262,7 +262,7 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "run from its --weights."
             )
     # Which images are held out was decided at its start; images that were trained on would be measured otherwise.
-    for option in ("validation_fraction", "validation_fold"):
+    for option in ("validation_fraction", "validation_fold", "group_by"):
         asked, stored = getattr(config, option), getattr(before, option)
         if asked not in (None, stored):
             raise UsageError(

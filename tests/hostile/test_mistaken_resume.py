@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, TrainingFailed, UsageError
-from raytrain.launch.prepare import prepare, settle_options
+from raytrain.launch.prepare import prepare, resumed_options, settle_options
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, documents, local_config
@@ -142,3 +142,9 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
 
 def resumed(images: Path, storage: Path, **options: Any) -> TrainConfig:
     return dataclasses.replace(local_config(images, storage), **{"resume": True, **options})
+
+
+def test_other_groups() -> None:
+    before = TrainConfig(data="images", labels="labels.csv", batch_size=8, group_by="patient")
+    with pytest.raises(UsageError, match="--group-by is clinic, and the run was started with patient"):
+        resumed_options(dataclasses.replace(before, group_by="clinic"), before)
