@@ -50,9 +50,10 @@ from raytrain.launch.prepare import (
     settle_options,
 )
 from raytrain.launch.session import RunSession
+from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
-from raytrain.loader.process_images import ProcessImages, machine_cache
+from raytrain.loader.process_images import ProcessImages, machine_cache, start_decoding
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
 from raytrain.monitor.snapshot import Snapshot, View
@@ -152,6 +153,7 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
 
     with ExitStack() as opened:
         signals = opened.enter_context(request.signals)
+        processes = group.everywhere(lambda: start_decoding(config.data or "", opened))
         inputs, launch = _prepare_on_first(config, request, trackers, group, device, opened)
         messages = GroupMessages(inputs.key) if world_size > 1 else None
         if launch is not None:
@@ -162,7 +164,7 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
         failure: BaseException | None = None
         outcome = run = reports = None
         try:
-            spec, run = _make_run(inputs, request, group, device, reporter, opened)
+            spec, run = _make_run(inputs, request, group, device, reporter, processes, opened)
             if report is not None:
                 reports = _start_reports(report, run, spec, messages, signals)
             if launch is not None and reports is not None:
@@ -281,6 +283,7 @@ def _make_run(
     group: ProcessGroup,
     device: torch.device,
     reporter: AttachedCoordinator | MessageReporter,
+    processes: Sequence[NewProcess],
     opened: ExitStack,
 ) -> tuple[RunSpec, Run]:
     """Return this process's part of the run, as a worker of any backend puts it together, and its spec."""
@@ -299,7 +302,7 @@ def _make_run(
     # Then the images. One of them may have ended an attempt before: a run that resumes decodes in isolation.
     cache = machine_cache(config, data, first_step, group, opened)
     loads = config.worker_load or (1.0,) * world_size
-    source = ProcessImages(config, data, rank, loads, cache, reporter, isolated=config.resume)
+    source = ProcessImages(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
     opened.enter_context(source)
     note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
     images = opened.enter_context(transformed(source, config, spec.transforms, note))

@@ -14,6 +14,8 @@ been taken, or ``_END``.
 
 The processes of a run are forked from its worker, which takes no time, and may be done because the worker has just
 started. A stranger's process may have threads that hold locks, or a GPU in use; the processes beside that are new ones.
+They import for a second what they need, so they are best started while the process beside them has other things to do
+(:func:`start_processes`); they get what they shall read, and the memory for it, later.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import count, cycle
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe, get_context, reduction
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -102,26 +106,60 @@ def num_decoders() -> int:
     return max(1, min(_MAX_DECODERS, cores() // int(given)))
 
 
+@dataclass(frozen=True)
+class NewProcess:
+    """A process that will decode. It imports what it needs, and then waits for :meth:`Decoders.start`."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+    def end(self) -> None:
+        """End it, also if it is still importing. Its connection stays: a thread of :class:`Decoders` may use it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start_processes(imports: Sequence[str], threads_per_process: int = _THREADS) -> list[NewProcess]:
+    """Start as many processes as it takes to use this machine's cores, each with some threads, for :class:`Decoders`.
+
+    They begin at once to import the modules ``imports``.
+
+    Example:
+        >>> processes = start_processes(["raytrain.loader.machine_batches"])
+        >>> with Decoders(reporter, block_bytes, processes) as decoders:
+    """
+    started: list[NewProcess] = []
+    for _ in range(-(-num_decoders() // threads_per_process)):
+        ours, theirs = Pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.loader.decoders", str(theirs.fileno()), *imports],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        )
+        theirs.close()
+        started.append(NewProcess(process, ours))
+    return started
+
+
 class Decoders(AbstractContextManager["Decoders"]):
     """Decode blocks in processes beside this one, which end with it.
 
     ``block_bytes`` is the size of the largest block. ``reporter`` hears, in this process, of images that cannot be used
-    and of requests that were retried. ``forks``: the processes are forked from this one, and not new; a signal that
-    ends one, such as that of a bad image, then ends this process, too. ``threads_per_process`` reads that many blocks
-    at once in each process; there are as many processes as it takes to use the machine's cores.
+    and of requests that were retried. ``processes`` are those of :func:`start_processes`; without them, processes are
+    forked from this one: a signal that ends one, such as that of a bad image, then ends this process, too.
 
     Example:
-        >>> with Decoders(reporter, block_bytes, forks=True) as decoders:
+        >>> with Decoders(reporter, block_bytes) as decoders:
         ...     decoders.start(lambda report: [images.reader(report)])
         ...     block = decoders.read(0, draws, epoch=0).result()
     """
 
     def __init__(
-        self, reporter: ImageReporter, block_bytes: int, *, forks: bool, threads_per_process: int = _THREADS
+        self, reporter: ImageReporter, block_bytes: int, processes: Sequence[NewProcess] | None = None
     ) -> None:
         self._reporter = reporter
-        self._forks = forks
-        self._threads_per_process = threads_per_process
+        self._new_processes = processes
         self._memory = SharedMemory(block_bytes)
         self._numbers = count()
         self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
@@ -130,53 +168,47 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._sending = threading.Lock()  # of several threads that send through the same pipe
 
     def start(self, open_readers: OpenReaders) -> None:
-        """Start the processes, whose readers ``open_readers`` makes there.
+        """Have the processes make their readers by ``open_readers``, after they were forked, if they are not new ones.
 
         In each, as many threads call ``read_ahead`` as read what this process asks for. To fork, call this before this
         process uses a GPU, and, as far as it can be, before it has threads.
         """
         num_threads = num_decoders()
-        num_processes = -(-num_threads // self._threads_per_process)
+        num_processes = -(-num_threads // _THREADS) if self._new_processes is None else len(self._new_processes)
         waits: list[Callable[[], int | None]] = []  # each waits for a process to end, and returns its exit code
         for index in range(num_processes):
-            ours, theirs = Pipe()
-            self._connections.append(ours)
-            threads = (num_threads + index) // num_processes
-            waits.append((self._fork if self._forks else self._spawn)(ours, theirs, threads, open_readers))
-            theirs.close()
+            threads = max(1, (num_threads + index) // num_processes)
+            if self._new_processes is None:
+                waits.append(self._fork(threads, open_readers))
+                continue
+            new = self._new_processes[index]
+            self._connections.append(new.connection)
+            waits.append(new.process.wait)
+            with suppress(OSError):  # it has ended, as the thread that receives its answers finds out
+                new.connection.send((threads, self._memory.part_bytes, open_readers))
+                reduction.send_handle(new.connection, self._memory.fileno(), new.process.pid)
         # No thread of this class before the last fork.
         for connection, wait in zip(self._connections, waits, strict=True):
             threading.Thread(target=self._receive, args=(connection, wait), daemon=True, name="decoded").start()
         self._next = cycle(self._connections)
 
-    def _fork(
-        self, ours: Connection, theirs: Connection, num_threads: int, open_readers: OpenReaders
-    ) -> Callable[[], int | None]:
+    def _fork(self, num_threads: int, open_readers: OpenReaders) -> Callable[[], int | None]:
+        ours, theirs = Pipe()
+
         def serve() -> None:
             ours.close()
             _Server(theirs, self._memory, open_readers).serve(num_threads)
 
         process = get_context("fork").Process(target=serve, daemon=True, name="decode")
         process.start()
+        theirs.close()
+        self._connections.append(ours)
 
         def wait() -> int | None:
             process.join()
             return process.exitcode
 
         return wait
-
-    def _spawn(
-        self, ours: Connection, theirs: Connection, num_threads: int, open_readers: OpenReaders
-    ) -> Callable[[], int | None]:
-        files = theirs.fileno(), self._memory.fileno()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.loader.decoders", *map(str, files)],
-            pass_fds=files,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
-        ours.send((num_threads, self._memory.part_bytes, open_readers))
-        return process.wait
 
     def read(self, which: int, draws: Int64s, epoch: int, images: npt.NDArray[np.uint8] | None = None) -> Future[Block]:
         """Have reader number ``which`` make a block of ``draws``; from ``images``, uint8, if they are there already."""
@@ -218,7 +250,7 @@ class Decoders(AbstractContextManager["Decoders"]):
                     connection.send(_HEARD)
         exit_code = wait() or 0
         if self._broken is None:  # it was not asked to end
-            if exit_code < 0 and self._forks:
+            if exit_code < 0 and self._new_processes is None:
                 os.kill(os.getpid(), -exit_code)
             killed = exit_code < 0 and DecoderKilled(signal.Signals(-exit_code).name)
             self._fail(killed or RuntimeError(f"a process that decodes has ended with {exit_code}"))
@@ -304,7 +336,7 @@ class _Server:
 class SharedMemory:
     """Memory of this process and those beside it, in parts of one size. Each is used again once nobody has it.
 
-    ``file`` is the descriptor of another process's memory, which this one has inherited.
+    ``file`` is the descriptor of another process's memory, which that one has sent.
     """
 
     def __init__(self, part_bytes: int, file: int | None = None) -> None:
@@ -320,7 +352,7 @@ class SharedMemory:
         self._free: list[int] = []
 
     def fileno(self) -> int:
-        """Return the descriptor of the memory, which a process beside this one may inherit."""
+        """Return the descriptor of the memory, which a process beside this one may get."""
         return self._file.fileno()
 
     def take(self) -> tuple[int, Pixels]:
@@ -343,7 +375,10 @@ class SharedMemory:
 
 
 if __name__ == "__main__":
-    _connection, _memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    _connection = Connection(int(sys.argv[1]))
+    for _name in sys.argv[2:]:
+        import_module(_name)
     with suppress(EOFError, OSError):  # the worker has ended
         _num_threads, _part_bytes, _open_readers = _connection.recv()
-        _Server(_connection, SharedMemory(_part_bytes, _memory), _open_readers).serve(_num_threads)
+        _memory = SharedMemory(_part_bytes, reduction.recv_handle(_connection))
+        _Server(_connection, _memory, _open_readers).serve(_num_threads)

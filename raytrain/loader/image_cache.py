@@ -18,11 +18,17 @@ from dataclasses import dataclass
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset, evaluation_plan
 from raytrain.data.labels.part_names import Part
-from raytrain.data.plan.partition import CacheOrder
+from raytrain.data.plan.partition import BLOCK_BYTES, CacheOrder
 from raytrain.errors import UsageError
 from raytrain.loader.machine import image_memory
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 from raytrain.storage.temporary_files import TemporaryFolder
+
+MACHINE_BLOCK_BYTES = 16 << 20
+"""Size of a block that one thread decodes beside a worker.
+
+With blocks of four times the size, as those of data tasks, the first batch of photographs comes a second later.
+"""
 
 _AUTO_FRACTION = 0.4  # of the memory for decoded images; the rest is for blocks that are streamed
 _SHARED_FRACTION = 0.8  # of the memory for decoded images, for runs that train at once on the same ones
@@ -58,7 +64,7 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
     open, also if all of them are killed. Others open it through a link in the folder to this process's descriptor.
     """
     parent, memory_bytes = image_memory()
-    cache = choose_cache(config, data, first_step, memory_bytes)
+    cache = choose_cache(config, data, first_step, memory_bytes, MACHINE_BLOCK_BYTES)
     if not os.path.isdir("/proc/self/fd"):
         return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
     folder = opened.enter_context(TemporaryFolder())
@@ -70,8 +76,10 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
     return dataclasses.replace(cache, folder=str(folder))
 
 
-def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int) -> ImageCache:
-    """Choose the images that are kept if a machine has ``memory_bytes`` for decoded ones.
+def choose_cache(
+    config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int, block_bytes: int = BLOCK_BYTES
+) -> ImageCache:
+    """Choose the images that are kept in blocks of ``block_bytes``, if a machine has ``memory_bytes`` for decoded ones.
 
     Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` cannot be had.
     """
@@ -83,11 +91,10 @@ def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_
         )
     plan = data.plan(config)
     as_files = data.train_format.as_files
-    rows_per_block = data.train.rows_per_block(data.train_format.shape, as_files=as_files)
-    train = CacheOrder(plan, first_step, rows_per_block)
-    validation = CacheOrder(
-        evaluation_plan(data.validation, 1), 0, data.validation.rows_per_block(data.evaluation_format.shape)
-    )
+    rows = data.train.rows_per_block(data.train_format.shape, as_files=as_files, most_bytes=block_bytes)
+    train = CacheOrder(plan, first_step, rows)
+    rows = data.validation.rows_per_block(data.evaluation_format.shape, most_bytes=block_bytes)
+    validation = CacheOrder(evaluation_plan(data.validation, 1), 0, rows)
 
     # What the user has chosen.
     if config.cache == "disk":

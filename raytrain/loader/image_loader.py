@@ -9,8 +9,9 @@ The images come to each process as they come to a worker of a run, through the s
    processes of a machine. They are new ones, not forked: this process may have threads and a GPU in use.
 4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
 
-Listing happens when the loader is made, so that a wrong address is told at once. All else waits for the first batch:
-who has which rank and which device is often settled later, by whoever launches the processes.
+Listing happens when the loader is made, so that a wrong address is told at once. Meanwhile the processes that will
+decode are started, and import what they need. All else waits for the first batch: who has which rank and which device
+is often settled later, by whoever launches the processes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, traini
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError, did_you_mean
+from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
-from raytrain.loader.process_images import ProcessImages, machine_cache
+from raytrain.loader.process_images import ProcessImages, machine_cache, start_decoding
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
@@ -53,7 +55,7 @@ _OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
 )
 _ENDLESS = 1_000_000  # epochs, if the loader is not told how many there are
 # Attributes that hold processes, pipes and threads, which no copy and no other process can use.
-_OPEN = ("_source", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
+_OPEN = ("_processes", "_source", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
 
 
 class ImageLoader:
@@ -120,18 +122,23 @@ class ImageLoader:
             )
         asked = _options(data, batch_size, options)
         self._asked_decoder = asked.decoder
-        self._config, self._data = _list_together(asked, self._group)
-        self._plan = training_plan(self._config, self._data.train)
-        if not len(self):
-            raise UsageError(
-                f"batch_size is {batch_size}, and drop_last leaves out the only batch of an epoch, as there are "
-                f"{self.num_images} training images; give a smaller batch_size, or leave out drop_last."
-            )
+        self._open_nothing()
+        try:
+            self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._opened))
+            self._config, self._data = _list_together(asked, self._group)
+            self._plan = training_plan(self._config, self._data.train)
+            if not len(self):
+                raise UsageError(
+                    f"batch_size is {batch_size}, and drop_last leaves out the only batch of an epoch, as there are "
+                    f"{self.num_images} training images; give a smaller batch_size, or leave out drop_last."
+                )
+        except BaseException:
+            self.close()
+            raise
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
         self._loops = 0  # that have begun, or were ended by a state: the newest alone may go on
         self._skipped = _SkippedImages(self._config, self._data.num_images)
-        self._open_nothing()
         self.validation = HeldOutImages(self, "validation")
         """This process's slice of the validation images: an iterable of batches, each image on one process."""
         self.test = HeldOutImages(self, "test") if self._data.test is not None else None
@@ -139,6 +146,7 @@ class ImageLoader:
 
     def _open_nothing(self) -> None:
         """Begin without processes and batches that are read ahead, which only the first batch needs."""
+        self._processes: list[NewProcess] = []  # that wait for the first batch
         self._source: ProcessImages | None = None
         self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
         self._ahead_step = 0  # that the next item of it is for
@@ -303,7 +311,8 @@ class ImageLoader:
 
         config, data = self._with_decoder(device)
         cache = machine_cache(config, data, self._next_step, group, self._opened)
-        images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped)
+        processes, self._processes = self._processes or start_decoding(config.data, self._opened), []
+        images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
         self._source = self._opened.enter_context(images)
         own = own or load_optional("transforms", config.transforms)
         source = self._opened.enter_context(transformed(images, config, own, _log.warning))

@@ -24,17 +24,14 @@ from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder, rows_per_block
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
-from raytrain.loader.decoders import Decoders, ImageReporter, Report, num_decoders
-from raytrain.loader.image_cache import ImageCache
+from raytrain.loader.decoders import Decoders, ImageReporter, NewProcess, Report, num_decoders
+from raytrain.loader.image_cache import MACHINE_BLOCK_BYTES, ImageCache
 from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
-# Of a streamed block, which one thread decodes: with blocks of four times the size, as those of data tasks, the first
-# batch of photographs comes a second later.
-_BLOCK_BYTES = 16 << 20
 ReadBlock = Callable[[Int64s, int], Block]
 """Reads some draws and decodes them for an epoch."""
 
@@ -136,8 +133,9 @@ class ImageFiles:
     @property
     def rows_per_block(self) -> int:
         """Images in one streamed block."""
-        image_bytes = self.manifest.mean_bytes if self.images.as_files else self.images.shape.num_bytes
-        return rows_per_block(image_bytes, packed=self.manifest.packing is not None, most_bytes=_BLOCK_BYTES)
+        return self.manifest.rows_per_block(
+            self.images.shape, as_files=self.images.as_files, most_bytes=MACHINE_BLOCK_BYTES
+        )
 
     @property
     def room_bytes(self) -> int:
@@ -177,8 +175,8 @@ def open_readers(sets: Sequence[ImageFiles], report: Report) -> list[ImageFilesR
 class MachineBatches(AbstractContextManager["MachineBatches"]):
     """A worker's :class:`raytrain.training.protocols.BatchSource`: its images are decoded by processes beside it.
 
-    It starts the processes when it is made (see :class:`Decoders` for ``forks``), and ends them when it is closed.
-    ``loads`` are the shares of all workers. ``isolated``: an image that kills its decoder is skipped.
+    It forks the processes when it is made, or takes the new ``processes`` (see :class:`Decoders`), and ends them when
+    it is closed. ``loads`` are the shares of all workers. ``isolated``: an image that kills its decoder is skipped.
     """
 
     def __init__(
@@ -191,7 +189,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         reporter: ImageReporter,
         *,
         isolated: bool,
-        forks: bool = True,
+        processes: Sequence[NewProcess] | None = None,
     ) -> None:
         data = data.kept_on(cache.disk)
         folder = Path(cache.folder)
@@ -204,11 +202,11 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
 
         # One set of processes decodes the images of all parts, each into a part of memory that holds any block. They
         # fill the kept blocks ahead, while others wait for what the loop asks for.
-        self._decoders = Decoders(reporter, max(image_set.room_bytes for image_set in self._sets), forks=forks)
+        self._decoders = Decoders(reporter, max(image_set.room_bytes for image_set in self._sets), processes)
         # What this process reads itself may kill it, so a process that is not ours has that decoded elsewhere.
-        own = (
-            self._sets if forks else [replace(each, images=replace(each.images, isolated=True)) for each in self._sets]
-        )
+        own = self._sets
+        if processes is not None:
+            own = [replace(each, images=replace(each.images, isolated=True)) for each in own]
         self._caches = [
             None if kept is None else CachedBlocks(kept, kept.order)
             for kept in (reader.kept for reader in open_readers(own, self._decoders.report))

@@ -12,8 +12,9 @@ from itertools import islice
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, training_plan
+from raytrain.data.images.resize import fastest_resizer
 from raytrain.data.labels.part_names import Part
-from raytrain.loader.decoders import DecoderKilled, ImageReporter
+from raytrain.loader.decoders import DecoderKilled, ImageReporter, NewProcess, start_processes
 from raytrain.loader.image_cache import ImageCache, image_cache
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.process_group import ProcessGroup
@@ -35,11 +36,31 @@ def machine_cache(
     return cache
 
 
+def start_decoding(data: str, opened: ExitStack) -> list[NewProcess]:
+    """Start the processes that will decode the images of ``data``, a folder or a URL; ``opened`` ends them.
+
+    They import what that takes while this process lists the images, or makes its network.
+    """
+    processes = start_processes(_imports(data))
+    for process in processes:
+        opened.callback(process.end)
+    return processes
+
+
+def _imports(data: str) -> list[str]:
+    """Return the modules that a process needs to read and decode images of ``data``, also those imported late."""
+    modules = ["raytrain.loader.machine_batches", "simplejpeg", "PIL.Image"]
+    modules += ["cykooz_resizer"] if fastest_resizer() == "cykooz" else []
+    modules += ["raytrain.storage.bucket"] if "://" in data else []
+    return modules + (["boto3"] if data.startswith("s3://") else [])
+
+
 class ProcessImages:
     """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
     They are decoded again in isolation if one of them has killed a decoder. ``loads`` are the shares of all processes,
     and ``isolated`` says that an image has ended an attempt before. ``reporter`` hears of images that cannot be read.
+    ``processes`` decode them, those of :func:`start_decoding`.
     """
 
     def __init__(
@@ -50,19 +71,22 @@ class ProcessImages:
         loads: Sequence[float],
         cache: ImageCache,
         reporter: ImageReporter,
+        processes: Sequence[NewProcess],
         *,
         isolated: bool = False,
     ) -> None:
         self._config, self._data, self._cache = config, data, cache
         self._rank, self._loads, self._reporter = rank, loads, reporter
         self._restarting = threading.Lock()
-        self._start(isolated=isolated)
+        self._start(processes, isolated=isolated)
 
-    def _start(self, *, isolated: bool) -> None:
+    def _start(self, processes: Sequence[NewProcess], *, isolated: bool) -> None:
         plan = training_plan(self._config, self._data.train)
         self._is_isolated = isolated
         self._batches = MachineBatches(
-            self._data, plan, self._rank, self._loads, self._cache, self._reporter, isolated=isolated, forks=False
+            *(self._data, plan, self._rank, self._loads, self._cache, self._reporter),
+            isolated=isolated,
+            processes=processes,
         )
 
     def __enter__(self) -> ProcessImages:
@@ -98,4 +122,4 @@ class ProcessImages:
                         raise
                     _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)
                     batches.__exit__()
-                    self._start(isolated=True)
+                    self._start(start_processes(_imports(self._config.data)), isolated=True)

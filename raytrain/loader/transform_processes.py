@@ -32,7 +32,7 @@ from raytrain.data.dataset import training_format
 from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
-from raytrain.loader.decoders import Decoders, Report, num_decoders
+from raytrain.loader.decoders import Decoders, Report, num_decoders, start_processes
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.protocols import BatchSource
 from raytrain.training.user_transforms import UserTransforms, subject
@@ -79,7 +79,8 @@ class TransformedBatches:
         self._source, self._config = source, config
         self._shape = *training_format(config).shape.size, config.channels  # (H, W, C)
         self._num_processes = num_decoders()
-        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), forks=False, threads_per_process=1)
+        processes = start_processes([__name__], threads_per_process=1)
+        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
         with sending({subject(config): own}):
             pickled = pickle_own_code(own)
         self._decoders.start(partial(_open_readers, config, pickled, own_files()))

@@ -14,7 +14,7 @@ from raytrain.data.blocks import Block
 from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.loader.decoders import Decoders, Report
+from raytrain.loader.decoders import Decoders, Report, start_processes
 from raytrain.runs.metric_row import SkippedImage
 
 ROWS, ROW_BYTES = 3, 4
@@ -84,7 +84,7 @@ class Reading:
 
     def __init__(self, *, forks: bool = True) -> None:
         self.recorder = Recorder()
-        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES, forks=forks)
+        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES, None if forks else start_processes([]))
         self.decoders.start(open_readers)
 
 

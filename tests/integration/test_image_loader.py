@@ -265,23 +265,35 @@ def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> N
             next(iter(one))
 
 
-def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path) -> None:
-    def processes() -> list[psutil.Process]:
-        """Those that decode for this one. A process of an earlier test may have ended, and not be gone yet."""
-        found: list[psutil.Process] = []
-        for each in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):
-                if "raytrain.loader.decoders" in " ".join(each.cmdline()):
-                    found.append(each)
-        return found
+def decoding_processes() -> set[psutil.Process]:
+    """Return those that decode for this one. A process of an earlier test may have ended, and not be gone yet."""
+    found: set[psutil.Process] = set()
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "raytrain.loader.decoders" in " ".join(each.cmdline()):
+                found.add(each)
+    return found
 
-    before = processes()
+
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path, num_read: int) -> None:
+    before = decoding_processes()
     (loader,) = loaders(images, 1)
-    next(iter(loader))
-    (started,) = set(processes()) - set(before)
+    (started,) = decoding_processes() - before  # they import what they need before the first batch is asked for
+    for _, _ in zip(range(num_read), loader, strict=False):
+        assert decoding_processes() - before == {started}
     del loader
     gc.collect()
     wait_for(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "it runs on")
+
+
+@pytest.mark.parametrize("refused", [{"data": "nowhere"}, {"batch_size": 200, "drop_last": True}])
+def test_a_refused_loader_leaves_no_process(images: Path, refused: dict[str, Any]) -> None:
+    before = decoding_processes()
+    with pytest.raises((UsageError, StorageError)) as error:  # which keeps the loader
+        ImageLoader(**{"data": images, "batch_size": 20, **SIZE, **refused})
+    assert decoding_processes() <= before
+    assert error.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])

@@ -19,7 +19,7 @@ from raytrain.data.blocks import number_array, string_array
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.labels.listing import Listing, check_folder, list_files, report_left_out
 from raytrain.data.parquet_size import check_memory, read_columns
-from raytrain.data.plan.partition import rows_per_block
+from raytrain.data.plan.partition import BLOCK_BYTES, rows_per_block
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.store import Store, StoredObject
@@ -86,10 +86,10 @@ class Manifest:
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
 
-    def rows_per_block(self, shape: ImageShape, *, as_files: bool = False) -> int:
-        """Return how many images are in one block if they are decoded to this shape, or stay files."""
+    def rows_per_block(self, shape: ImageShape, *, as_files: bool = False, most_bytes: int = BLOCK_BYTES) -> int:
+        """Return how many images are in a block of ``most_bytes`` if they are decoded to this shape, or stay files."""
         image_bytes = self.mean_bytes if as_files else shape.num_bytes
-        return rows_per_block(image_bytes, packed=self.packing is not None)
+        return rows_per_block(image_bytes, packed=self.packing is not None, most_bytes=most_bytes)
 
     @property
     def mean_bytes(self) -> int:

@@ -111,10 +111,10 @@ def partition_sizes(num_samples: int, loads: Sequence[float]) -> list[int]:
 
 
 _ROWS, _PACKED_ROWS = 512, 2048  # whoever reads a shard should use much of it
-_BLOCK_BYTES = 64 << 20  # a task, and those who pass a block on, take the same time for one of any size
+BLOCK_BYTES = 64 << 20  # a task, and those who pass a block on, take the same time for one of any size
 
 
-def rows_per_block(image_bytes: int, *, packed: bool, most_bytes: int = _BLOCK_BYTES) -> int:
+def rows_per_block(image_bytes: int, *, packed: bool, most_bytes: int) -> int:
     """Return how many images are in one block of at most ``most_bytes``, for decoded images of this size."""
     return max(1, min(_PACKED_ROWS if packed else _ROWS, most_bytes // image_bytes))
 
