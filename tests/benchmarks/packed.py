@@ -19,6 +19,7 @@ from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.helpers.gloo_processes import run_in_processes
 
+MEAN = (0.5, 0.5, 0.5)
 _EPOCHS = 6
 _CHUNK_BYTES = "1MB"
 """The size of raytrain's shards. With 10,000 of these images LitData was 2.4 times slower with chunks of 4 MB, and 6.7
@@ -79,13 +80,19 @@ def as_item(labelled: tuple[str, int]) -> dict[str, Any]:
 
 
 def read_through_litdata(
-    epochs: int, folder: str, pixels: int = 32, crop: bool = False, num_workers: int = NUM_WORKERS
+    epochs: int,
+    folder: str,
+    pixels: int = 32,
+    crop: bool = False,
+    num_workers: int = NUM_WORKERS,
+    normalised: bool = False,
 ) -> list[Marks]:
-    run_in_processes(num_workers, read_part, epochs, folder, pixels, crop)
+    run_in_processes(num_workers, read_part, epochs, folder, pixels, crop, normalised)
     return marks_in(folder)
 
 
-def read_part(epochs: int, folder: str, pixels: int, crop: bool) -> None:
+def read_part(epochs: int, folder: str, pixels: int, crop: bool, normalised: bool) -> None:
+    import torch
     import torch.distributed as dist
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
@@ -93,13 +100,16 @@ def read_part(epochs: int, folder: str, pixels: int, crop: bool) -> None:
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData requires https by default.
 
-    resize = v2.RandomResizedCrop(pixels) if crop else v2.Resize([pixels, pixels])
+    steps = [v2.RandomResizedCrop(pixels) if crop else v2.Resize([pixels, pixels])]
+    if normalised:
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, MEAN)]
+    transform = v2.Compose(steps)
 
-    def resized(item: dict[str, Any]) -> dict[str, Any]:
-        return item | {"image": resize(item["image"])}
+    def transformed(item: dict[str, Any]) -> dict[str, Any]:
+        return item | {"image": transform(item["image"])}
 
     cache = str(Path(folder, "cache"))
-    dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=resized)
+    dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=transformed)
     processes = max((os.cpu_count() or 1) // dist.get_world_size(), 1)  # one for each core of the machine
     loader = StreamingDataLoader(
         dataset, batch_size=BATCH, num_workers=processes, persistent_workers=True, multiprocessing_context="fork"

@@ -1,10 +1,10 @@
 """`raytrain.ImageLoader` beside other readers: small images and photographs, from a folder and from a bucket.
 
-Nothing is trained. Each reader gives batches to one process, and to two, that look at every byte: raytrain.train and
-the loader from the same files, in float32 and normalised; torchvision's ImageFolder with a DataLoader from the folder,
-likewise; the loader and LitData each from its own packed files, which both keep on the disk; and ``ray.data`` from the
-bucket. An epoch is measured as in ``ingest``. The rates of raytrain.train leave out its start, while which it reads
-ahead; those of the others begin with their first batch.
+Nothing is trained. Each reader gives batches to one process, and to two, that look at every byte, in float32 and
+normalised, as a network wants them: raytrain.train and the loader from the same files; torchvision's ImageFolder with a
+DataLoader from the folder; the loader and LitData each from its own packed files, which both keep on the disk; and
+``ray.data`` from the bucket, as decoded. An epoch is measured as in ``ingest``. The rates of raytrain.train leave out
+its start, while which it reads ahead; those of the others begin with their first batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Literal
 
 from tests.benchmarks.ingest import BATCH, NUM_WORKERS, Marks, marks_in, rates_of, read, read_as_documented, shown
-from tests.benchmarks.packed import pack_both, read_through_litdata
+from tests.benchmarks.packed import MEAN, pack_both, read_through_litdata
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.helpers.gloo_processes import run_in_processes
@@ -26,7 +26,6 @@ from tests.helpers.photographs import write_photographs
 
 _EPOCHS = 3
 _NUM_PHOTOGRAPHS = 2048
-_MEAN = (0.5, 0.5, 0.5)
 
 
 def measure(bench: Bench) -> Report:
@@ -68,7 +67,7 @@ def _sides(images: str, pixels: int, num_workers: int) -> dict[str, Side]:
     return sides | {
         "ImageFolder, folder": Side(read_through_torchvision, {**given, "images": images}),
         "ImageLoader, packed": Side(read_through_loader, {**given, "url": "s3://raytrain", "cache": "disk"}),
-        "LitData, packed": Side(read_through_litdata, given),
+        "LitData, packed": Side(read_through_litdata, {**given, "normalised": True}),
         "ray.data, bucket": Side(read_as_documented, {**given, "url": "s3://images", "epochs": 2}),
     }
 
@@ -111,7 +110,7 @@ def read_through_run(
         "name": "reader",
         "cache": cache,
     }
-    options |= {"image_size": pixels, "mean": _MEAN, "std": _MEAN, "precision": "float32", "device": "cpu"}
+    options |= {"image_size": pixels, "mean": MEAN, "std": MEAN, "precision": "float32", "device": "cpu"}
     options |= {"batch_size": f"{BATCH}/worker", "workers": num_workers, "epochs": epochs, "backend": "local"}
     train(TrainConfig(**options), loop=partial(_read_run, folder=folder))
     return marks_in(folder)
@@ -138,7 +137,7 @@ def _read_loader(url: str, cache: str, epochs: int, pixels: int, folder: str) ->
 
     import raytrain
 
-    options: dict[str, Any] = {"image_size": pixels, "mean": _MEAN, "std": _MEAN}
+    options: dict[str, Any] = {"image_size": pixels, "mean": MEAN, "std": MEAN}
     options |= {"cache": cache, "cache_folder": str(Path(folder, "cache")), "epochs": epochs}
     loader = raytrain.ImageLoader(url, batch_size=BATCH * dist.get_world_size(), validation_fraction=0.01, **options)
     dist.barrier()
@@ -160,7 +159,7 @@ def _read_image_folder(images: str, epochs: int, pixels: int, folder: str) -> No
     from torchvision.transforms import v2
 
     transform = v2.Compose(
-        [v2.ToImage(), v2.Resize([pixels, pixels]), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _MEAN)]
+        [v2.ToImage(), v2.Resize([pixels, pixels]), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, MEAN)]
     )
     dataset = ImageFolder(str(Path(images)), transform)
     sampler = DistributedSampler(dataset)
