@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import re
 import shutil
 import tempfile
 import time
@@ -36,7 +35,6 @@ T = TypeVar("T")
 _NUM_OBJECTS_READ = 48
 _TORCH_TIMEOUT_S = 60.0
 TIMEOUT_S = 120.0
-_WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # with it, each node would have a problem of its own
 TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
@@ -103,6 +101,11 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     with suppress(OSError):
         shm_bytes = shutil.disk_usage("/dev/shm").total
 
+    def can_write() -> bool:
+        assert storage is not None
+        storage.check_writable()
+        return True
+
     # What it can do; an attempt that fails adds a sentence to the problems.
     if own_gpus and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
@@ -112,7 +115,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
         shm_bytes=shm_bytes,
         identity=_attempt(lambda: _identity(request), storage, problems) if storage else None,
         read_speed=_attempt(lambda: _measure_read_speed(data), data, problems) if data else None,
-        writable=bool(storage and _attempt(lambda: _check_writable(storage), storage, problems)),
+        writable=bool(storage and _attempt(can_write, storage, problems)),
         problems=tuple(problems),
         precision=fastest_precision("cuda" if own_gpus else "cpu"),
         interface=interface_of(node.address),
@@ -183,15 +186,6 @@ def _measure_read_speed(store: Store) -> ReadSpeed:
             raise content
         num_bytes += len(content)
     return ReadSpeed(listed - started, num_images, num_images / seconds, num_bytes / seconds)
-
-
-def _check_writable(store: Store) -> bool:
-    """Return True, or raise StorageError without the random name of the file that was tried."""
-    try:
-        store.check_writable()
-    except StorageError as error:
-        raise StorageError(_WRITE_CHECK_NAME.sub("", str(error))) from error
-    return True
 
 
 def _check_torch() -> None:

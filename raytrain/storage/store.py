@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,16 @@ from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.retries_and_hedges import fetch_each
+
+_OF_CHECK = re.compile(r"/\.(write|condition)-check-[0-9a-f]+$")
+
+
+def place_of(url: str) -> str:
+    """Return ``url`` as a sentence names it: of an object that only a check writes, its folder.
+
+    Example: ``place_of("s3://bucket/runs/.write-check-0a1b") == "s3://bucket/runs"``
+    """
+    return _OF_CHECK.sub("", url).rstrip("/")
 
 
 class StoredObject(NamedTuple):

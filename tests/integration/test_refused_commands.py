@@ -128,4 +128,4 @@ def test_a_job_says_on_which_machine_it_is_refused(folder: Path) -> None:
     no_keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_CONFIG_FILE": os.devnull}
     in_job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
     sentence = refused(folder, "local", bucket, **no_keys, **in_job)
-    assert "On the cluster's head" in sentence and "There are no AWS credentials" in sentence
+    assert "On the cluster's head" in sentence and "There are no AWS credentials for s3://bucket/runs;" in sentence

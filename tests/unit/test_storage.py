@@ -412,9 +412,21 @@ def test_wrong_credentials_are_reported(s3: S3Server, s3_url: str, monkeypatch: 
 def test_missing_credentials_are_reported(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID") as raised:
-        open_store(f"{s3_url}/data").check_readable()
-    assert sentence(raised)
+    store = open_store(f"{s3_url}/data")
+    for ask in (store.check_readable, store.check_writable, store.has_conditional_puts):
+        with pytest.raises(
+            StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID"
+        ) as raised:
+            ask()
+        assert sentence(raised)
+
+
+def test_a_check_that_is_refused_names_the_folder_and_not_its_own_object() -> None:
+    with scripted_s3(lambda request: refusal(403, "AccessDenied")) as (url, _):
+        store = scripted(url)
+        for check in (store.check_readable, store.check_writable, store.has_conditional_puts):
+            with pytest.raises(StorageError, match=f"has no permission for {store.url};"):
+                check()
 
 
 def test_an_endpoint_that_cannot_be_reached_is_reported() -> None:
