@@ -262,7 +262,8 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "run from its --weights."
             )
     # Which images are held out was decided at its start; images that were trained on would be measured otherwise.
-    for option in ("validation_fraction", "validation_fold", "group_by"):
+    split = ("validation_fraction", "validation_fold", "group_by")
+    for option in split:
         asked, stored = getattr(config, option), getattr(before, option)
         if asked not in (None, stored):
             raise UsageError(
@@ -270,6 +271,11 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "images held out for validation; omit it, or start another run."
             )
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
+    # Other places of images or labels may not go with the stored split; whether they are the run's is checked later.
+    places = ("validation_data", "validation_labels", "label_pattern")
+    has_places = all(getattr(config, option) == getattr(before, option) for option in places)
+    if has_places and (config.labels is None) == (before.labels is None):
+        undecided += [option for option in split if getattr(config, option) is None]
     # So are those that describe the run: without its price, what it has cost so far would be lost, and its note may be
     # newer than the script that resumes it. Its tags stay beside those that are given, for the same reason.
     undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]

@@ -148,3 +148,29 @@ def test_other_groups() -> None:
     before = TrainConfig(data="images", labels="labels.csv", batch_size=8, group_by="patient")
     with pytest.raises(UsageError, match="--group-by is clinic, and the run was started with patient"):
         resumed_options(dataclasses.replace(before, group_by="clinic"), before)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"validation_fraction": 0.2},
+        {"validation_fold": "2/3"},
+        {"labels": "labels.csv", "group_by": "patient", "validation_fraction": 0.2},
+    ],
+)
+def test_a_split_that_is_omitted_is_that_of_the_run(split: dict[str, Any]) -> None:
+    before = TrainConfig(data="images", batch_size=8, **split)
+    resumes = TrainConfig(data="images", batch_size=8, labels=split.get("labels"), resume=True)
+    assert resumed_options(resumes, before) == dataclasses.replace(before, resume=True)
+    # Other images are refused as such, later, and not since two options do not go together.
+    elsewhere = dataclasses.replace(resumes, validation_data="other")
+    assert resumed_options(elsewhere, before).validation_fraction is None
+    other_labels = dataclasses.replace(resumes, labels=None if split.get("labels") else "other.csv")
+    assert resumed_options(other_labels, before).group_by is None
+
+
+def test_the_split_that_a_script_omits_stays_in_the_options(images: Path, tmp_path: Path) -> None:
+    options = local_config(images, tmp_path, epochs=1, validation_data=None, validation_fraction=0.4)
+    raytrain.train(options)
+    again = raytrain.train(dataclasses.replace(options, epochs=2, validation_fraction=None, resume=True))
+    assert '"validation_fraction": 0.4' in open_store(again.run_dir).get("config.json").decode()
