@@ -33,6 +33,7 @@ from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
 from raytrain.errors import flag
 from raytrain.experiments.compare import SortKey, compare_records, compared_by, last_row
+from raytrain.experiments.trials import parse_sweep, sweep_command
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS, plain
 from raytrain.runs.logs import StoredLog
@@ -85,7 +86,10 @@ def runs_table(
         ("name", [one_line(run.name) for run in runs]),
         ("recipe", [one_line(run.recipe) for run in runs]),
         ("status", [status_text(status.status) for status in statuses]),
-        ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
+        (
+            "epoch",
+            [f"{status.epoch}/{status.num_epochs}" if status.num_epochs else UNKNOWN for status in statuses],
+        ),
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
         *_best_column(runs),
         ("last\naccuracy", [format_value(run.validation_accuracy) for run in runs]),
@@ -186,11 +190,18 @@ def run_page(record: RunRecord) -> RenderableType:
     """Return everything about one run, as far as it is known: each part above a blank line."""
     # Name and status, and the command that trained it.
     status = record.status
-    progress = f" at step {status.step:,}/{status.num_steps:,}, epoch {status.epoch}/{status.num_epochs}"
+    progress = f" at step {status.step:,}/{status.num_steps:,}"
+    progress += f", epoch {status.epoch}/{status.num_epochs}" if status.num_epochs else ""
     title = Text.assemble((record.name, "bold"), "  ", status_text(status.status), progress if status.num_steps else "")
     parts: list[RenderableType] = [title]
+    sweep = parse_sweep(record.sweep) if record.sweep else None
     if record.config:
-        parts.append(Text(one_line(train_command(record.config)), style="dim", overflow="fold"))
+        command = sweep_command(sweep, record.config) if sweep else train_command(record.config)
+        parts.append(Text(one_line(command), style="dim", overflow="fold"))
+    if sweep and record.config:
+        again = shell_command("compare", record.name, storage=record.config.storage)
+        heading = Text(f"A sweep of {format_count(sweep.num_trials, 'trial')}. Those that have begun are shown by")
+        parts.append(Group(heading, command_line(again)))
     if record.problems:
         parts.append(problem_lines(record.name, record.problems))
 

@@ -354,7 +354,7 @@ class SweepSession:
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)
-        snapshot = dataclasses.replace(snapshot, status="running", step=steps, num_workers=training)
+        snapshot = dataclasses.replace(snapshot, status="running", step=steps, steps_per_epoch=0, num_workers=training)
         machines = tuple(use for run in self._runs for use in run.machines)
         dollars = self._cost.update(dataclasses.replace(snapshot, machines=machines)).dollars
         if view is not None:

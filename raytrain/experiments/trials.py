@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -25,6 +26,7 @@ from raytrain.experiments.search_space import (
 )
 from raytrain.runs.documents import CONFIG, SWEEP, check_name, open_run, read_json, run_store, write_json
 from raytrain.runs.logs import STARTUP
+from raytrain.runs.outcome import train_command
 from raytrain.storage.store import Store
 from raytrain.training.evaluation_metrics import is_lower_better
 
@@ -262,6 +264,18 @@ def write_sweep(store: Store, sweep: Sweep) -> None:
     write_json(store, SWEEP, dataclasses.asdict(sweep))
 
 
+def sweep_command(sweep: Sweep, config: TrainConfig) -> str:
+    """Return the command that starts the sweep, whose trials share the options of ``config``."""
+    space = parse(sweep.vary)
+    folds = space.get("validation_fold")
+    words = [train_command(config, "sweep"), "--vary", *map(shlex.quote, sweep.vary)]
+    if num_points(space) != sweep.num_trials:  # chance or a sampler chooses some, each of which is on all folds
+        words += ["--trials", str(sweep.num_trials // (len(folds) if isinstance(folds, tuple) else 1))]
+    for option in ("sampler", "pruner"):
+        words += [f"--{option}", str(value)] if (value := getattr(sweep, option)) else []
+    return " ".join(words)
+
+
 def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
     """Raise UsageError if a run has the name that a trial of the new sweep called ``name`` has, or will get."""
     for trial_name in trial_names(sweep, name):
@@ -273,7 +287,13 @@ def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
 
 def read_sweep(store: Store) -> Sweep:
     """Return the document in the sweep's folder; UsageError if it is damaged, or a point sets what may not vary."""
-    document = read_json(store, SWEEP)
+    if (sweep := parse_sweep(read_json(store, SWEEP))) is not None:
+        return sweep
+    raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
+
+
+def parse_sweep(document: dict[str, Any]) -> Sweep | None:
+    """Return the sweep in a ``sweep.json``; None if it is damaged, or a point sets what may not vary."""
     trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
     has_points = matches(document.get("vary"), list[str]) and are_points(document.get("points"))
     # A sweep has a number of trials of its own if, and only if, its points are chosen later.
@@ -281,7 +301,11 @@ def read_sweep(store: Store) -> Sweep:
     are_known = sampler in (None, *get_args(Sampler)) and pruner in (None, *get_args(Pruner))
     are_known = are_known and digits in (None, *range(2, 10))
     if not (has_points and has_trials and are_known and len(document["points"]) <= (trials or math.inf)):
-        raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
+        return None
+    try:
+        parse(document["vary"])
+    except UsageError:
+        return None
     return Sweep(
         vary=tuple(document["vary"]),
         points=tuple(document["points"]),

@@ -37,7 +37,7 @@ class Snapshot:
     status: Status
     step: int
     num_steps: int
-    steps_per_epoch: int
+    steps_per_epoch: int  # 0 of a sweep, whose trials have epochs of their own
     num_workers: int
     elapsed_s: float  # since the user started the run, and in all attempts before
     startup_s: float | None = None  # of it, until the workers trained; None if they do not yet, or nobody knows
@@ -68,12 +68,12 @@ class Snapshot:
     @property
     def epoch(self) -> int:
         """The epoch of the latest step, counted from 1; 0 before the first one."""
-        return epoch_of(self.step, self.steps_per_epoch) if self.step else 0
+        return epoch_of(self.step, self.steps_per_epoch) if self.step and self.steps_per_epoch else 0
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the whole run; the last one may be cut short."""
-        return epoch_of(self.num_steps, self.steps_per_epoch)
+        """Epochs of the whole run; the last one may be cut short. 0 of a sweep."""
+        return epoch_of(self.num_steps, self.steps_per_epoch) if self.steps_per_epoch else 0
 
     @property
     def over(self) -> bool:

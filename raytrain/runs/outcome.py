@@ -207,12 +207,15 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     return shell_command(command, *_flags(config, names), "--resume")
 
 
-def train_command(config: TrainConfig) -> str:
-    """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
-    command = ["raytrain", "train", config.recipe] if config.recipe in RECIPES else []
+def train_command(config: TrainConfig, command: str = "train") -> str:
+    """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none.
+
+    Of a sweep, ``command`` is ``sweep``.
+    """
+    words = ["raytrain", command, *([config.recipe] if config.recipe in RECIPES else [])]
     hidden = ("recipe", "resume", *options_with(Mark.SECRET))
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden]
-    return shlex.join([*command, *_flags(config, names)])
+    return shlex.join([*words, *_flags(config, names)])
 
 
 def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from raytrain.config import TrainConfig
@@ -18,6 +18,7 @@ from raytrain.runs.documents import (
     IMAGES,
     STATUS,
     SUMMARY,
+    SWEEP,
     UNUSED_OPTIONS,
     Report,
     is_run_file,
@@ -86,6 +87,8 @@ class RunRecord(RunInfo):
     """Options that change nothing, because the run's own loop does not use them."""
     provenance: tuple[Provenance, ...] = ()
     """Commit, packages, command and code of its attempts, the newest last."""
+    sweep: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The document of a sweep, which has its points; empty of a run."""
 
 
 def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
@@ -130,6 +133,7 @@ def read_run(storage: str, name: str) -> RunRecord:
     more: dict[str, Any] = {
         "images": {**numbers, "left_out": left_out} if are_known else {},
         "summary": read_json(store, SUMMARY),
+        "sweep": read_json(store, SWEEP),
         "metrics": read_metrics(store, problems.append),
         "checkpoints": list_checkpoints(store),
         "skipped": read_skipped(store, problems.append),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from multiprocessing import AuthenticationError
 from pathlib import Path
 
@@ -53,3 +54,26 @@ def test_the_key_is_not_shown(tmp_path: Path) -> None:
     server = CallServer(tmp_path, Target())
     assert str(server.address.key) not in repr(server.address)
     server.close()
+
+
+def test_a_worker_whose_driver_was_killed_says_nothing_before_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raytrain.launch.local.agent import SocketReporter  # imports torch
+
+    class Killed:
+        """A driver whose connections close in the middle of a call."""
+
+        def wait_for_stop_request(self, _: float) -> None:
+            raise SystemExit
+
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    server = CallServer(tmp_path, Killed())
+    reporter = SocketReporter(server.address)
+    reporter.watch_for_stop()
+    for thread in threading.enumerate():
+        if thread.name == "stop-watch":
+            thread.join()
+    server.close()
+    assert [args.exc_type for args in raised if args.exc_type is not SystemExit] == []

@@ -18,7 +18,9 @@ from raytrain.config import TrainConfig
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import evaluation_page
-from raytrain.display.run_tables import result_page, run_page, run_record_json
+from raytrain.display.run_tables import result_page, run_page, run_record_json, runs_table
+from raytrain.experiments.search_space import Point
+from raytrain.experiments.trials import Sweep, sweep_command
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
@@ -101,6 +103,35 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
 def test_the_page_of_a_resumed_run_does_not_show_how_the_attempt_before_it_ended() -> None:
     resumed = dataclasses.replace(record(), status=dataclasses.replace(record().status, status="running"))
     assert "Ctrl-C" not in text(run_page(resumed))
+
+
+def test_the_page_of_a_sweep_has_the_command_that_started_it_and_no_epochs() -> None:
+    document = {"vary": ["learning-rate=log:0.01..1"], "points": [{"learning_rate": 0.1}], "trials": 3}
+    document |= {"sampler": "tpe", "pruner": "median"}
+    status = RunStatus(status="interrupted", step=20, num_steps=90)
+    config = cifar10(name="rates", data="images", batch_size=8)
+    sweep = dataclasses.replace(record(), name="rates", config=config, status=status, sweep=document)
+    seen = " ".join(text(run_page(sweep)).split())
+    assert "rates interrupted at step 20/90 raytrain sweep cifar10 --data images --name rates --batch-size 8" in seen
+    assert "--vary learning-rate=log:0.01..1 --trials 3 --sampler tpe --pruner median" in seen
+    assert "A sweep of 3 trials. Those that have begun are shown by raytrain compare rates" in seen
+    listed = text(runs_table([sweep], "./runs"))
+    assert "rates cifar10 interrupted – 20/90" in listed and "0/0" not in listed
+    # A document that is damaged says nothing of the sweep, and the page has all else.
+    damaged = dataclasses.replace(sweep, sweep={**document, "vary": ["learning-rate=fast"]})
+    assert "rates interrupted at step 20/90" in text(run_page(damaged))
+
+
+def test_all_points_of_a_sweep_need_no_number_and_some_do() -> None:
+    def command(*points: Point, vary: str) -> str:
+        sweep = Sweep(vary=tuple(vary.split()), points=points)
+        return sweep_command(sweep, cifar10(data="images"))
+
+    rates: list[Point] = [{"learning_rate": rate} for rate in (0.1, 0.2)]
+    assert command(*rates, vary="learning-rate=0.1,0.2").endswith(" --vary learning-rate=0.1,0.2")
+    assert command(*rates[:1], vary="learning-rate=0.1,0.2").endswith(" --trials 1")
+    folds: list[Point] = [{"learning_rate": 0.1, "validation_fold": fold} for fold in (0, 1)]
+    assert command(*folds, vary="learning-rate=0.1,0.2 validation-fold=0,1").endswith(" --trials 1")
 
 
 def test_the_json_of_a_run_has_flat_metric_rows() -> None:

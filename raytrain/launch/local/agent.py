@@ -17,6 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -262,9 +263,10 @@ class SocketReporter:
         call = Caller(self._calls)
 
         def wait_for_stop() -> None:
-            while call("wait_for_stop_request", _POLL_S) is None:
-                pass
-            self._stop_requested.set()
+            with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
+                while call("wait_for_stop_request", _POLL_S) is None:
+                    pass
+                self._stop_requested.set()
 
         threading.Thread(target=wait_for_stop, daemon=True, name="stop-watch").start()
 
