@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -151,8 +152,11 @@ def run_names(store: Store, report: Report | None = None) -> list[str]:
     """Return the names of the folders directly below ``store`` that hold a run's options, sorted.
 
     ``report`` gets a line about each folder that is left out: it cannot be read, or no run may have its name.
+    Raises UsageError if ``store`` is a folder that does not exist: most likely, its name is misspelt.
     """
     report = report or ignore
+    if store.cloud is None and not os.path.lexists(store.url):
+        raise UsageError(f"There is no folder {store.url} to look for runs in; check --storage, or train a run there.")
     names = store.folders_with(CONFIG, report)
     for name in sorted(names):
         if not _NAME.fullmatch(name):

@@ -247,8 +247,8 @@ def test_the_package_runs_as_a_module() -> None:
         ("train cifar10 --image-size 3x3", "--image-size is '3x3'; give a side, such as 224, height and width, or a"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop ../first --storage nowhere", "letters, digits"),
-        ("stop first --storage nowhere", "There is no run 'first' in nowhere"),
-        ("show first --storage nowhere", "There is no run 'first' in nowhere"),
+        ("stop first --storage nowhere", "nowhere to look for runs in; check --storage"),
+        ("show first --storage nowhere", "nowhere to look for runs in; check --storage"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_exit_code_2(
@@ -530,8 +530,16 @@ def test_a_file_in_place_of_a_folder_is_one_sentence(tmp_path: Path, capsys: pyt
 
 
 def test_runs_reports_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--storage", str(tmp_path / "none")]) == 0
+    assert main(["runs", "--storage", str(tmp_path)]) == 0
     assert "There are no runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", ["runs", "show a", "compare a", "logs a", "stop a", "tag a", "rm a --yes", "audit a", "watch", "watch a"]
+)
+def test_storage_that_does_not_exist_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words.split(), "--storage", str(tmp_path / "none")]) == 2
+    assert f"There is no folder {tmp_path / 'none'} to look for runs in" in capsys.readouterr().err
 
 
 def test_show_prints_the_details_of_a_run(

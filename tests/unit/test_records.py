@@ -120,7 +120,12 @@ def test_all_runs_are_listed_newest_first(storage: str) -> None:
     assert {run.recipe for run in listed} == {"digits"}
 
 
-def test_a_storage_that_does_not_exist_has_no_runs(storage: str) -> None:
+def test_a_folder_that_does_not_exist_is_refused_and_an_empty_one_has_no_runs(storage: str) -> None:
+    with pytest.raises(UsageError, match=f"There is no folder {storage} to look for runs in; check --storage"):
+        list_runs(storage)
+    with pytest.raises(UsageError, match=f"There is no folder {storage} to look for runs in; check --storage"):
+        request_stop(storage, "first", StopReason("caller", ""))
+    Path(storage).mkdir()
     assert list_runs(storage) == []
 
 
@@ -132,6 +137,7 @@ def test_a_stop_request_can_be_read(storage: str) -> None:
 
 
 def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:
+    Path(storage).mkdir()
     with pytest.raises(UsageError, match="there are no runs yet"):
         request_stop(storage, "frist", StopReason("caller", ""))
     make_run(storage, "first")
