@@ -24,7 +24,7 @@ from typing import Any
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
 from raytrain.launch.job_files import own_functions
-from raytrain.runs.provenance import Provenance
+from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
 from raytrain.training.loop_mistakes import file_of_function
 from raytrain.training.loop_source import source_lines
@@ -34,8 +34,7 @@ COMMIT_VARIABLE = "RAYTRAIN_COMMIT"
 
 _GIT_WITHIN_S = 10.0
 _MAX_CODE_CHARS = 200_000  # of each file
-_MAX_CHANGED_FILES = 100
-_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=normal", "--no-renames")
+_STATUS = ("status", "--porcelain=v2", "-z", "--branch", "--untracked-files=normal", "--no-renames")
 
 
 class Gathering:
@@ -75,6 +74,7 @@ class Gathering:
             python=platform.python_version(),
             packages=_installed_packages(),
             commit=commit,
+            no_commit=self._git.problem,
             changed_files=changed_files,
             code={name: redact(text[:_MAX_CODE_CHARS]) for name, text in self._code.items()},
         )
@@ -91,6 +91,8 @@ def own_code_files(config: TrainConfig, loop: object = None) -> Iterator[Path]:
 class GitStatus:
     """The commit of the folder of ``files`` or, without any, of the working folder, and what is not as in it.
 
+    ``problem`` says why there is no commit although there is a repository, once the result is known.
+
     Example: ``commit, changed_files = GitStatus([Path("loop.py")]).result()``
     """
 
@@ -98,20 +100,23 @@ class GitStatus:
         self._files = [file.resolve() for file in files]
         folder = self._files[0].parent if self._files else Path.cwd()
         self._process: subprocess.Popen[str] | None = None
+        self.problem: str | None = None
         if not any((above / ".git").exists() for above in (folder, *folder.parents)):
             return
         # A repository may name a program that git runs to learn what has changed.
         command = ["git", "-c", "core.fsmonitor=false", "-c", "status.relativePaths=false", "-C", str(folder), *_STATUS]
-        with suppress(OSError):  # there is no git
+        self.problem = "there is no program git"
+        with suppress(OSError):
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C.UTF-8"},
             )
+            self.problem = None
 
     def close(self) -> None:
         """End the process of git."""
@@ -133,18 +138,21 @@ class GitStatus:
         with suppress(ValueError):
             document = json.loads(submitted or "")
             if matches(document, dict[str, Any]) and matches(document.get("changed_files"), list[str]):
+                self.problem = None
                 return document.get("commit"), document["changed_files"]
         if self._process is None:
             return None, []
         try:
-            lines = self._process.communicate(timeout=_GIT_WITHIN_S)[0].splitlines()
+            output, errors = self._process.communicate(timeout=_GIT_WITHIN_S)
         except subprocess.TimeoutExpired:
             self.close()
+            self.problem = f"git has not ended within {_GIT_WITHIN_S:.0f} s"
             return None, []
 
         # Porcelain version 2: "# branch.oid COMMIT", "1 XY … PATH" for a changed file, "? PATH" for an unknown one.
+        # Each ends with a zero, and no path is quoted.
         commit, changed = None, list[str]()
-        for line in lines:
+        for line in output.split("\0"):
             kind, _, rest = line.partition(" ")
             if line.startswith("# branch.oid ") and not line.endswith("(initial)"):
                 commit = line.split()[-1]
@@ -152,7 +160,17 @@ class GitStatus:
                 changed.append(rest.split(" ", 7 if kind == "1" else 9)[-1])
             elif kind == "?" and any(_is_in(file, rest) for file in self._files):
                 changed.append(rest)
-        return commit, sorted(changed)[:_MAX_CHANGED_FILES] if commit else []
+        if commit is None:
+            self.problem = self._why_no_commit(errors)
+        return commit, sorted(changed)[:MAX_CHANGED_FILES] if commit else []
+
+    def _why_no_commit(self, errors: str) -> str:
+        """Return why git has named no commit; ``errors`` are what it has printed."""
+        if self._process is not None and self._process.returncode == 0:
+            return "the repository has none yet"
+        if "dubious ownership" in errors:  # it may name programs, which git does not run for somebody else
+            return "git does not read the repository of another user"
+        return "git cannot read the repository"
 
 
 def _is_in(file: Path, entry: str) -> bool:

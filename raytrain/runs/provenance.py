@@ -19,6 +19,8 @@ _MAIN_PACKAGES = {"raytrain": "raytrain", "torch": "torch", "torchvision": "torc
 _IN_SUMMARY = ("raytrain", "torch", "ray")
 _COMMIT_DIGITS = 10
 _NUM_SHOWN = 3
+MAX_CHANGED_FILES = 100
+"""Files that are named of those that are not as in the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Provenance:
         packages: the versions of all installed packages, by their names.
         commit: the commit of the folder of the user's code or, without any, of the working folder; None if it is in no
             repository of git, or git is missing.
+        no_commit: why there is none, if there is a repository.
         changed_files: files there that are not as in that commit; none if the tree was clean.
         code: the files of the user's own functions, such as the loop, by their names.
     """
@@ -43,6 +46,7 @@ class Provenance:
     python: str
     packages: dict[str, str]
     commit: str | None = None
+    no_commit: str | None = None
     changed_files: list[str] = field(default_factory=list[str])
     code: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -51,6 +55,7 @@ class Provenance:
         packages = {name.lower(): version for name, version in self.packages.items()}
         versions = [f"{_MAIN_PACKAGES[name]} {packages[name]}" for name in _IN_SUMMARY if name in packages]
         commit = f"{self._commit_text()}; " if self.commit else ""
+        commit = f"no commit: {self.no_commit}; " if self.no_commit else commit
         return f"{commit}{', '.join([*versions, f'Python {self.python}'])}"
 
     def difference_from(self, before: Provenance) -> str:
@@ -80,7 +85,8 @@ class Provenance:
 
     def _commit_text(self) -> str:
         number = len(self.changed_files)
-        changed = f" with {number} changed {'file' if number == 1 else 'files'}" if number else ""
+        more = " or more" if number == MAX_CHANGED_FILES else ""
+        changed = f" with {number}{more} changed {'file' if number == 1 else 'files'}" if number else ""
         return f"commit {self.commit[:_COMMIT_DIGITS]}{changed}" if self.commit else "no commit"
 
 

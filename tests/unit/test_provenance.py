@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -74,6 +75,36 @@ def test_a_tree_is_not_clean_with_changed_files_and_code_that_git_does_not_know(
     assert gathered(loop="mine/new.py:train").changed_files == ["mine/", "other.py"]
 
 
+def test_names_of_changed_files_are_not_quoted(repository: Path) -> None:
+    """As git prints them otherwise, "l\\303\\266\\303\\266p.py" is no file that anybody knows."""
+    name = 'lööp "new".py'
+    (repository / name).write_text("def train(run): ...\n")
+    assert GitStatus([repository / name]).result()[1] == [name]
+    git(repository, "add", name)
+    assert GitStatus([]).result()[1] == [name]
+
+
+def test_a_repository_without_a_commit_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    git(tmp_path, "init", "-q")
+    made_of = gathered()
+    assert (made_of.commit, made_of.no_commit) == (None, "the repository has none yet")
+    assert made_of.summary().startswith("no commit: the repository has none yet; raytrain ")
+    # A folder that somebody else has prepared, such as one that a container mounts.
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert gathered().no_commit == "git does not read the repository of another user"
+    shutil.rmtree(tmp_path / ".git")
+    (tmp_path / ".git").mkdir()
+    assert gathered().no_commit == "git cannot read the repository"
+
+
+def test_more_files_than_are_named_have_changed(repository: Path) -> None:
+    for number in range(101):
+        (repository / f"{number}.txt").touch()
+    git(repository, "add", ".")
+    assert " with 100 or more changed files; raytrain" in gathered().summary()
+
+
 def test_without_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert GitStatus([]).result() == (None, [])
@@ -81,7 +112,8 @@ def test_without_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
 
 def test_without_git_there_is_no_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(repository))
-    assert GitStatus([]).result() == (None, [])
+    status = GitStatus([])
+    assert (*status.result(), status.problem) == (None, [], "there is no program git")
 
 
 def test_a_job_has_the_commit_of_the_machine_that_submitted_it(
