@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, Generic, TextIO, TypeVar, Union, cast, get_args, get_type_hints
+from typing import Annotated, Any, Generic, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_type_hints
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Suppress, UseAppendAction, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from raytrain.cli.options_file import read_options_file
@@ -223,7 +223,10 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     # --help-all is tyro's help with all options; with --help, those that few people use are hidden from tyro.
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
-    argv = _join_repeated(_complete_switches([_HELP[0] if word == _ALL_HELP else word for word in argv]))
+    argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
+    if named := next((commands[word] for word in argv if word in commands), None):
+        argv = _join_repeated(argv, named)
+    argv = _complete_switches(argv)
 
     # Only what the first words name is made known to tyro: all commands and recipes would delay each command.
     chosen = _chosen("command", commands, argv[:1])
@@ -288,30 +291,78 @@ def _switches_with_words() -> set[str]:
     return {flag(name) for name, hint in get_type_hints(TrainConfig).items() if bool in get_args(hint)}
 
 
-def _join_repeated(argv: Sequence[str]) -> list[str]:
-    """Return ``--tag a --tag b`` as ``--tag a b``, for all options with several values: tyro keeps the last flag's."""
+def _join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
+    """Return ``--tag a --tag b`` as ``--tag a b``, for all options with several values: tyro keeps the last flag's.
+
+    Raises UsageError if an option of one value is there twice, of which tyro would keep the last, too.
+    """
+    single, several, appending = _flags_by_number(command)
     groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
     group, group_of = groups[0], dict[str, list[str]]()
-    for word in argv:
-        if word in group_of:
-            group = group_of[word]
-        elif word.startswith("--"):
-            group = [word]
-            groups.append(group)
-            if word in _flags_of_several():
-                group_of[word] = group
-        else:
+    for number, word in enumerate(argv):
+        if word == "--":  # of submit: what follows is another command
+            groups.append([*argv[number:]])
+            break
+        if not word.startswith("--"):
             group.append(word)
+            continue
+
+        # `--tag=a` and `--lr` are other ways to write `--tag a` and `--learning-rate`.
+        name, equals, value = word.partition("=")
+        typed = name.replace("_", "-")
+        option = single.get(typed, typed)
+        if option in several:
+            if option not in group_of:
+                groups.append(group_of.setdefault(option, [name]))
+            group = group_of[option]
+            group += [value] * bool(equals)
+            continue
+        group = [word]
+        groups.append(group)
+        if typed in single and option not in appending:
+            group_of.setdefault(option, group)
+
+    # Two groups of one option: each but the first is a repetition.
+    for group in groups[1:]:
+        typed = group[0].partition("=")[0].replace("_", "-")
+        first = group_of.get(single.get(typed, typed), group)
+        if first is not group and group[0] != "--":
+            _refuse_twice(single[typed], first, group)
     return [word for group in groups for word in group]
 
 
+def _refuse_twice(option: str, first: Sequence[str], second: Sequence[str]) -> NoReturn:
+    """Raise UsageError, which shows both values of ``option`` unless they are secret."""
+    if option in map(flag, options_with(Mark.SECRET)):
+        first = second = [option]
+    what = f"{' '.join(first)} and {' '.join(second)} are both given"
+    raise UsageError(f"{what if first != second else f'{first[0]} is given twice'}; leave one of them out.")
+
+
 @functools.cache
-def _flags_of_several() -> set[str]:
-    """Return the flags of the options that take any number of values."""
-    hints = get_type_hints(TrainConfig)  # without annotations
-    return {
-        flag(name) for name, hint in hints.items() if any(... in get_args(each) for each in (hint, *get_args(hint)))
-    }
+def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str]]:
+    """Return the flags of a command: of one value, with all their spellings, of several, and those that append."""
+    hints: dict[str, Any] = {"json": bool, "debug": bool}
+    for name, hint in _hints(command).items():
+        section = TrainConfig if name == "config" else hint
+        if dataclasses.is_dataclass(section):
+            hints |= get_type_hints(section, include_extras=True)
+        hints[name] = str if section is TrainConfig else hint  # of the options themselves it is --config FILE
+
+    single: dict[str, str] = {}
+    several, appending = set[str](), set[str]()
+    for name, hint in hints.items():
+        option = flag(name)
+        bare = get_args(hint)[0] if marks_of(hint) else hint
+        if UseAppendAction in marks_of(hint):
+            appending.add(option)
+        elif any(... in get_args(each) for each in (bare, *get_args(bare))):
+            several.add(option)
+            continue
+        for spelling in (option, *(mark.flag for mark in marks_of(hint) if isinstance(mark, Synonym))):
+            single[spelling] = option
+        single[option.replace("--", "--no-", 1)] = option
+    return single, several, appending
 
 
 class _WrappedOutput:

@@ -32,6 +32,10 @@ REFUSED = {
     "weights of a repository": (["--data", "good", "--weights", "hf://some/net"], "hf://some/net cannot be downloaded"),
     "no such weights": (["--data", "good", "--weights", "nowhere.pt"], "--weights nowhere.pt"),
     "a bad number": (["--data", "good", "--epochs", "0"], "epochs"),
+    "an option twice": (
+        ["--data", "good", "--epochs", "1", "--epochs", "2"],
+        "--epochs 1 and --epochs 2 are both given",
+    ),
     "a negative seed": (["--data", "good", "--seed", "-1"], "--seed is -1; it must be at least 0"),
     "a seed of many digits": (["--data", "good", "--seed", "9" * 23], "at least 0 and at most 9223372036854775807"),
     "a variable that is not set": (["--data", "good", "--name", ""], "The value of --name is empty"),

@@ -90,8 +90,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
         "--name=first --resume",
         "--resume --name=first",
         "--name=first --storage=./runs --resume",
-        "--storage runs --name second --name first --resume",
-        "--no-resume --name=first --resume",
+        "--storage runs --name first --resume",
     ],
 )
 def test_a_resumed_run_keeps_its_own_options_however_they_are_typed(
@@ -117,7 +116,7 @@ def test_workers_and_device_are_chosen_anew_for_each_resume(stored: TrainConfig)
     assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda:0,1,2", "0,1,2", 7)
 
 
-@pytest.mark.parametrize("words", ["--name first", "--name first --no-resume", "--name first --resume --no-resume"])
+@pytest.mark.parametrize("words", ["--name first", "--name first --no-resume"])
 def test_a_new_run_has_the_options_of_the_recipe(words: str, stored: TrainConfig) -> None:
     assert parsed(f"train cifar10 {words}") == RECIPES["cifar10"](name="first")
 
@@ -172,6 +171,33 @@ def test_a_loop_of_ones_own_gets_the_plain_options(stored: TrainConfig) -> None:
 def test_a_flag_of_several_values_may_be_repeated(stored: TrainConfig) -> None:
     command = parsed("train --data x --tag a --epochs 3 --tag b c --learning-rate 1 --tag d")
     assert (command.tag, command.epochs, command.learning_rate) == (("a", "b", "c", "d"), 3, 1.0)
+
+
+def test_several_values_may_be_given_in_each_way_of_writing_a_flag(stored: TrainConfig) -> None:
+    assert parsed("train --data x --tag=a --tag b --tag=c d").tag == ("a", "b", "c", "d")
+    assert parsed("train --data x --test_views flip --test-views shift").test_views == ("flip", "shift")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("train --data x --epochs 1 --epochs 2", "--epochs 1 and --epochs 2 are both given; leave one of them out."),
+        ("train --data x --epochs=1 --epochs 2", "--epochs=1 and --epochs 2 are both given; leave one of them out."),
+        ("train --data x --lr 1 --learning_rate 2", "--lr 1 and --learning_rate 2 are both given; leave"),
+        ("train --data x --epochs 1 --seed 0 --epochs 1", "--epochs is given twice; leave one of them out."),
+        ("train --data x --image-size 8 9 --image-size 10", "--image-size 8 9 and --image-size 10 are both given"),
+        ("train --data x --trace --no-trace", "--trace and --no-trace are both given; leave one of them out."),
+        ("train --data x --compile --no-compile", "--compile and --no-compile are both given; leave one of them"),
+        ("train --data x --compile default --compile", "--compile default and --compile are both given; leave one"),
+        ("train --config a.yaml --config b.yaml", "--config a.yaml and --config b.yaml are both given; leave one"),
+        ("train --data x --json --json", "--json is given twice; leave one of them out."),
+        ("train --data x --notify https://a/s --notify https://b/t", "--notify is given twice; leave one of them out."),
+        ("--json train --data x --seed 1 --seed 2", "--seed 1 and --seed 2 are both given; leave one of them out."),
+        ("stop first --storage a --storage b", "--storage a and --storage b are both given; leave one of them out."),
+    ],
+)
+def test_an_option_of_one_value_is_not_given_twice(stored: TrainConfig, line: str, sentence: str) -> None:
+    assert sentence in refused(line)
 
 
 def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
@@ -248,7 +274,8 @@ def fields_of(module: ModuleType, name: str) -> set[str]:
         ("--compile", "default", "auto"),
         ("--compile --channels-last --epochs 3", "default", True),
         ("--compile reduce-overhead --no-channels-last", "reduce-overhead", False),
-        ("--compile=max-autotune --no-compile --channels_last auto", None, "auto"),
+        ("--no-compile --channels_last auto", None, "auto"),
+        ("--compile=max-autotune", "max-autotune", "auto"),
     ],
 )
 def test_a_switch_may_have_a_word(words: str, compiled: str | None, channels_last: object) -> None:
