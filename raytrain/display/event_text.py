@@ -75,8 +75,7 @@ def stop_text(reason: StopReason) -> str:
         "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
         "command": f"raytrain stop on {detail}",
         "page": f"the page on {detail}",
-        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, worse than the better "
-        "half of the trials",
+        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, {_worse_than(detail)}",
         "target": f"--until {detail}: {metric} is {value:.4f}",
         "patience": f"--patience {count}: {metric} is not {bound}",
         "time": f"--max-time {detail}",
@@ -84,6 +83,15 @@ def stop_text(reason: StopReason) -> str:
         "cost": f"--max-cost {detail}: {format_dollars(value)} are spent",
     }
     return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
+
+
+def _worse_than(pruner: str) -> str:
+    """Return what a trial that stopped early is worse than; ``pruner`` is that of Optuna, or empty."""
+    return {
+        "median": "worse than the median of the trials before (--pruner median)",
+        "successive-halving": "not in the best quarter of the trials before (--pruner successive-halving)",
+        "hyperband": "not in the best third of its group of trials (--pruner hyperband)",
+    }.get(pruner, "worse than the better half of the trials")
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:

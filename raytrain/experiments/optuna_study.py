@@ -87,6 +87,8 @@ class SweepStudy:
 
         self._space = space
         self._sampler: Sampler | None = sampler
+        self.pruner: Pruner | None = pruner
+        """The pruner that stops trials early; None if none of Optuna's does."""
         self._seed = seed
         self._lock = threading.RLock()
         self._log: LineFile[dict[str, Any]] = LineFile(store, STUDY, dict, dict)

@@ -134,6 +134,7 @@ class TrialRun:
                 value = math.nan if value is None else value  # as a stored row has it
                 if self._judge.is_worse(self._number, self.trial.name, row.epoch, value):
                     known = value if math.isfinite(value) else None
-                    reason = StopReason("early_stopping", metric=metric, value=known, count=row.epoch)
+                    pruner = self._judge.study and self._judge.study.pruner
+                    reason = StopReason("early_stopping", pruner, metric=metric, value=known, count=row.epoch)
                     self.signals.request_stop(reason)
         self.result = self.result.now(snapshot, self._evaluations.values())

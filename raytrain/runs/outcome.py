@@ -24,7 +24,7 @@ StopKind = Literal[
     "command",  # `raytrain stop`; detail: the host
     "page",  # its Stop button; detail: the host
     "caller",  # a program or a notebook; detail: its words
-    "early_stopping",  # a trial of a sweep: metric, value, count of epochs
+    "early_stopping",  # a trial of a sweep; detail: Optuna's pruner, if one did it; metric, value, count of epochs
     "target",  # --until; detail: its value; metric, value
     "patience",  # --patience; metric, the best value, count of evaluations
     "time",  # --max-time; detail: its value

@@ -89,6 +89,11 @@ def test_there_is_an_example_of_each_kind() -> None:
             StopReason("early_stopping", metric="accuracy", value=0.1, count=1),
             "early stopping: validation accuracy 0.1000 after 1 epoch, worse than the better half of the trials",
         ),
+        (
+            StopReason("early_stopping", "successive-halving", metric="accuracy", value=0.1, count=4),
+            "early stopping: validation accuracy 0.1000 after 4 epochs, not in the best quarter of the trials before "
+            "(--pruner successive-halving)",
+        ),
         (StopReason("diverged", "the loss is nan"), "the loss is nan"),
     ],
     ids=lambda value: getattr(value, "kind", ""),

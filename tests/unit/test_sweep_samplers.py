@@ -141,7 +141,9 @@ def test_a_killed_sweep_has_the_points_and_the_results_of_one_that_was_not(
 def test_optunas_pruners_stop_points_of_chance_too(swept: Callable[..., SweepResult]) -> None:
     result = swept(Trainer(), vary=VARY[0], trials=9, pruner="successive-halving", early_stopping=True)
     reasons = [trial.reason for trial in result.trials if trial.status == "stopped"]
-    assert {reason.metric for reason in reasons if isinstance(reason, StopReason)} == {"loss"}
+    assert {(reason.metric, reason.detail) for reason in reasons if isinstance(reason, StopReason)} == {
+        ("loss", "successive-halving")
+    }
 
 
 def test_as_many_trials_train_at_once_as_there_is_room_for_their_workers(
