@@ -8,7 +8,7 @@ import sys
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.launch.local.local_launch import AgentProcess
 from raytrain.launch.ray.connection import end_own_ray
 from raytrain.launch.ray.own_cluster import lean, lean_imports
+from raytrain.loader.decoders import NewProcess
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.file_by_file import FileByFile, num_processes
 from tests.helpers.google_storage import GoogleStorage, google_storage
@@ -37,7 +38,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-_NEW_AGENT = AgentProcess.__init__
+_NEW_AGENT, _NEW_DECODER = AgentProcess.__init__, NewProcess.__init__
 
 _collecting = ExitStack()
 _collecting.enter_context(lean_imports())  # test modules import Ray, which takes twice as long with that package
@@ -107,15 +108,23 @@ def _descriptions_of_services() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _forked_agents() -> Iterator[None]:
-    """Fork the agents of the runs of this process from one that has imported torch: ``new_agents`` says otherwise."""
+    """Fork the agents of this process's runs, and the decoding processes of its loaders, from one that has imported
+    torch: ``new_agents`` and ``new_decoders`` say otherwise.
+    """
 
     def start(agent: AgentProcess, environment: Mapping[str, str]) -> None:
         from tests.helpers.forked_agents import start_forked  # deferred: it imports torch
 
         start_forked(agent, environment)
 
+    def start_decoder(decoder: NewProcess, imports: Sequence[str]) -> None:
+        from tests.helpers.forked_agents import start_forked_decoder
+
+        start_forked_decoder(decoder, imports)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(AgentProcess, "__init__", start)
+        monkeypatch.setattr(NewProcess, "__init__", start_decoder)
         yield
 
 
@@ -123,6 +132,12 @@ def _forked_agents() -> Iterator[None]:
 def new_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the agents of a test's runs as a user's runs start them."""
     monkeypatch.setattr(AgentProcess, "__init__", _NEW_AGENT)
+
+
+@pytest.fixture
+def new_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the decoding processes of a test's loaders as a user's loaders start them."""
+    monkeypatch.setattr(NewProcess, "__init__", _NEW_DECODER)
 
 
 @pytest.fixture(autouse=True)

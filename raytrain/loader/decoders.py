@@ -32,7 +32,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import count, cycle
@@ -106,12 +105,18 @@ def num_decoders() -> int:
     return max(1, min(_MAX_DECODERS, cores() // int(given)))
 
 
-@dataclass(frozen=True)
 class NewProcess:
-    """A process that will decode. It imports what it needs, and then waits for :meth:`Decoders.start`."""
+    """A process that will decode. It imports the modules ``imports``, and then waits for :meth:`Decoders.start`."""
 
-    process: subprocess.Popen[bytes]
-    connection: Connection
+    def __init__(self, imports: Sequence[str]) -> None:
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.loader.decoders", str(theirs.fileno()), *imports],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        )
+        theirs.close()
 
     def end(self) -> None:
         """End it, also if it is still importing. Its connection stays: a thread of :class:`Decoders` may use it."""
@@ -128,18 +133,7 @@ def start_processes(imports: Sequence[str], threads_per_process: int = _THREADS)
         >>> processes = start_processes(["raytrain.loader.machine_batches"])
         >>> with Decoders(reporter, block_bytes, processes) as decoders:
     """
-    started: list[NewProcess] = []
-    for _ in range(-(-num_decoders() // threads_per_process)):
-        ours, theirs = Pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.loader.decoders", str(theirs.fileno()), *imports],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
-        theirs.close()
-        started.append(NewProcess(process, ours))
-    return started
+    return [NewProcess(imports) for _ in range(-(-num_decoders() // threads_per_process))]
 
 
 class Decoders(AbstractContextManager["Decoders"]):
@@ -374,11 +368,15 @@ class SharedMemory:
         return self._parts[number]
 
 
-if __name__ == "__main__":
-    _connection = Connection(int(sys.argv[1]))
-    for _name in sys.argv[2:]:
-        import_module(_name)
+def serve_worker(connection: Connection, imports: Sequence[str]) -> None:
+    """Import the modules ``imports``, wait for what a worker's :class:`Decoders` sends, and decode until it ends."""
+    for name in imports:
+        import_module(name)
     with suppress(EOFError, OSError):  # the worker has ended
-        _num_threads, _part_bytes, _open_readers = _connection.recv()
-        _memory = SharedMemory(_part_bytes, reduction.recv_handle(_connection))
-        _Server(_connection, _memory, _open_readers).serve(_num_threads)
+        num_threads, part_bytes, open_readers = connection.recv()
+        memory = SharedMemory(part_bytes, reduction.recv_handle(connection))
+        _Server(connection, memory, open_readers).serve(num_threads)
+
+
+if __name__ == "__main__":
+    serve_worker(Connection(int(sys.argv[1])), sys.argv[2:])

@@ -180,6 +180,7 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, capl
         epoch([strict])
 
 
+@pytest.mark.usefixtures("new_decoders")
 def test_an_image_that_kills_its_decoder_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def decoding_processes() -> set[psutil.Process]:
     return found
 
 
+@pytest.mark.usefixtures("new_decoders")
 @pytest.mark.parametrize("num_read", [0, 1])
 def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path, num_read: int) -> None:
     before = decoding_processes()
@@ -287,6 +289,7 @@ def test_a_loader_that_nobody_has_any_more_leaves_no_process(images: Path, num_r
     wait_for(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "it runs on")
 
 
+@pytest.mark.usefixtures("new_decoders")
 @pytest.mark.parametrize("refused", [{"data": "nowhere"}, {"batch_size": 200, "drop_last": True}])
 def test_a_refused_loader_leaves_no_process(images: Path, refused: dict[str, Any]) -> None:
     before = decoding_processes()
@@ -326,6 +329,7 @@ def test_a_copy_of_a_loader_goes_on_from_the_same_place_with_processes_of_its_ow
         each.close()
 
 
+@pytest.mark.usefixtures("new_decoders")
 def test_a_forked_process_reads_by_itself(images: Path) -> None:
     """Its loader has begun in the process that it is a fork of, whose threads and pipes it cannot use."""
     (loader,), (whole,) = loaders(images, 1, cache="none"), loaders(images, 1)
