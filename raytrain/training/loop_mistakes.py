@@ -28,6 +28,8 @@ from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.loop_source import own_code
 
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
+_ENDS = ("sys.exit", "exit", "quit", "os._exit")  # of the process, when the file is imported
+_PLAIN_VALUES = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.DictComp)
 _NOT_RUN = ("__annotate__", "__conditional_annotations__")  # code of annotations, since Python 3.14
 
 
@@ -51,6 +53,8 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         package, number = missing
         raise UsageError(f"{failure}: ModuleNotFoundError: No module named {package!r} ({line_of(str(file), number)}).")
 
+    _refuse_if_import_ends(failure, tree, file)
+
     # The names that the file defines; those of functions that it has itself are followed.
     functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
     codes = list(_codes_of_file(code, functions, function))
@@ -61,24 +65,54 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         raise no_function(option, name, _stored([code]))
     _refuse_undefined(f"{option} {name}", ((one, known) for one in codes))
 
+    # What the name stands for in the end, as far as its last statement shows it.
+    last = next((node for node in reversed(tree.body) if function in _stored([_compiled(node)])), None)
+    _refuse_if_no_function(f"{option} {name}", last, str(file), is_loop=is_loop)
+
+    if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
+        _refuse_if_calls_run_nothing(f"{option} {name}", functions[function].co_flags, is_loop=is_loop)
+
     # How the loop is called, and what it asks its run for.
     if is_loop:
-        last = next((node for node in reversed(tree.body) if function in _stored([_compiled(node)])), None)
-        if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
-            _refuse_if_calls_run_nothing(f"{option} {name}", functions[function].co_flags)
         definition = next((node for node in reversed(tree.body) if _defines(node, function)), None)
         if definition is not None:
             _check_definition(f"{option} {name}", cast(ast.FunctionDef, definition), str(file))
+
+
+def _refuse_if_import_ends(failure: str, tree: ast.Module, file: Path) -> None:
+    """Raise UsageError if the file raises an exception, or ends its process, whoever imports it."""
+    for node in tree.body:
+        call = ast.unparse(node.value.func) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
+        if isinstance(node, ast.Raise) or call in _ENDS:
+            raise UsageError(f"{failure}: its import ends at {line_of(str(file), node.lineno)}.")
+
+
+def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
+    """Raise UsageError if the ``last`` statement that stores a name makes it a plain value or, of a loop, a class."""
+    if is_loop and isinstance(last, ast.ClassDef):
+        raise UsageError(
+            f"{whose} is a class, and a loop is a function of one argument, the run ({line_of(file, last.lineno)})."
+        )
+    if not isinstance(last, (ast.Assign, ast.AnnAssign)) or last.value is None:
+        return
+    targets = last.targets if isinstance(last, ast.Assign) else [last.target]
+    if not all(isinstance(target, ast.Name) for target in targets):
+        return
+    if isinstance(last.value, _PLAIN_VALUES):
+        raise UsageError(f"{whose} is no function ({line_of(file, last.lineno)}); name one that can be called.")
+    if is_loop and isinstance(last.value, ast.Lambda):
+        _refuse_other_arguments(whose, last.value.args, line_of(file, last.lineno))
 
 
 def _compiled(node: ast.stmt) -> CodeType:
     return compile(ast.Module([node], []), "statement", "exec")
 
 
-def _refuse_if_calls_run_nothing(whose: str, flags: int) -> None:
-    """Raise UsageError if the ``flags`` of a loop's code are those of a generator or a coroutine."""
+def _refuse_if_calls_run_nothing(whose: str, flags: int, *, is_loop: bool = True) -> None:
+    """Raise UsageError if the ``flags`` of a function's code are those of a generator or a coroutine."""
     if flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
-        raise UsageError(f"{whose} has yield or async, so that a call runs nothing of it; a loop is a plain function.")
+        advice = "a loop is a plain function" if is_loop else "give a plain function"
+        raise UsageError(f"{whose} has yield or async, so that a call runs nothing of it; {advice}.")
 
 
 def check_loop_function(loop: Callable[..., Any]) -> None:
@@ -221,23 +255,12 @@ def _defines(node: ast.stmt, name: str) -> bool:
 
 def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
     """Raise UsageError if a loop cannot be called with a run, or asks it for an attribute that no run has."""
-    arguments = loop.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    num_required = len(positional) - len(arguments.defaults)
-    required_by_name = [
-        argument.arg
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None
-    ]
-    where = line_of(file, loop.lineno)
     if loop.decorator_list:
         return  # what it takes, the decorator decides
-    if num_required > 1 or required_by_name or not (positional or arguments.vararg):
-        names = [argument.arg for argument in positional[:num_required]] + required_by_name
-        takes = f"needs {len(names)} arguments, {', '.join(names)}" if names else "takes no argument"
-        raise UsageError(f"{whose} {takes}, and a loop is called with one, the run ({where}).")
+    _refuse_other_arguments(whose, loop.args, line_of(file, loop.lineno))
 
     # The run is the first argument, unless the loop gives that name to something else or sets attributes of its own.
+    positional = [*loop.args.posonlyargs, *loop.args.args]
     if not positional or not run_attributes():
         return
     run = positional[0].arg
@@ -257,6 +280,21 @@ def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
         if node.attr not in run_attributes() | set_here and not is_renamed and not asks_first:
             hint = did_you_mean(node.attr, [name for name in run_attributes() if not name.startswith("_")])
             raise UsageError(f"{whose}: a run has no {node.attr!r}{hint} ({line_of(file, node.lineno)}).")
+
+
+def _refuse_other_arguments(whose: str, arguments: ast.arguments, where: str) -> None:
+    """Raise UsageError if a loop with these ``arguments`` cannot be called with a run alone."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(positional) - len(arguments.defaults)
+    required_by_name = [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    if num_required > 1 or required_by_name or not (positional or arguments.vararg):
+        names = [argument.arg for argument in positional[:num_required]] + required_by_name
+        takes = f"needs {len(names)} arguments, {', '.join(names)}" if names else "takes no argument"
+        raise UsageError(f"{whose} {takes}, and a loop is called with one, the run ({where}).")
 
 
 @cache

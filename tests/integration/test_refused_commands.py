@@ -28,6 +28,10 @@ REFUSED = {
     "no such network": (["--data", "good", "--model", "no_such_net"], "--model no_such_net"),
     "no such loop": (["--data", "good", "--loop", "nowhere.py:train"], "--loop"),
     "a name in a loop": (["--data", "good", "--loop", "typo.py:train"], "NameError: name 'modle' is not defined"),
+    "a number as a loop": (
+        ["--data", "good", "--loop", "typo.py:width"],
+        "--loop typo.py:width is no function (typo.py",
+    ),
     "weights of torchvision": (["--data", "good", "--weights", "DEFAULT"], "torchvision's weights for resnet18 cannot"),
     "weights of a repository": (["--data", "good", "--weights", "hf://some/net"], "hf://some/net cannot be downloaded"),
     "no such weights": (["--data", "good", "--weights", "nowhere.pt"], "--weights nowhere.pt"),
@@ -66,13 +70,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.new("RGB", (16, 16), (40 * number, 9, 9)).save(found / name / f"{number}.png")
     (found / "empty").mkdir()
     (found / "bad.yaml").write_text("data: good\nepohs: 3\n")
-    (found / "typo.py").write_text("def train(run):\n    model = run.build_model()\n    run.prepare(modle)\n")
+    (found / "typo.py").write_text(
+        "def train(run):\n    model = run.build_model()\n    run.prepare(modle)\nwidth = 5\n"
+    )
     return found
 
 
 def refused(folder: Path, backend: str, options: list[str], recipe: str = "custom", **environment: str) -> str:
     """Train with ``options`` in a fresh process, and return what it says; it has to end with exit code 2."""
-    command = [Path(sys.executable).with_name("raytrain"), "train", *recipe.split(), "--workers", "1"]
+    command = [Path(sys.executable).with_name("raytrain"), "train", *recipe.split()]
+    command += [] if "--workers" in options else ["--workers", "1"]
     command += ["--image-size", "16"] if recipe else []
     command += ["--backend", "local"] if backend == "local" else ["--address", "local"]
     endpoint = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}

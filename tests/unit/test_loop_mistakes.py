@@ -32,8 +32,23 @@ REFUSED = {
     "a name in what it calls": ("def train(run): helper()\ndef helper(): no_such_name", "name 'no_such_name' is not"),
     "a name when it is imported": ("size = no_such_name\ndef train(run): ...", "name 'no_such_name' is not defined"),
     "an attribute": ("def train(run):\n    run.epohcs()", r"a run has no 'epohcs' \(did you mean epochs\?\) \(loop.py"),
+    "a number": ("train = 5", r"is no function \(loop.py, line 1: `train = 5`\); name one that can be called"),
+    "nothing": ("train: object = None", r"is no function \(loop.py, line 1"),
+    "a list of functions": ("def a(run): ...\ntrain = [a]", r"is no function \(loop.py, line 2"),
+    "a function that is replaced": ("def train(run): ...\ntrain = {}", r"is no function \(loop.py, line 2"),
+    "a class": (
+        "class train:\n    def __init__(self, run): ...",
+        "is a class, and a loop is a function of one argument",
+    ),
+    "a lambda of two arguments": ("train = lambda run, lr: None", "needs 2 arguments, run, lr, and a loop is called"),
+    "an import that raises": ("raise ValueError(1)\ndef train(run): ...", "its import ends at loop.py, line 1: `raise"),
+    "an import that exits": ("import sys\ndef train(run): ...\nsys.exit()", "its import ends at loop.py, line 3: `sys"),
 }
 TAKEN = {
+    "a lambda": "train = lambda run, lr=0.1: run.epochs()",
+    "an object that can be called": "class Loop:\n    def __call__(self, run): ...\ntrain = Loop()",
+    "one of several": "import os\ntrain = None\nif os.name:\n    def train(run): ...",
+    "a script of its own": "import sys\ndef train(run): ...\nif __name__ == '__main__':\n    sys.exit(train(None))",
     "all that is right": "import os\ndef train(run): os.getcwd(), run.epochs()",
     "a package that may be missing": "try:\n    import no_such\nexcept ImportError:\n    pass\ndef train(run): no_such",
     "a folder of its own": "import sys\nsys.path.insert(0, 'x')\nimport no_such\ndef train(run): ...",
@@ -65,6 +80,19 @@ def test_a_mistake_is_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(source)
     with pytest.raises(UsageError, match=sentence):
         check_named_function("--loop", f"{tmp_path}/loop.py:train", is_loop=True)
+
+
+@pytest.mark.parametrize("option", ["--model", "--transforms"])
+def test_other_functions_are_looked_at_as_well(option: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "net = 5\nasync def late(): ...\nclass Net: ...\ndef of(num_classes, width=1): ..."
+    )
+    with pytest.raises(UsageError, match=rf"{option} .*mine.py:net is no function \(mine.py, line 1"):
+        check_named_function(option, f"{tmp_path}/mine.py:net")
+    with pytest.raises(UsageError, match=r"mine.py:late has yield or async, .* give a plain function"):
+        check_named_function(option, f"{tmp_path}/mine.py:late")
+    check_named_function(option, f"{tmp_path}/mine.py:Net")
+    check_named_function(option, f"{tmp_path}/mine.py:of")
 
 
 @pytest.mark.parametrize("kind", TAKEN)
