@@ -124,14 +124,13 @@ class ExactNetworks:
         """
         self._layers = {network: list(network.modules()) for network in self.trained}
         owners = (layer._parameters for layers in self._layers.values() for layer in layers)  # pyright: ignore[reportPrivateUsage]
-        parameters: list[Tensor] = list(
-            dict.fromkeys(each for owner in owners for each in owner.values() if each is not None)
-        )
+        # By id, as in the buckets: the hash of a tensor is a function in Python.
+        found: dict[int, Tensor] = {id(each): each for owner in owners for each in owner.values() if each is not None}
+        parameters = list(found.values())
         # torch.func.functional_call puts tensors in their places for a forward; gradients reach those they are made of.
         if Tensor in set(map(type, parameters)):
             return
-        self._parameters = parameters
-        self.parameter_ids = set(map(id, self._parameters))
+        self._parameters, self.parameter_ids = parameters, set(found)
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
         """Have batch norm of ``network`` count the ``images`` that it is about to get.

@@ -93,33 +93,36 @@ class ExactGradients:
         self._callback: Callable[[], object] = lambda: None  # weak reference to that of the last backward
         self._is_deferred = False  # gradients stay in the buckets after a backward
         self._has_deferred = False  # some are there
-        self._nodes: dict[Tensor, Any] = {}  # AccumulateGrad of each parameter; hooks live as long as their node
+        # By the id of each parameter, since the hash of a tensor is a function in Python, which takes 0.3 µs.
+        self._followed: dict[int, Tensor] = {}
+        self._nodes: dict[int, Any] = {}  # their AccumulateGrad; hooks live as long as their node
         self._parameters: list[Tensor] = []  # those in the buckets
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._bucket_of: dict[int, Bucket] = {}
         self._num_sent = 0  # buckets, in this backward
         self._half_done = deque[Bfloat16Sum]()  # sums of which only the first half has begun
         self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients of ``parameters`` exact from now on; also of those that are frozen at the moment."""
+        followed = dict(zip(map(id, parameters), parameters, strict=True))
         # All parameters of a network that moves to another device or type stay, and get other nodes.
-        known = next((each for each in parameters if each.requires_grad and each in self._nodes), None)
-        if known is not None and get_gradient_edge(known).node is not self._nodes[known]:
+        known = next((each for key, each in followed.items() if each.requires_grad and key in self._nodes), None)
+        if known is not None and get_gradient_edge(known).node is not self._nodes[id(known)]:
             self._nodes, self._parameters = {}, []
-        if len(parameters) == len(self._nodes) and all(parameter in self._nodes for parameter in parameters):
+        if self._nodes and followed.keys() == self._followed.keys():
             return
-        nodes: dict[Tensor, Any] = {}
-        for parameter in parameters:
-            if parameter in self._nodes:
-                nodes[parameter] = self._nodes[parameter]
+        nodes: dict[int, Any] = {}
+        for key, parameter in followed.items():
+            if key in self._nodes:
+                nodes[key] = self._nodes[key]
             elif parameter.is_floating_point() or parameter.is_complex():
                 # A frozen parameter has no node, and would get one without a hook when the loop unfreezes it.
                 requires_grad = parameter.requires_grad
-                nodes[parameter] = get_gradient_edge(parameter.requires_grad_(True)).node
+                nodes[key] = get_gradient_edge(parameter.requires_grad_(True)).node
                 parameter.requires_grad_(requires_grad)
-                nodes[parameter].register_prehook(partial(self._arrives, parameter))
-        self._nodes = nodes
+                nodes[key].register_prehook(partial(self._arrives, parameter))
+        self._followed, self._nodes = followed, nodes
 
     def _arrives(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
         """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine.
@@ -135,7 +138,7 @@ class ExactGradients:
                 return None
             return (gradient * self._factor if self._factor else torch.zeros_like(gradient),)
         _check_summable(parameter, gradient)
-        bucket = self._bucket_of[parameter]
+        bucket = self._bucket_of[id(parameter)]
         if bucket.work is not None:  # a layer that a re-entrant checkpoint and the network around it share
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
@@ -166,12 +169,12 @@ class ExactGradients:
             bucket.arrived_now.clear()
         if self._world_size > 1:
             # Buckets hold the parameters that can get a gradient now: the loop may have frozen or unfrozen some.
-            parameters = [parameter for parameter in self._nodes if parameter.requires_grad]
+            parameters = [each for key, each in self._followed.items() if key in self._nodes and each.requires_grad]
             if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
                 self.sum_deferred()
                 self._parameters = parameters
                 self._buckets = list(_split_into_buckets(parameters[::-1]))  # a backward begins with the last layers
-                self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
+                self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
             # Take away the hooks that run after a gradient has been accumulated: they get that of the global batch.
             for parameter in self._parameters:
                 if parameter._backward_hooks:
@@ -181,7 +184,7 @@ class ExactGradients:
                     self._held_hooks.append((parameter, hooks, dict(hooks)))
                     hooks.clear()
             if self._is_first:
-                check_not_wrapped(self._nodes)
+                check_not_wrapped(self._followed.values())
         self._is_first = False
         self._is_running = True
         callback = partial(self._end_backward)
@@ -265,14 +268,14 @@ class Bucket:
     def __init__(self, parameters: list[Tensor]) -> None:
         # Small gradients are first in the tensor: they are written together, which takes a quarter of the time.
         self.parameters = sorted(parameters, key=lambda parameter: parameter.numel() >= _SMALL)
-        self.arrived: set[Tensor] = set()  # the parameters that got a gradient since the last sum
-        self.arrived_now: set[Tensor] = set()  # those that got one in this backward
+        self.arrived: set[int] = set()  # ids of the parameters that got a gradient since the last sum
+        self.arrived_now: set[int] = set()  # of those that got one in this backward
         self.work: dist.Work | Bfloat16Sum | None = None  # the sum, once it has begun
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self._num_small = sum(size < _SMALL for size in self._sizes)
         self._flat: Tensor | None = None  # all gradients in a row, and flags
         self._is_ready = False  # it has the gradients of now, and not those of the backward before
-        self._views: dict[Tensor, Tensor] = {}  # the gradient of each parameter in it
+        self._views: dict[int, Tensor] = {}  # the gradient of each parameter in it, by the parameter's id
         self._small: list[tuple[Tensor, Tensor]] = []  # views of small gradients, and what is to be written there
         self._small_factor: Tensor | float = 1.0
 
@@ -288,8 +291,9 @@ class Bucket:
         """
         if not self._is_ready:
             self._renew()
-        view, is_used = self._views[parameter], isinstance(factor, Tensor) or factor
-        if parameter in self.arrived:
+        key = id(parameter)
+        view, is_used = self._views[key], isinstance(factor, Tensor) or factor
+        if key in self.arrived:
             self.write_small()
             view.add_(gradient * factor if is_used else 0.0)
         elif not is_used:
@@ -299,8 +303,8 @@ class Bucket:
             self._small_factor = factor
         else:
             torch.mul(gradient, factor, out=view)
-        self.arrived.add(parameter)
-        self.arrived_now.add(parameter)
+        self.arrived.add(key)
+        self.arrived_now.add(key)
 
     def write_small(self) -> None:
         """Write the small gradients that have been added in this backward, and not yet been written."""
@@ -324,10 +328,9 @@ class Bucket:
         if len(self.arrived) == len(self.parameters):
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor([parameter in self.arrived for parameter in self.parameters]))
-            for parameter in self.parameters:
-                if parameter not in self.arrived:
-                    self._views[parameter].zero_()
+            self._flags.copy_(torch.tensor([id(parameter) in self.arrived for parameter in self.parameters]))
+            for key in self._views.keys() - self.arrived:
+                self._views[key].zero_()
         assert self._flat is not None
         if in_bfloat16 and self._flat.dtype == torch.float32:
             self.work = Bfloat16Sum(self._flat, (groups[0], groups[-1]), world_size)
@@ -338,9 +341,10 @@ class Bucket:
         """Wait for the sums, and return each parameter that has a gradient on any worker, with its sum."""
         assert self.work is not None
         self.work.wait()
+        summed = list(zip(self.parameters, self._views.values(), strict=True))
         # The host waits for the device only if a parameter got no gradient here: another worker may have one.
-        flags = [1.0] * len(self.parameters) if len(self.arrived) == len(self.parameters) else self._flags.tolist()
-        summed = [(each, self._views[each]) for each, flag in zip(self.parameters, flags, strict=True) if flag]
+        if len(self.arrived) < len(self.parameters):
+            summed = [each for each, flag in zip(summed, self._flags.tolist(), strict=True) if flag]
         self._empty()
         return summed
 
@@ -358,12 +362,16 @@ class Bucket:
             self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
         *rows, self._flags = self._flat.split([*sizes, len(sizes)])
         for parameter, row in zip(self.parameters, rows, strict=True):
+            if parameter.ndim == 1:
+                view = row
             # A gradient has the order in memory of its parameter, if that leaves no gaps: optimizers are fastest so.
-            is_dense = parameter.is_contiguous() or (
+            elif parameter.is_contiguous() or (
                 parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-            )
-            shape, stride = parameter.shape, parameter.stride()
-            self._views[parameter] = row.as_strided(shape, stride) if is_dense else row.view(shape)
+            ):
+                view = row.as_strided(parameter.shape, parameter.stride())
+            else:
+                view = row.view(parameter.shape)
+            self._views[id(parameter)] = view
         self._is_ready = True
 
     def _empty(self) -> None:
