@@ -232,9 +232,14 @@ def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError(f"device is {config.device!r}, and this process has no GPU; omit it, or give it one.")
-    number = int(os.environ.get("LOCAL_RANK", "0"))
-    if not in_ray and torch.cuda.current_device() == 0 and number < torch.cuda.device_count():
-        torch.cuda.set_device(number)
+    number = os.environ.get("LOCAL_RANK") or "0"
+    if not number.isdecimal():
+        raise UsageError(
+            f"LOCAL_RANK is {number!r} in the environment, and is the number of this process on its machine, from 0 "
+            "on; set it as torchrun does, or leave it out."
+        )
+    if not in_ray and torch.cuda.current_device() == 0 and int(number) < torch.cuda.device_count():
+        torch.cuda.set_device(int(number))
     return torch.device("cuda", torch.cuda.current_device())
 
 

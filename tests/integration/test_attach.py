@@ -156,6 +156,18 @@ def test_bad_options_are_one_sentence_and_leave_nothing(
     assert not list(storage.rglob("*.json*"))
 
 
+@pytest.mark.parametrize("number", ["gpu0", "-1", "0.5"])
+def test_a_number_of_the_process_that_is_none_is_refused(
+    number: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", number)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = raytrain.TrainConfig(data=str(images), storage=str(tmp_path), batch_size=8, learning_rate=0.1)
+    with pytest.raises(UsageError, match=f"LOCAL_RANK is '{number}' in the environment"), raytrain.attach(config):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
 def test_options_in_a_dict_are_refused() -> None:
     options: Any = {"data": "photos"}
     for call in (lambda: raytrain.attach(options).__enter__(), lambda: raytrain.train(options), lambda: look(options)):
