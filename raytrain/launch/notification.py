@@ -15,11 +15,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from raytrain.config import TrainConfig
@@ -51,7 +53,7 @@ def notify_target(config: TrainConfig) -> str | None:
         target = os.environ.get(name, "").strip()
         if not target:
             raise UsageError(f"--notify names the variable {name}, which is not set; set it to a URL or a command.")
-    for secret in (target, *re.findall(r"https?://[^\s'\"]+", target)):
+    for secret in (target, *re.findall(r"(?i)https?://[^\s'\"]+", target)):
         keep_secret(secret)
     return target
 
@@ -59,20 +61,31 @@ def notify_target(config: TrainConfig) -> str | None:
 def check_notify(config: TrainConfig) -> None:
     """Raise UsageError if ``--notify`` names a variable that is not set, or nothing that could send a message."""
     target = notify_target(config)
-    if target is None or re.match("https?://", target):
+    if target is None or _is_url(target):
         return
+    if not target.strip():
+        raise UsageError("--notify is empty; give a URL, which begins with https://, or a command, or omit it.")
     # Only a shell knows what an assignment, a quote or a bracket at the beginning leads to.
     program = target.strip().partition(" ")[0]
-    if (
-        re.fullmatch(r"[\w.:/@+-]+", program)
-        and subprocess.run(
-            ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program], check=False, timeout=COMMAND_WITHIN_S
-        ).returncode
-    ):
+    if not re.fullmatch(r"[\w.:/@+-]+", program):
+        return
+    # To a shell, any file is a command that is named by its path, until it is to run.
+    if "/" in program and Path(program).exists() and shutil.which(program) is None:
+        raise UsageError(
+            "--notify begins with a path that is there and may not be run as a program; `chmod +x` a script of yours, "
+            "or give another command."
+        )
+    if subprocess.run(
+        ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program], check=False, timeout=COMMAND_WITHIN_S
+    ).returncode:
         raise UsageError(
             "--notify is no URL, which begins with https://, and its first word is no command that this machine has; "
             "give one of both."
         )
+
+
+def _is_url(target: str) -> bool:
+    return re.match("https?://", target, re.IGNORECASE) is not None
 
 
 def message_of(result: TrainResult) -> dict[str, Any]:
@@ -118,7 +131,7 @@ class Notification:
         """Send ``message`` in a thread, unless one was sent before."""
         if self._target is None or self._thread is not None:
             return
-        is_url = re.match("https?://", self._target) is not None
+        is_url = _is_url(self._target)
         self._within_s = WEBHOOK_WITHIN_S if is_url else COMMAND_WITHIN_S
         call = _post if is_url else _run_command
         self._thread = threading.Thread(target=self._send, args=(call, message), daemon=True, name="notification")
@@ -144,18 +157,30 @@ class Notification:
 
 def _post(url: str, message: dict[str, Any]) -> str | None:
     """Send ``message`` to a webhook; return the error as a text, or None."""
+    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import Request, urlopen  # which takes a while to import
+    from urllib.request import HTTPRedirectHandler, Request, build_opener  # which takes a while to import
+
+    class NoRedirects(HTTPRedirectHandler):
+        """Leaves a redirect as the answer: another address would be asked by GET, without the message."""
+
+        def redirect_request(self, *_: object) -> None:
+            return None
 
     headers = {"Content-Type": "application/json", "User-Agent": "raytrain"}
     request = Request(url, json.dumps(message).encode(), headers, method="POST")
     try:
-        with urlopen(request, timeout=WEBHOOK_WITHIN_S) as answer:
+        with build_opener(NoRedirects).open(request, timeout=WEBHOOK_WITHIN_S) as answer:
             answer.read(1)
     except HTTPError as error:
-        return f"the webhook answered {error.code} {error.reason}"
+        advice = ": name the address that it leads to" if 300 <= error.code < 400 else ""
+        return f"the webhook answered {error.code} {error.reason}{advice}"
+    except TimeoutError:
+        return f"the webhook has not answered within {WEBHOOK_WITHIN_S:g} s"
     except URLError as error:
         return str(error.reason)
+    except HTTPException as error:
+        return f"the webhook gave no answer in HTTP: {str(error).strip() or type(error).__name__}"
     return None
 
 

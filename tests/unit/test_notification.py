@@ -30,7 +30,10 @@ TOKEN = "T0123456/B0123456/abcdefghijklmnop"
 
 
 class Webhook(HTTPServer):
-    """Takes messages; those to /refused/… are refused, and those to /silent/… get no answer."""
+    """Takes messages.
+
+    Those to /refused/… are refused, those to /moved/… are to be sent elsewhere, and those to /silent/… get no answer.
+    """
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, dict[str, Any]]] = []
@@ -49,7 +52,16 @@ class Webhook(HTTPServer):
                 webhook.messages.append((self.path, body))
                 if "silent" in self.path:
                     webhook.over.wait()
-                self.send_response(404 if "refused" in self.path else 200)
+                if "garbled" in self.path:
+                    self.wfile.write(b"no HTTP\r\n\r\n")
+                    return
+                self.send_response(404 if "refused" in self.path else 302 if "moved" in self.path else 200)
+                self.send_header("Location", "/services/new")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                webhook.messages.append((self.path, {}))
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None: ...
@@ -96,7 +108,13 @@ def test_a_failure_and_a_stop_say_why_without_secrets(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("folder", "told"), [("refused", "the webhook answered 404 Not Found"), ("silent", "timed out")]
+    ("folder", "told"),
+    [
+        ("refused", "the webhook answered 404 Not Found"),
+        ("moved", "the webhook answered 302 Found: name the address that it leads to"),
+        ("silent", "the webhook has not answered within 0.2 s"),
+        ("garbled", "the webhook gave no answer in HTTP: no HTTP"),
+    ],
 )
 def test_a_webhook_that_fails_costs_a_line_without_its_url(
     folder: str, told: str, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -105,6 +123,7 @@ def test_a_webhook_that_fails_costs_a_line_without_its_url(
     sent(webhook.url(folder))
     [line] = caplog.messages
     assert line == f"The message about run 'first' was not sent by --notify ({told})."
+    assert [path for path, _ in webhook.messages] == [f"/{folder}/{TOKEN}"]
 
 
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,12 +163,21 @@ def test_a_variable_may_hold_the_url(webhook: Webhook, monkeypatch: pytest.Monke
         notify_target(options("$NOPE"))
 
 
-def test_what_can_send_no_message_is_refused_at_the_start() -> None:
+def test_what_can_send_no_message_is_refused_at_the_start(tmp_path: Path) -> None:
     for target in ("me@example.com", "hooks.example.com/services/1", "no-such-command --quiet"):
         with pytest.raises(UsageError, match="--notify is no URL, which begins with https://") as refused:
             check_notify(options(target))
         assert target not in str(refused.value), "it may be a secret"
-    for target in ("https://example.com/hook", "true", "cd /tmp && true", "TO=me true", "( true )", " "):
+    for target in ("", " "):  # as of "$HOOK" in a shell that has no such variable
+        with pytest.raises(UsageError, match="--notify is empty; give a URL"):
+            check_notify(options(target))
+    (script := tmp_path / "tell.sh").write_text("#!/bin/sh\n")
+    for target in (f"{script} me", str(tmp_path)):
+        with pytest.raises(UsageError, match=r"a path that is there and may not be run .* `chmod \+x`"):
+            check_notify(options(target))
+    script.chmod(0o700)
+    allowed = ("https://example.com/hook", "HTTPS://example.com/hook", "true", "cd /tmp && true", "TO=me true")
+    for target in (*allowed, "( true )", f"{script} me"):
         check_notify(options(target))
 
 
