@@ -32,11 +32,16 @@ from PIL import Image
 # Or "hf-hub:OWNER/NAME", once it is there.
 model = timm.create_model({name!r}, pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
-image = Image.open("photo.jpg").convert("{mode}")
+transform = timm.data.create_transform(**data)
+{pad}image = Image.open("photo.jpg").convert("{mode}")
 with torch.no_grad():
-    logits = model(timm.data.create_transform(**data)(image)[None])
+    logits = model(transform(image)[None])
 scores = logits[0].{activation}
 print(dict(zip(model.pretrained_cfg["label_names"], scores.tolist())))"""
+
+_BLACK = """\
+transform.transforms[1].fill = 0  # the network knows images on black; timm puts them on the mean colour
+"""
 
 
 def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
@@ -90,6 +95,7 @@ def lines_with_timm(output: str, classifier: Classifier) -> str:
     return _LINES.format(
         name=f"local-dir:{output}",
         mode="L" if classifier.shape.channels == 1 else "RGB",
+        pad=_BLACK if classifier.cropping.resize == "pad" else "",
         activation="softmax(dim=0)" if classifier.thresholds is None else "sigmoid()",
     )
 
