@@ -116,9 +116,10 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-@pytest.mark.usefixtures("new_agents")
-def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
-    before = processes()  # those of other tests
+def test_a_killed_worker_costs_a_restart_and_nothing_else(
+    whole: raytrain.TrainResult, data: Path, tmp_path: Path
+) -> None:
+    before = processes()  # those of other tests, and the one that agents are forked from
 
     def kill(snapshot: Snapshot) -> None:
         workers = [each for each in processes() if each not in before and not each.children()]
@@ -131,10 +132,9 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
         lines.extend(str(event) for _, _, event in snapshot.events)
 
     kill_once = once(kill, lambda snapshot: snapshot.step > 0)
-    result = raytrain.train(
-        options(data, tmp_path, epochs=8, batch_size=16, checkpoint_every=("1ep", "10st")), view=view
-    )
-    assert (result.status, result.samples_seen) == ("finished", 8 * 180)
+    result = raytrain.train(options(data, tmp_path, **FOUR_EPOCHS), view=view)
+    assert (result.status, result.samples_seen) == ("finished", 4 * 180)
+    torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
     assert any(" was killed by SIGKILL" in line for line in lines)
     assert [each for each in processes() if each not in before] == []
 
@@ -160,10 +160,11 @@ def test_a_killed_agent_costs_a_restart_and_nothing_else(
     assert [each for each in processes() if each not in before] == []
 
 
-def killing_its_agent(run: Run) -> None:
+def killing_its_agent(run: Run, after: int = 0) -> None:
+    """Kill the agent once, in the step after ``after`` others."""
     killed = Path(run.config.storage) / "killed"
-    for _ in train_on(run):
-        if run.rank == 0 and not killed.exists():
+    for number, _ in enumerate(train_on(run)):
+        if run.rank == 0 and number == after and not killed.exists():
             killed.touch()
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)  # cut short: a worker ends with its agent
@@ -174,14 +175,12 @@ def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(dat
     assert (result.status, result.samples_seen) == ("finished", 2 * 180)
 
 
-@pytest.mark.usefixtures("new_agents")
 def test_an_agent_that_is_killed_too_often_fails_the_run(data: Path, tmp_path: Path) -> None:
-    expected = r"the process that starts the workers was killed by SIGKILL\. .* with .*--resume"
+    expected = (
+        r"the process that starts the workers was killed by SIGKILL\. .* checkpoint is kept: resume with .*resume=True"
+    )
     with pytest.raises(raytrain.TrainingFailed, match=expected):
-        raytrain.train(
-            options(data, tmp_path, epochs=1000, max_failures=0),
-            view=once(kill_the_agent, lambda snapshot: snapshot.step > 3),
-        )
+        raytrain.train(options(data, tmp_path, max_failures=0), loop=partial(killing_its_agent, after=4))
     assert read_run(str(tmp_path), "run").status.status == "failed"
 
 
@@ -284,15 +283,22 @@ def leaving(run: Run, code: int, num_workers: int) -> None:
 
 
 @pytest.mark.usefixtures("new_agents")
+def test_nothing_but_the_sentence_is_printed_if_a_worker_is_killed(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(raytrain.TrainingFailed, match="was killed by SIGKILL"):
+        raytrain.train(options(data, tmp_path, max_failures=0), loop=killed)
+    assert "leak" not in capfd.readouterr().err, "the process that starts workers has torn down what they need"
+
+
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
-        (killed, "was killed by SIGKILL"),
         (partial(leaving, code=0, num_workers=2), "worker [01] exited with code 0 before its loop had returned"),
         (partial(leaving, code=3, num_workers=1), "worker 0 exited with code 3 before its loop had returned"),
     ],
 )
-def test_nothing_but_the_sentence_is_printed_if_workers_are_killed_or_leave(
+def test_nothing_but_the_sentence_is_printed_if_workers_leave(
     loop: Callable[[Run], None], expected: str, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(raytrain.TrainingFailed, match=expected):
