@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import io
 import os
+import runpy
+import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -29,6 +32,20 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
         return [torch.load(io.BytesIO(future.result()), weights_only=False) for future in futures]
 
 
+def run_script(script: Path, world_size: int) -> str:
+    """Run a script on ``world_size`` processes with the variables that torchrun sets, and return what all print.
+
+    They are processes of :func:`forking_context`: torchrun and its workers would import torch once each.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        shared["MASTER_PORT"] = str(free.getsockname()[1])
+    with ProcessPoolExecutor(world_size, mp_context=forking_context()) as pool:
+        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        return "".join(future.result() for future in [pool.submit(_run_script, script, rank) for rank in ranks])
+
+
 def forking_context() -> ForkServerContext:
     """Return what forks processes from one that has imported what they need, because the imports take seconds."""
     context = get_context("forkserver")
@@ -36,6 +53,18 @@ def forking_context() -> ForkServerContext:
         ["raytrain.launch.local.agent", "tests.helpers.folder_runs", "torch._dynamo", "torchvision.transforms.v2"]
     )
     return context
+
+
+def _run_script(script: Path, variables: dict[str, str]) -> str:
+    gc.freeze()
+    os.environ.update(variables)
+    os.chdir(script.parent)
+    torch.set_num_threads(1)
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return printed.getvalue()
 
 
 def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.gloo_processes import run_script
 from tests.helpers.scripts import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reader.md"
@@ -30,7 +31,12 @@ def test_one_process_trains_and_measures(folder: Path) -> None:
     assert re.search(r"epoch 1: accuracy \d\.\d\d", run(folder, sys.executable, "plain.py"))
 
 
-def test_torchrun_trains_on_two_processes(folder: Path) -> None:
+def test_two_processes_of_torchrun_train(folder: Path) -> None:
+    assert re.search(r"epoch 1: loss \d+\.\d\d", run_script(folder / "distributed.py", 2))
+
+
+@pytest.mark.slow
+def test_torchrun_itself_trains_on_two_processes(folder: Path) -> None:
     printed = run(folder, BIN / "torchrun", "--nproc-per-node", "2", "distributed.py")
     assert re.search(r"epoch 1: loss \d+\.\d\d", printed)
 
