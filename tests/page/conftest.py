@@ -41,4 +41,5 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     yield open_page
     for context in contexts:
         context.close()
-    assert [error for error in errors if "ERR_" not in error and "403" not in error] == []
+    answers = ("ERR_", "403", "409")  # of a server that is gone, refuses, or has no such run yet
+    assert [error for error in errors if not any(answer in error for answer in answers)] == []

@@ -127,6 +127,33 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         assert read_json(store, STOP_REQUEST)["kind"] == "page"
         end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt")
         expect(page.locator(".banner")).to_contain_text("step-000000051.pt")
+        resume = f"raytrain train --name run --storage {tmp_path} --workers 2 --device cpu --resume"
+        expect(page.locator(".banner .resume")).to_have_text(f"Resume with: {resume} copy")
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.get_by_role("button", name="copy").click()
+        expect(page.get_by_role("button", name="copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == resume
+
+
+def test_the_page_of_a_run_that_is_not_there_yet_shows_it_once_it_is(visit: Visit, tmp_path: Path) -> None:
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(f"{server.url}&run=late")
+        expect(page.locator("main")).to_contain_text("There is no run 'late'")
+        expect(page.locator("main")).to_contain_text("This page shows it once it is there.")
+        expect(page.locator(".connection")).to_have_text("waiting …")
+        store_run(tmp_path, "late", [step_row(3, loss=1.0)])
+        expect(page.locator(".progress-text")).to_contain_text("step 3 of")
+        expect(page.locator(".connection")).to_have_text("live")
+        expect(page.locator("main")).not_to_contain_text("There is no run")
+
+
+def test_a_trial_that_has_not_started_is_waited_for(visit: Visit, tmp_path: Path) -> None:
+    with page_of(tmp_path, "rates-01") as server:
+        page = visit(server.url)
+        expect(page.locator("main")).to_have_text("waiting for rates-01 …")
+        store_run(tmp_path, "rates-01", [step_row(3, loss=1.0)])
+        expect(page.locator(".progress-text")).to_contain_text("step 3 of")
+        expect(page.locator("main")).not_to_contain_text("waiting for")
 
 
 def test_a_page_that_loses_its_connection_comes_back_by_itself(visit: Visit, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import append_rows, end_run, evaluation_row, step_row, store_run
@@ -77,6 +78,36 @@ def test_a_viewer_gets_the_whole_history_and_then_what_is_new(tmp_path: Path) ->
         second = next(viewer)
         assert (second["curves"]["step"]["step"], second["curves"]["step"]["reset"]) == ([20], False)
         assert next(run_messages(server))["curves"]["step"]["step"] == [10, 20]  # another viewer, who comes late
+
+
+def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> None:
+    def resume(name: str) -> Any:
+        return StoredRuns(str(tmp_path), [name]).documents(name)["resume"]
+
+    command = f"raytrain train --name run --storage {tmp_path} --workers 2 --device cpu --resume"
+    for status in ("stopped", "failed"):
+        end_run(store_run(tmp_path, "run", [step_row(10, loss=2.0)]), status, 10, None)
+        assert resume("run") == {"heading": "Resume with", "command": command}
+    end_run(store_run(tmp_path, "run", [step_row(10, loss=2.0)]), "finished", 10, None)
+    assert resume("run") is None
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])  # it trains
+    assert resume("run") is None
+    end_run(store_run(tmp_path, "run", []), "failed", 0, None)  # its name is free
+    assert resume("run") is None
+
+    # A trial is resumed by its sweep, and a script's own loop by the script.
+    of_sweep = store_run(tmp_path, "rates", [])
+    write_json(of_sweep, SWEEP, {})
+    end_run(store_run(tmp_path, "rates-01", [step_row(10, loss=2.0)]), "stopped", 10, None)
+    assert (
+        resume("rates-01")["command"]
+        == f"raytrain sweep --name rates --storage {tmp_path} --workers 2 --device cpu --resume"
+    )
+    of_script = store_run(tmp_path, "script", [step_row(10, loss=2.0)])
+    end_run(of_script, "stopped", 10, None)
+    made_of = Provenance(first_step=0, started_at="", command="python train.py", python="3.12", packages={})
+    record_provenance(of_script, replace(made_of, code={"train.py": "def loop(run): ..."}))
+    assert resume("script") is None
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "ä", "x" * 5000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import threading
@@ -10,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from raytrain.config import TrainConfig
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
-from raytrain.display.run_tables import run_info_json
+from raytrain.display.run_tables import resume_heading, run_info_json
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.experiments.compare import compared_by
 from raytrain.experiments.find_rate import stored_suggestion
@@ -21,6 +23,7 @@ from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
+from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import (
     EVALUATION,
     SUMMARY,
@@ -35,10 +38,11 @@ from raytrain.runs.documents import (
 )
 from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
-from raytrain.runs.outcome import StopReason, stop_reason_of
+from raytrain.runs.outcome import StopReason, resume_command, stop_reason_of
 from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options
-from raytrain.runs.status import read_status
+from raytrain.runs.status import RunStatus, read_status
+from raytrain.storage.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,13 +109,14 @@ class WatchedRuns:
         Of a run that looks for a learning rate, it is the one that its losses suggest. What cannot be read is left out.
         """
         store = run_store(self.storage, name)
-        config, suggestion, unused, made_of, heartbeat_at = None, None, (), "", ""
+        config, suggestion, resume, unused, made_of, heartbeat_at = None, None, None, (), "", ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
             unused = read_unused_options(store)
             made_of = next((made.summary() for made in reversed(read_provenance(store))), "")
             status = read_status(store)
             heartbeat_at = status.heartbeat_at
+            resume = self._resume_command(name, store, config, status)
             if config.is_range_test and not status.active:
                 rate, reason = stored_suggestion(read_metrics(store), stop_reason_of(read_json(store, SUMMARY)))
                 suggestion = {"rate": rate, "reason": reason}
@@ -138,9 +143,30 @@ class WatchedRuns:
                 "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
                 "suggestion": suggestion,
+                "resume": resume,
                 "evaluation": evaluation,
             }
         )
+
+    def _resume_command(self, name: str, store: Store, config: TrainConfig, status: RunStatus) -> dict[str, str] | None:
+        """Return the command that resumes a run that has not finished, with its heading; None if no command does.
+
+        A run without a step or a checkpoint gives its name away, a search for a rate has no checkpoints, and a script
+        of the user's own, whose loop may be a function in it, is what resumes its run. Trials resume as a sweep.
+        """
+        if status.active or status.status == "finished" or config.is_range_test:
+            return None
+        if not status.step and newest_checkpoint(store) is None:
+            return None
+        made_of = next(reversed(read_provenance(store)), None)
+        is_script = made_of is not None and not re.search(r"(^|[ /])raytrain ", made_of.command)
+        if made_of is not None and is_script and made_of.code and config.loop is None:
+            return None
+        reason, command, verb = stop_reason_of(read_json(store, SUMMARY)), "train", "Resume"
+        if (sweep := _sweep_name(name)) is not None and (of_sweep := run_store(self.storage, sweep)).exists(SWEEP):
+            name, config, command, verb = sweep, read_config(of_sweep, ignore), "sweep", "Resume the sweep"
+        typed = resume_command(dataclasses.replace(config, name=name, storage=self.storage), command)
+        return {"heading": resume_heading(verb, reason), "command": typed}
 
     def machine_history(self, name: str) -> dict[str, Any]:
         """Return the use of the workers' machines over the time of a run; none if it cannot be read."""

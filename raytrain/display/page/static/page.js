@@ -6,6 +6,7 @@ import { Home } from "./home.js";
 import { RunView } from "./run_view.js";
 
 const RECONNECT_MS = [500, 1000, 2000, 4000];
+const LOOK_AGAIN_MS = 2000; // for a run that is not there yet
 const SILENCE_MS = 25_000; // the server says something every ten seconds
 
 const given = new URLSearchParams(location.hash.slice(1));
@@ -46,7 +47,9 @@ const api = {
 
 const handlers = {
   runs({ runs, home, phase, sweep_dollars }) {
-    fill(starting, phase);
+    // A run that is not there yet, such as a trial of a sweep, is shown once it is.
+    const waits = runs.length === 1 ? `waiting for ${runs[0]} …` : `waiting for ${runs.length} runs …`;
+    fill(starting, phase || (runs.length && !views.size ? waits : ""));
     if (home && !main.querySelector(".home")) main.append(new Home(api, address).element);
     if (runs.length > 1 && !comparison) {
       comparison = new Comparison(api, select);
@@ -117,11 +120,22 @@ async function connect() {
       failures = 0;
     } catch (error) {
       if (error.status === 403) return refuse();
-      if (error.status === 409) return fill(main, el("div", { class: "banner", "data-status": "failed" }, error.message));
+      if (error.status === 409) {
+        await waitFor(error.message);
+        continue;
+      }
     }
     show("lost", "reconnecting …");
     await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS[Math.min(failures, RECONNECT_MS.length - 1)]));
   }
+}
+
+/** Say what the server answers for a run that is not there, and let the next try come soon: it may be about to start. */
+async function waitFor(problem) {
+  show("lost", "waiting …");
+  fill(starting, `${printable(problem)} This page shows it once it is there.`);
+  if (!starting.isConnected) main.prepend(starting);
+  await new Promise((resolve) => setTimeout(resolve, LOOK_AGAIN_MS));
 }
 
 /** How to see the runs again whose page has ended. */

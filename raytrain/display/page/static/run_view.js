@@ -52,6 +52,7 @@ export class RunView {
     this.facts = el("p", { class: "facts" });
     this.options = el("dl", { class: "options", hidden: true });
     this.suggestion = null;
+    this.resume = null;
     this.bar = el("progress", { max: 1, value: 0, "aria-label": "progress" });
     this.progress = el("p", { class: "progress-text" });
     this.stopPanel = new StopPanel(() => this.api.stop(this.name), Boolean(this.api.stop));
@@ -134,7 +135,7 @@ export class RunView {
   }
 
   showBanner() {
-    const { over, result, status, step } = this.state, { suggestion } = this;
+    const { over, result, status, step } = this.state, { suggestion, resume } = this;
     this.banner.hidden = !over;
     this.banner.dataset.status = status;
     if (!over) return;
@@ -145,7 +146,16 @@ export class RunView {
     const suggested = isFound ? el("strong", {}, `Suggested learning rate: ${formatRate(suggestion.rate)}. `) : "No learning rate is suggested: ";
     const why = printable(suggestion?.reason ?? "").replace(/^./, (letter) => (isFound ? letter.toUpperCase() : letter));
     const rate = suggestion && el("p", { class: "suggestion" }, suggested, `${why}.`);
-    fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, rate, checkpoint);
+    fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, rate, checkpoint, resume ? this.resumeLine(resume) : null);
+  }
+
+  /** The command that resumes the run, as the terminal shows it, with a button that copies it. */
+  resumeLine({ heading, command }) {
+    const copy = el("button", { type: "button", class: "quiet", click: async () => {
+      await navigator.clipboard.writeText(command);
+      fill(copy, "copied");
+    } }, "copy");
+    return el("p", { class: "resume" }, `${heading}: `, el("code", {}, command), " ", navigator.clipboard ? copy : null);
   }
 
   showTiles() {
@@ -247,6 +257,7 @@ export class RunView {
     const documents = await this.api.documents?.(this.name).catch(() => null);
     if (!documents) return;
     this.suggestion = documents.suggestion;
+    this.resume = documents.resume;
     fill(this.evaluation, evaluationView(documents.evaluation), suspiciousView(documents.suspicious));
     this.readAgain(documents.suspicious?.step);
     if (documents.config) this.showConfig(documents.config);
