@@ -29,7 +29,7 @@ from raytrain.experiments.trials import (
     trials_of,
 )
 from raytrain.launch.placement import Hardware, Placement, check_room, place
-from raytrain.launch.prepare import TrainRequest, check_named, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, check_named, check_options, prepare, settle_options
 from raytrain.launch.train import open_machines
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity
@@ -124,9 +124,8 @@ def sweep(
     # Whatever is wrong with a trial is refused before anything starts.
     examples = examples_of(planned, config, config.name or new_name(config.recipe))
     for trial in examples:
+        check_options(trial.config, loop)
         if loop is None and config.loop is None:
-            trial.config.check_learning_rate()
-            trial.config.check_metrics(measured_metrics(trial.config))
             check_compared(trial)
     config = settle_options(config)
     with (

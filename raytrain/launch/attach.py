@@ -46,6 +46,7 @@ from raytrain.launch.prepare import (
     check_budget,
     check_named,
     check_named_code,
+    check_warmup,
     prepare,
     settle_options,
 )
@@ -216,6 +217,7 @@ def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
             "nobody would find the run: give an absolute path or a URL."
         )
     check_named_code(config)
+    check_warmup(config)
 
 
 def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:

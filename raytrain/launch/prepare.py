@@ -42,6 +42,7 @@ from raytrain.runs.documents import (
     read_config,
     read_json,
     run_store,
+    warn_once,
 )
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
@@ -120,6 +121,7 @@ def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
     if config.decoder == "gpu" and config.device_type == "cpu":
         choose_decoder(config, gpu_decoder_problem("cpu"))
     _check_recordable(config, config.device_type)
+    check_warmup(config)
     # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
     if loop is None and config.loop is None:
         config.check_learning_rate()
@@ -142,6 +144,53 @@ def _check_recordable(config: TrainConfig, device: str) -> None:
             "--compile is reduce-overhead, which records CUDA graphs, and this run trains on CPUs; give --compile "
             "default, or train on a GPU."
         )
+
+
+def check_warmup(config: TrainConfig) -> None:
+    """Raise UsageError if the warm-up is longer than the run, so that no step has the learning rate that was given.
+
+    That of a recipe may be: whoever tries it for an epoch did not ask for a warm-up. It is said when the run starts.
+    """
+    has_given_it = config.recipe not in RECIPES or config.warmup_epochs != RECIPES[config.recipe]().warmup_epochs
+    num_epochs = config.epochs - config.head_epochs
+    if config.warmup_epochs > num_epochs and has_given_it and not config.resume:
+        of_head = f", of which --head-epochs takes {config.head_epochs}" if config.head_epochs else ""
+        raise UsageError(
+            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {config.epochs}{of_head}: the learning rate "
+            f"would never be the one that is given; a warm-up of this run has at most {num_epochs}."
+        )
+
+
+def useless_lengths(config: TrainConfig) -> list[str]:
+    """Return a sentence for each length that is longer than the run, which harms nothing and changes nothing.
+
+    Example: ``useless_lengths(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
+    """
+    epochs, every = config.epochs, config.evaluate_every
+    sentences: list[str] = []
+    if config.warmup_epochs > epochs - config.head_epochs:
+        sentences.append(
+            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {epochs}: the learning rate only rises, and "
+            "does not reach that of --learning-rate."
+        )
+    schedule = config.learning_rate_schedule
+    if schedule.shape == "piecewise" and schedule.period >= epochs - config.head_epochs:
+        sentences.append(f"--schedule is {config.schedule} and --epochs {epochs}: the learning rate never falls.")
+    num_evaluations = -(-epochs // every) if every else 1
+    if config.patience is not None and config.patience >= num_evaluations:
+        times = "once" if num_evaluations == 1 else f"{num_evaluations} times"
+        sentences.append(
+            f"--patience is {config.patience}, and the run is evaluated {times} (--epochs {epochs}, "
+            f"--evaluate-every {every}): it cannot end earlier by that."
+        )
+    if every > epochs:
+        sentences.append(f"--evaluate-every is {every} and --epochs {epochs}: the run is evaluated at its end alone.")
+    if config.checkpoint_intervals.epochs > epochs:
+        sentences.append(
+            f"--checkpoint-every is {' '.join(config.checkpoint_every)} and --epochs {epochs}: no epoch but the last "
+            "is followed by a checkpoint."
+        )
+    return sentences
 
 
 def check_named_code(config: TrainConfig) -> None:
@@ -506,7 +555,10 @@ class PreparedRun(TrainRequest):
             channels_last=device == "cuda" and self.config.channels_last == "auto" and suits(),
         )
 
-        # Allowed, as a small data set is a good first test, but hardly ever meant.
+        # Allowed, as short runs and small data sets are good first tests, but hardly ever meant.
+        if self.loop is None and self.config.loop is None and not self.config.is_range_test:
+            for sentence in useless_lengths(self.config):
+                warn_once(sentence)
         if resolved.batch_size > (num_images := len(self.data.train)):
             _log.warning(
                 "--batch-size is %s for %s training images: each step takes all of them, and is an epoch.",

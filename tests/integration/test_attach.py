@@ -144,6 +144,7 @@ def test_a_run_ends_by_itself_if_its_loss_is_not_finite(images: Path, tmp_path: 
         ({"name": "a/b"}, "a/b"),
         ({"resume": True, "name": None}, "--resume needs --name"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt"),
+        ({"warmup_epochs": 9, "epochs": 2}, "--warmup-epochs is 9 and --epochs 2"),
         ({"worker_load": (1.0, 2.0)}, "--worker-load has 2 numbers for 1 workers"),
     ],
 )

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ import raytrain
 from raytrain.display import notebook
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, place
-from raytrain.launch.prepare import settle_options
-from raytrain.recipes import custom, digits
+from raytrain.launch.prepare import check_options, settle_options, useless_lengths
+from raytrain.recipes import cifar10_fast, custom, digits
 from raytrain.runs.documents import CONFIG, STATUS, run_store, write_config, write_json
 from raytrain.runs.ownership import machine_id
 from raytrain.runs.status import RunStatus, write_status
@@ -139,3 +140,43 @@ def test_a_run_that_ended_before_its_first_step_frees_its_name(
     write_json(store, STATUS, {"status": "running", "pid": 0, "machine": machine_id(), "host": socket.gethostname()})
     assert settle_options(config).name == "first" and not store.exists(CONFIG)  # its process was killed
     assert "Run 'first' has ended before its first step; a new one takes its place." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"warmup_epochs": 5, "epochs": 3}, "--warmup-epochs is 5 and --epochs 3: the learning rate would never be"),
+        ({"warmup_epochs": 2.5, "epochs": 3, "head_epochs": 1}, "of which --head-epochs takes 1: .* has at most 2"),
+        ({"warmup_epochs": 2, "epochs": 1, "loop": "my_loop.py:train"}, "--warmup-epochs is 2 and --epochs 1"),
+    ],
+)
+def test_a_warmup_that_is_longer_than_the_run_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        check_options(custom(data="images", batch_size=8, learning_rate=0.1, **options))
+
+
+def test_a_warmup_as_long_as_the_run_and_that_of_a_recipe_are_taken() -> None:
+    check_options(custom(data="images", batch_size=8, learning_rate=0.1, warmup_epochs=3, epochs=3))
+    check_options(cifar10_fast(data="images", epochs=2))
+    assert useless_lengths(cifar10_fast(epochs=2))[0].startswith("--warmup-epochs is 3.7 and --epochs 2: the learning")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"patience": 3}, "--patience is 3, and the run is evaluated 3 times (--epochs 3, --evaluate-every 1)"),
+        ({"patience": 2, "evaluate_every": 2}, "--patience is 2, and the run is evaluated 2 times"),
+        ({"evaluate_every": 4}, "--evaluate-every is 4 and --epochs 3: the run is evaluated at its end alone."),
+        ({"checkpoint_every": ("5ep", "10m")}, "--checkpoint-every is 5ep 10m and --epochs 3: no epoch but the last"),
+        ({"schedule": "piecewise:0.1/3ep"}, "--schedule is piecewise:0.1/3ep and --epochs 3: the learning rate never"),
+    ],
+)
+def test_what_is_longer_than_the_run_and_harms_nothing_is_said(options: dict[str, Any], sentence: str) -> None:
+    (said,) = useless_lengths(custom(batch_size=8, epochs=3, **options))
+    assert said.startswith(sentence)
+
+
+def test_nothing_is_said_of_lengths_that_fit() -> None:
+    fitting = {"patience": 2, "evaluate_every": 1, "checkpoint_every": ("3ep",), "schedule": "piecewise:0.1/2ep"}
+    assert useless_lengths(custom(batch_size=8, epochs=3, warmup_epochs=1, **fitting)) == []
+    assert useless_lengths(custom(batch_size=8, epochs=1, evaluate_every=0)) == []

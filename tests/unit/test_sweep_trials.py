@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import math
@@ -163,4 +164,12 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> Non
     options = TrainConfig(data="images", storage=str(tmp_path), batch_size=8)
     with pytest.raises(UsageError, match="--learning-rate is not given"):
         sweep(options, vary=["epochs=1,2"])
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine.py").write_text("train = 5")
+    for more, sentence in (
+        ({"warmup_epochs": 2}, "--warmup-epochs is 2 and --epochs 1"),
+        ({"model": "resnet19"}, "--model resnet19"),
+        ({"loop": f"{tmp_path}/mine.py:train"}, "mine.py:train is no function"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            sweep(dataclasses.replace(options, learning_rate=0.1, **more), vary=["epochs=1,2"])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
