@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any, cast
 
-from raytrain.config.user_code import import_missing_files, own_files, pickle_own_code
+from raytrain.config.user_code import import_missing_files, own_file, own_files, pickle_own_code
 
 
 def send_own_code() -> None:
@@ -42,10 +42,9 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
     named = None  # what the other process would find by the name
     with suppress(AttributeError):
         named = operator.attrgetter(value.__qualname__)(sys.modules.get(value.__module__))
-    files = own_files()
     if named is not value:
-        return _from_value, (pickle_own_code(value), files)
-    if (path := files.get(value.__module__)) is not None:
+        return _from_value, (pickle_own_code(value), own_files())
+    if (path := own_file(value.__module__)) is not None:
         return _from_file, (value.__module__, path, value.__qualname__)
     return NotImplemented
 

@@ -80,8 +80,12 @@ def import_own_file(path: str | Path) -> ModuleType:
 
 def own_files() -> dict[str, str]:
     """Return the files that this process has imported by their paths, by the names of their modules."""
-    modules = {name: module for name, module in [*sys.modules.items()] if name.startswith(_OWN)}
-    return {name: file for name, module in modules.items() if (file := getattr(module, "__file__", None))}
+    return {name: file for name in [*sys.modules] if (file := own_file(name))}
+
+
+def own_file(module: str) -> str | None:
+    """Return the file of a ``module`` that this process has imported by its path; None for any other module."""
+    return getattr(sys.modules.get(module), "__file__", None) if module.startswith(_OWN) else None
 
 
 def import_missing_files(files: Mapping[str, str]) -> None:
