@@ -111,6 +111,8 @@ def test_a_column_says_the_three_parts(images: Path, tmp_path: Path, caplog: pyt
     assert {split_of[key] for key in by_key(data.validation)} == {"val"}
     assert data.test is not None and {split_of[key] for key in by_key(data.test)} == {"test"}
     assert "Rows of" in caplog.text and "with other splits (18 extra) are not used" in caplog.text
+    counts = [images.left_out["images that the label file leaves out"] for images in (data.train, data.validation)]
+    assert counts == [18, 18], "images of another part are not left out"
     rows["split"] = ["a"] * 90
     assert "has the values 'a'; it must have train, and validation or test" in refused(images, rows, tmp_path)
 
@@ -427,7 +429,7 @@ def test_texts_that_stand_for_no_label_are_none_and_told(
     labels = ["NaN", "", "-1", "N/A", *(f"{number % 2}.0" for number in range(len(keys) - 4))]
     content = "path,label\n" + "".join(f"{key},{label}\n" for key, label in zip(keys, labels, strict=True))
     assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
-    assert "have no label (1 NaN, 1 -1, 1 N/A)" in caplog.text
+    assert "4 rows of " in caplog.text and "have no label (1 NaN, 1 empty, 1 -1, 1 N/A)" in caplog.text
 
 
 def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
     if present and all(_NUMBER.fullmatch(label) for label in present):
         labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
         none |= {"-1"}
-    if counts := Counter(label for label in labels if label and label in none):
+    if counts := Counter(label or "empty" for label in labels if not label or label in none):
         texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
         _log.warning("%s rows of %s have no label (%s), and are not used.", f"{counts.total():,}", url, texts)
     return ["" if label in none else label for label in labels]

@@ -220,7 +220,10 @@ def labelled(
     """
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
-    if splits:
+    num_left_out = len(images) - len(chosen)
+    if splits:  # images of the other parts are not left out
+        used = [name for names in names_of_parts(sorted(set(table.splits))).values() for name in names]
+        num_left_out += int((~np.isin(table.splits[rows[chosen]], used)).sum())
         chosen = chosen[np.isin(table.splits[rows[chosen]], splits)]
     if not len(chosen):
         in_split = f" and the split {' or '.join(splits)}" if splits else ""
@@ -240,7 +243,7 @@ def labelled(
     classes = classes or present
 
     label_of = {name: label for label, name in enumerate(classes)}
-    left_out = {**images.left_out, "images that the label file leaves out": len(images) - len(chosen)}
+    left_out = {**images.left_out, "images that the label file leaves out": num_left_out}
     about: dict[str, Any] = {"classes": classes, "left_out": left_out, "labels_digest": table.digest}
     if table.classes is None:
         labels = np.array([label_of[name] for name in names], np.int32)
