@@ -67,7 +67,7 @@ def _sentence(
             return f"{name} must be {form}."
         kinds = {"INT": "a whole number", "FLOAT": "a number"}
         kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
-        words = form.split(",")  # of an option that may be none besides, tyro quotes them, too
+        words = form.lower().split(",")  # of an option that may be none besides, tyro quotes them, too
         typed = " ".join(word for word in re.findall(r"'([^']*)'", reason) if word not in words)
         return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."

@@ -247,6 +247,8 @@ def test_the_package_runs_as_a_module() -> None:
         ("train cifar10 --image-size 3x3", "--image-size is '3x3'; give a side, such as 224, height and width, or a"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop ../first --storage nowhere", "letters, digits"),
+        ("logs first --worker x", "--worker is 'x'; it must be a whole number."),
+        ("watch --port x", "--port is 'x'; it must be a whole number."),
         ("stop first --storage nowhere", "nowhere to look for runs in; check --storage"),
         ("show first --storage nowhere", "nowhere to look for runs in; check --storage"),
     ],
