@@ -29,6 +29,7 @@ from raytrain.runs.background import Throttle
 from raytrain.runs.documents import TRACKERS, known_fields, read_json, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, TrackerStatus, hyperparams, row_metrics
@@ -239,8 +240,10 @@ class TrackerThread:
                 self._send_network(tracker, self._end.network)
             tracker.finalize(self._end.status)
         except BaseException as error:  # also SystemExit, of a tracker that gives up
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._fail(f"failed ({reason if len(reason) <= _MAX_REASON else f'{reason[:_MAX_REASON]}…'})")
+            reason = redact(" ".join(str(error).split())) or type(error).__name__  # a part of a secret would stay
+            if len(reason) > _MAX_REASON:  # what is wrong stands at the beginning, and what to do often at the end
+                reason = f"{reason[: _MAX_REASON // 2]} … {reason[-_MAX_REASON // 2 :]}"
+            self._fail(f"failed ({reason})")
 
     def _look_for_stop(self, tracker: Any) -> None:
         """Ask the run to stop if somebody has asked for that in the tracker, which may know nothing of it."""

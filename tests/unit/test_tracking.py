@@ -139,6 +139,21 @@ def test_a_tracker_that_fails_is_reported_once_without_secrets(store: Store, mon
     assert other.steps == list(range(1, 10))
 
 
+def test_of_a_long_error_of_a_tracker_the_beginning_and_the_end_are_reported(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MLflow's of a folder, whose last words name the variable to set; a secret is replaced before it is cut."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hidden-token")
+
+    class Refusing(Recorder):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            raise OSError(f"no folders: {'x' * 130} hidden-token {'y' * 400} set MLFLOW_ALLOW_FILE_STORE=true")
+
+    [report] = tracked(store, [Refusing()], step_rows(1, 2))
+    assert report.startswith("failed (no folders: xxx") and report.endswith("yyy set MLFLOW_ALLOW_FILE_STORE=true)")
+    assert len(report) < 330 and "hidden" not in report
+
+
 def test_what_a_failed_tracker_lacks_is_sent_when_the_run_is_over(tmp_path: Path) -> None:
     store = stored_run(tmp_path, step_rows(1, 9))
     failing = Failing()
