@@ -16,15 +16,13 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from raytrain.cli.command import CommandResult
-from raytrain.cli.commands import COMMANDS, GROUPS
-from raytrain.cli.parser import parse
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, option_name
-from raytrain.runs.documents import plain
 from raytrain.runs.redact import one_line, printable, redact
+
+if TYPE_CHECKING:
+    from raytrain.cli.command import CommandResult
 
 _MORE = """
 raytrain COMMAND --help explains one. --json prints a command's result as JSON,
@@ -65,14 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("raytrain").setLevel(logging.DEBUG)
     if argv[0] == "--version":
+        from importlib.metadata import version
+
         print(version("raytrain"))
         return 0
     if argv[0] in ("-h", "--help"):
         _print_map()
         return 0
 
-    # Every end of a command is an exit code: what it returns, Ctrl-C, or an exception as one sentence.
+    # Every end of a command is an exit code: what it returns, Ctrl-C, or an exception as one sentence. The commands and
+    # the parser are imported here, so that Ctrl-C meanwhile is no traceback.
     try:
+        from raytrain.cli.commands import COMMANDS
+        from raytrain.cli.parser import parse
+
         with ExitStack() as opened:
             opened.callback(_end_ray)
             outcome = parse(argv, COMMANDS)()
@@ -97,6 +101,7 @@ def _print_map() -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from raytrain.cli.commands import GROUPS
     from raytrain.display.console import PlainConsole
 
     console = PlainConsole()
@@ -121,6 +126,8 @@ def _end_ray() -> None:
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     if as_json:
+        from raytrain.runs.documents import plain
+
         print(json.dumps(plain(outcome.document), default=str), flush=True)
         return
     from raytrain.display.console import PlainConsole, key_value_table

@@ -114,6 +114,8 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         folder, slash, last = name.rstrip("/").rpartition("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
+        if not slash and name.endswith("/"):  # as a shell completes the name of its folder
+            hint = f" (did you mean {last}?)"
         if f"{folder}/".endswith(f"/{CHECKPOINTS}"):
             hint = " (a run is named, and its best checkpoint is used)"
         raise UsageError(

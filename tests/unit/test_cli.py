@@ -247,6 +247,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("train cifar10 --image-size 3x3", "--image-size is '3x3'; give a side, such as 224, height and width, or a"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop ../first --storage nowhere", "letters, digits"),
+        ("show first/ --storage nowhere", "--name is 'first/' (did you mean first?); use up to 100 letters"),
         ("logs first --worker x", "--worker is 'x'; it must be a whole number."),
         ("watch --port x", "--port is 'x'; it must be a whole number."),
         ("stop first --storage nowhere", "nowhere to look for runs in; check --storage"),
@@ -529,6 +530,15 @@ def test_a_file_in_place_of_a_folder_is_one_sentence(tmp_path: Path, capsys: pyt
     assert "s3://bucket/project is not a folder of this machine" in capsys.readouterr().err
     assert main(["new", str(tmp_path / "deep/project")]) == 0
     assert sorted(path.name for path in (tmp_path / "deep/project").iterdir()) == ["README.md", "loop.py", "train.py"]
+
+
+@pytest.mark.not_quick
+def test_ctrl_c_is_no_traceback_while_the_commands_are_imported() -> None:
+    code = (
+        "import sys, raytrain.cli.main; print(*{'tyro', 'rich', 'numpy', 'raytrain.cli.parser'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "", "what takes long is imported where Ctrl-C ends the command"
 
 
 def test_runs_reports_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
