@@ -204,9 +204,9 @@ def _parse_hub(location: str) -> re.Match[str]:
 
 
 def _no_file(location: str) -> UsageError:
-    return UsageError(
-        f"--weights {location}: there is no such file; give {DEFAULT}, a file, an s3:// object or hf://owner/name."
-    )
+    is_folder = "://" not in location and Path(location).expanduser().is_dir()
+    problem = "that is a folder" if is_folder else "there is no such file"
+    return UsageError(f"--weights {location}: {problem}; give {DEFAULT}, a file, an s3:// object or hf://owner/name.")
 
 
 def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> bytes:

@@ -53,6 +53,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"loop": "no_such_file.py:train"},
         {"loop": "my_loop.py"},
         {"weights": "no-such-file.pt"},
+        {"weights": str(tmp_path / "old")},
         {"until": "accuracy=95"},
         {"compile": "reduce-overhead", "device": "cpu"},
         {"gradient_dtype": "bfloat16", "precision": "float64"},
@@ -70,6 +71,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
     ]
     begins += [
         "--weights no-such-file.pt: there is no such file",
+        f"--weights {tmp_path / 'old'}: that is a folder; give DEFAULT, a file",
         "--until is accuracy=95, which no evaluation",
         "--compile is reduce-overhead, which records CUDA",
     ]
