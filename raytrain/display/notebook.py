@@ -12,7 +12,7 @@ from rich.text import Text
 
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
-from raytrain.launch.prepare import check_options
+from raytrain.launch.option_checks import check_options
 from raytrain.launch.train import RunHandle
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.background import Throttle

@@ -28,8 +28,9 @@ from raytrain.experiments.trials import (
     plan_sweep,
     trials_of,
 )
+from raytrain.launch.option_checks import check_named, check_options
 from raytrain.launch.placement import Hardware, Placement, check_room, place
-from raytrain.launch.prepare import TrainRequest, check_named, check_options, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.train import open_machines
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity

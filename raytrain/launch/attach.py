@@ -39,17 +39,8 @@ from raytrain.data.dataset import Dataset
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.group_messages import GroupMessages
-from raytrain.launch.prepare import (
-    PreparedRun,
-    TrainRequest,
-    already_trained,
-    check_budget,
-    check_named,
-    check_named_code,
-    check_warmup,
-    prepare,
-    settle_options,
-)
+from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
+from raytrain.launch.prepare import PreparedRun, TrainRequest, already_trained, check_budget, prepare, settle_options
 from raytrain.launch.session import RunSession
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem

@@ -1,6 +1,6 @@
 """Everything before a run starts, in the order in which :func:`raytrain.train` calls it.
 
-1. :func:`check_options` refuses options that no run can start with. It reads nothing.
+1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
 2. :func:`settle_options` names the run, and asks storage what few requests tell: may the run be there, are there
    images, and with which options was it started, if it resumes. After it a cluster may start.
 3. :func:`already_trained` ends a resume that has nothing to do.
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.marks import Mark
-from raytrain.config.network import Decoder, Precision, Resizer, timm_name
+from raytrain.config.network import Precision, Resizer, timm_name
 from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
 from raytrain.launch.notification import check_notify
+from raytrain.launch.option_checks import check_recordable, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
@@ -35,7 +36,6 @@ from raytrain.runs.documents import (
     STATUS,
     SUMMARY,
     SWEEP,
-    check_name,
     is_run_file,
     known_fields,
     new_name,
@@ -105,120 +105,6 @@ class TrainRequest:
     sweep: str | None = None
     notifies: bool = True
     command: str = "train"
-
-
-def check_options(config: TrainConfig, loop: Loop | None = None) -> None:
-    """Raise UsageError for options that no run can start with, as far as they alone show it.
-
-    Reads nothing from storage, and does not import torch.
-    """
-    from raytrain.config.user_code import check_loop, check_module
-    from raytrain.training.evaluation_metrics import measured_metrics
-    from raytrain.training.loop_mistakes import check_loop_function, check_named_function
-    from raytrain.training.model_names import check_model_name, check_optimizer_name
-
-    check_named(config)
-    if config.decoder == "gpu" and config.device_type == "cpu":
-        choose_decoder(config, gpu_decoder_problem("cpu"))
-    _check_recordable(config, config.device_type)
-    check_warmup(config)
-    # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
-    if loop is None and config.loop is None:
-        config.check_learning_rate()
-        check_model_name(config.model)
-        check_optimizer_name(config.optimizer)
-        config.check_metrics(measured_metrics(config))
-    elif loop is not None:
-        check_loop(loop)
-        check_loop_function(loop)
-    elif config.loop is not None:
-        check_module("--loop", config.loop)
-        check_named_function("--loop", config.loop, is_loop=True)
-    check_named_code(config)
-
-
-def _check_recordable(config: TrainConfig, device: str) -> None:
-    """Raise UsageError if ``--compile`` asks for CUDA graphs on a CPU; ``device`` may be auto."""
-    if config.compile_mode == "reduce-overhead" and device == "cpu":
-        raise UsageError(
-            "--compile is reduce-overhead, which records CUDA graphs, and this run trains on CPUs; give --compile "
-            "default, or train on a GPU."
-        )
-
-
-def check_warmup(config: TrainConfig) -> None:
-    """Raise UsageError if the warm-up is longer than the run, so that no step has the learning rate that was given.
-
-    That of a recipe may be: whoever tries it for an epoch did not ask for a warm-up. It is said when the run starts.
-    """
-    has_given_it = config.recipe not in RECIPES or config.warmup_epochs != RECIPES[config.recipe]().warmup_epochs
-    num_epochs = config.epochs - config.head_epochs
-    if config.warmup_epochs > num_epochs and has_given_it and not config.resume:
-        of_head = f", of which --head-epochs takes {config.head_epochs}" if config.head_epochs else ""
-        raise UsageError(
-            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {config.epochs}{of_head}: the learning rate "
-            f"would never be the one that is given; a warm-up of this run has at most {num_epochs}."
-        )
-
-
-def useless_lengths(config: TrainConfig) -> list[str]:
-    """Return a sentence for each length that is longer than the run, which harms nothing and changes nothing.
-
-    Example: ``useless_lengths(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
-    """
-    epochs, every = config.epochs, config.evaluate_every
-    sentences: list[str] = []
-    if config.warmup_epochs > epochs - config.head_epochs:
-        sentences.append(
-            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {epochs}: the learning rate only rises, and "
-            "does not reach that of --learning-rate."
-        )
-    schedule = config.learning_rate_schedule
-    if schedule.shape == "piecewise" and schedule.period >= epochs - config.head_epochs:
-        sentences.append(f"--schedule is {config.schedule} and --epochs {epochs}: the learning rate never falls.")
-    num_evaluations = -(-epochs // every) if every else 1
-    if config.patience is not None and config.patience >= num_evaluations:
-        times = "once" if num_evaluations == 1 else f"{num_evaluations} times"
-        sentences.append(
-            f"--patience is {config.patience}, and the run is evaluated {times} (--epochs {epochs}, "
-            f"--evaluate-every {every}): it cannot end earlier by that."
-        )
-    if every > epochs:
-        sentences.append(f"--evaluate-every is {every} and --epochs {epochs}: the run is evaluated at its end alone.")
-    if config.checkpoint_intervals.epochs > epochs:
-        sentences.append(
-            f"--checkpoint-every is {' '.join(config.checkpoint_every)} and --epochs {epochs}: no epoch but the last "
-            "is followed by a checkpoint."
-        )
-    return sentences
-
-
-def check_named_code(config: TrainConfig) -> None:
-    """Raise UsageError if a network, transforms or weights that the options name are surely not there."""
-    from raytrain.config.user_code import check_module, names_own_function
-    from raytrain.training.loop_mistakes import check_named_function
-    from raytrain.training.weights_source import check_weights_source
-
-    for option, name in (("--model", config.model), ("--transforms", config.transforms)):
-        if name is not None and names_own_function(name):
-            check_module(option, name)
-            check_named_function(option, name)
-    if config.weights is not None and not config.resume:  # a run that resumes has them in its checkpoints
-        check_weights_source(config.weights)
-
-
-def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if the options are something else, the data or the name is missing, or the name not allowed."""
-    if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
-        raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
-    if config.resume and not config.name:  # whose --data is that of the run
-        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
-    if not config.data:
-        raise UsageError(
-            "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
-        )
-    if config.name:
-        check_name(config.name)
 
 
 def settle_options(config: TrainConfig) -> TrainConfig:
@@ -437,21 +323,6 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     )
 
 
-def choose_decoder(config: TrainConfig, problem: str | None) -> Decoder:
-    """Return the decoder of a run's training images; ``problem`` says why the workers' GPUs cannot be it, if so.
-
-    Raises UsageError if they have, and ``--decoder gpu`` asks for them.
-    """
-    if config.decoder == "gpu" and problem is not None:
-        raise UsageError(
-            f"--decoder is gpu, by this command or as the run began, and {problem}; give --decoder cpu, with which "
-            "pixels differ by some of 255."
-        )
-    if config.decoder == "auto":
-        return "cpu" if problem else "gpu"
-    return config.decoder
-
-
 def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) -> tuple[TrainConfig, Dataset]:
     """Return the images that ``config`` names, and the options with all that the images and the weights decide.
 
@@ -540,7 +411,7 @@ class PreparedRun(TrainRequest):
         if device == "cuda" and self.config.decoder == "auto" and problem is not None:
             STARTUP.info("images are decoded by the CPUs: %s", problem)
 
-        _check_recordable(self.config, device)
+        check_recordable(self.config, device)
         suits = suits_channels_last or self._suits_channels_last
         resolved = self.config.resolve(
             name=self.name,

@@ -29,7 +29,7 @@ from raytrain.data.plan.batch_plan import BatchPlan, GlobalBatch
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.launch import prepare
+from raytrain.launch import option_checks, prepare
 from raytrain.loader import machine
 from raytrain.loader.image_cache import choose_cache
 from raytrain.loader.machine_batches import SharedBlocks
@@ -324,7 +324,7 @@ def test_options_that_do_not_go_with_a_gpu_that_decodes_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^--decoder is gpu, and --transforms mine\.py:own changes.*omit one of them"):
         config(transforms="mine.py:own")
     with pytest.raises(UsageError, match=r"^--decoder is gpu, .* and the device is a CPU; give --decoder cpu"):
-        prepare.check_options(custom(data="images", decoder="gpu", device="cpu"))
+        option_checks.check_options(custom(data="images", decoder="gpu", device="cpu"))
     crops = {"random_resized_crop": True, "cache": "memory"}
     with pytest.raises(UsageError, match=r"--decoder gpu to keep files there"):
         custom(data="images", **crops)

@@ -13,8 +13,9 @@ import pytest
 import raytrain
 from raytrain.display import notebook
 from raytrain.errors import UsageError
+from raytrain.launch.option_checks import check_options, useless_lengths
 from raytrain.launch.placement import Hardware, place
-from raytrain.launch.prepare import check_options, settle_options, useless_lengths
+from raytrain.launch.prepare import settle_options
 from raytrain.recipes import cifar10_fast, custom, digits
 from raytrain.runs.documents import CONFIG, STATUS, run_store, write_config, write_json
 from raytrain.runs.ownership import machine_id
