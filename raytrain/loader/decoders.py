@@ -218,6 +218,14 @@ class Decoders(AbstractContextManager["Decoders"]):
             future.set_exception(self._broken)
         return future
 
+    def check(self) -> None:
+        """Raise the exception that has ended the decoding, if any: of the reporter, or because a process has ended.
+
+        A process keeps a block only after the reporter has heard of its images, so whoever has got one learns of them.
+        """
+        if self._broken is not None:
+            raise self._broken
+
     def _receive(self, connection: Connection, wait: Callable[[], int | None]) -> None:
         """Receive all messages of a process, until it ends."""
         while True:

@@ -208,7 +208,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         if processes is not None:
             own = [replace(each, images=replace(each.images, isolated=True)) for each in own]
         self._caches = [
-            None if kept is None else CachedBlocks(kept, kept.order)
+            None if kept is None else CachedBlocks(partial(self._kept_block, kept), kept.order)
             for kept in (reader.kept for reader in open_readers(own, self._decoders.report))
         ]
         self._decoders.start(partial(open_readers, self._sets))
@@ -233,6 +233,12 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         image_set = self._sets[which]
         blocks = self._stream(which, WorkerOrder(partition, first_step, image_set.rows_per_block), image_set.room_bytes)
         return batches_from_stream(partition, blocks, first_step)
+
+    def _kept_block(self, kept: SharedBlocks, number: int) -> Block:
+        """Return block ``number``; raise the exception that has ended the decoding, as too many bad images do."""
+        block = kept(number)
+        self._decoders.check()
+        return block
 
     def _stream(self, which: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
         """Yield the blocks of ``order``, of which a few are read ahead."""

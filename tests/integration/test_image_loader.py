@@ -175,7 +175,17 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, capl
     assert sorted(image.key for image in loader.skipped) == ["red/000.png", "red/001.png"]
     assert "Images left out so far: 2" in caplog.text
 
-    (strict,) = loaders(images, 1)
+
+@pytest.mark.parametrize("cache", ["none", "memory"])
+def test_too_many_images_that_cannot_be_read_end_a_loop(tmp_path: Path, cache: str) -> None:
+    images = make_images(tmp_path)
+    for number in (0, 1):
+        (images / "red" / f"00{number}.png").write_bytes(b"no image")
+    (strict,) = loaders(images, 1, cache=cache)
+    # Other processes fill the cache, and may have found both images before the loop asks for any.
+    with suppress(UsageError):
+        next(iter(strict.validation))
+    wait_for(lambda: cache == "none" or len(strict.skipped) == 2, "they are not reported")
     with pytest.raises(UsageError, match=r"of 90 images cannot be read, such as red/00\d.png .* max_bad_fraction"):
         epoch([strict])
 

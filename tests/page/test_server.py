@@ -24,7 +24,7 @@ from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import StopReason, shell_command
 from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.snapshots import snapshot
@@ -84,7 +84,7 @@ def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> No
     def resume(name: str) -> Any:
         return StoredRuns(str(tmp_path), [name]).documents(name)["resume"]
 
-    command = f"raytrain train --name run --storage {tmp_path} --workers 2 --device cpu --resume"
+    command = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --workers 2 --device cpu --resume"
     for status in ("stopped", "failed"):
         end_run(store_run(tmp_path, "run", [step_row(10, loss=2.0)]), status, 10, None)
         assert resume("run") == {"heading": "Resume with", "command": command}
@@ -99,10 +99,8 @@ def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> No
     of_sweep = store_run(tmp_path, "rates", [])
     write_json(of_sweep, SWEEP, {})
     end_run(store_run(tmp_path, "rates-01", [step_row(10, loss=2.0)]), "stopped", 10, None)
-    assert (
-        resume("rates-01")["command"]
-        == f"raytrain sweep --name rates --storage {tmp_path} --workers 2 --device cpu --resume"
-    )
+    of_sweep = shell_command("sweep", "--name", "rates", storage=str(tmp_path)) + " --workers 2 --device cpu --resume"
+    assert resume("rates-01")["command"] == of_sweep
     of_script = store_run(tmp_path, "script", [step_row(10, loss=2.0)])
     end_run(of_script, "stopped", 10, None)
     made_of = Provenance(first_step=0, started_at="", command="python train.py", python="3.12", packages={})

@@ -24,7 +24,7 @@ from raytrain.experiments.trials import Sweep, sweep_command
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import StopReason, shell_command
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
 from tests.helpers.snapshots import train_result
@@ -114,7 +114,7 @@ def test_the_page_of_a_sweep_has_the_command_that_started_it_and_no_epochs() -> 
     seen = " ".join(text(run_page(sweep)).split())
     assert "rates interrupted at step 20/90 raytrain sweep cifar10 --data images --name rates --batch-size 8" in seen
     assert "--vary learning-rate=log:0.01..1 --trials 3 --sampler tpe --pruner median" in seen
-    assert "A sweep of 3 trials. Those that have begun are shown by raytrain compare rates" in seen
+    assert f"A sweep of 3 trials. Those that have begun are shown by {shell_command('compare', 'rates')}" in seen
     listed = text(runs_table([sweep], "./runs"))
     assert "rates cifar10 interrupted – 20/90" in listed and "0/0" not in listed
     # A document that is damaged says nothing of the sweep, and the page has all else.
