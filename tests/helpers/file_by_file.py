@@ -15,15 +15,16 @@ from xdist.workermanage import WorkerController
 
 from raytrain.loader.machine import cores
 
-_FEWEST, _MOST = 2, 4
+_FEWEST, _MOST = 3, 4
 
 
 def num_processes(config: pytest.Config) -> int:
     """Return the number of processes beside pytest's own; 0 if that runs the tests itself.
 
     Most runs of the tests keep two cores busy, so there is a process for every two cores; at most four, each of which
-    has a Ray. One file is not worth another Ray. Slow tests may look at the whole machine, fill its memory or make its
-    networks. What tests print with ``-s`` would come from no terminal.
+    has a Ray, and at least three, as each waits for Ray and for timers in between: two left two cores idle for three
+    tenths of the suite. One file is not worth another Ray. Slow tests may look at the whole machine, fill its memory or
+    make its networks. What tests print with ``-s`` would come from no terminal.
     """
     files = {argument.partition("::")[0] for argument in config.args}
     is_one_file = len(files) == 1 and files.pop().endswith(".py")

@@ -63,7 +63,7 @@ def test_each_process_gets_whole_files_and_those_on_a_cluster_last(folder: Path)
     for process, file, kind in re.findall(r"\[(gw\d)\] .*PASSED (\w+)\.py::(\w+)", run(folder)):
         kinds_of_process[process].append(kind)
         processes_of_file[file, kind].add(process)
-    assert len(kinds_of_process) == min(max(2, cores() // 2), 4) and sum(map(len, kinds_of_process.values())) == 4 * 8
+    assert len(kinds_of_process) == min(max(3, cores() // 2), 4) and sum(map(len, kinds_of_process.values())) == 4 * 8
     assert all(kinds == sorted(kinds, reverse=True) for kinds in kinds_of_process.values()), "plain before on_ray"
     assert all(len(processes) == 1 for processes in processes_of_file.values())
 
