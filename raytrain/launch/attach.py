@@ -145,7 +145,7 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
 
     with ExitStack() as opened:
         signals = opened.enter_context(request.signals)
-        processes = group.everywhere(lambda: start_decoding(config.data or "", opened))
+        processes = group.everywhere(lambda: start_decoding(config.data, opened))
         inputs, launch = _prepare_on_first(config, request, trackers, group, device, opened)
         messages = GroupMessages(inputs.key) if world_size > 1 else None
         if launch is not None:

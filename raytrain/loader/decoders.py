@@ -162,7 +162,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._sending = threading.Lock()  # of several threads that send through the same pipe
 
     def start(self, open_readers: OpenReaders) -> None:
-        """Have the processes make their readers by ``open_readers``, after they were forked, if they are not new ones.
+        """Fork the processes, unless there are new ones, and have each make its readers by ``open_readers``.
 
         In each, as many threads call ``read_ahead`` as read what this process asks for. To fork, call this before this
         process uses a GPU, and, as far as it can be, before it has threads.

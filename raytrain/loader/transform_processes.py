@@ -79,10 +79,10 @@ class TransformedBatches:
         self._source, self._config = source, config
         self._shape = *training_format(config).shape.size, config.channels  # (H, W, C)
         self._num_processes = num_decoders()
-        processes = start_processes([__name__], threads_per_process=1)
-        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
         with sending({subject(config): own}):
             pickled = pickle_own_code(own)
+        processes = start_processes([__name__], threads_per_process=1)
+        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
         self._decoders.start(partial(_open_readers, config, pickled, own_files()))
 
     def __enter__(self) -> TransformedBatches:
