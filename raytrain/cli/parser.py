@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, Generic, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_type_hints
+from typing import Annotated, Any, Generic, TextIO, TypeVar, Union, cast, get_args, get_type_hints
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Suppress, UseAppendAction, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from raytrain.cli.flags import complete_switches, hints_of_command, join_repeated
 from raytrain.cli.options_file import read_options_file
 from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import SECTIONS, TrainConfig
@@ -96,7 +97,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     given = _given_options(argv)
     default = CUSTOM if "loop" in given else AUTO
     missing_at = None
-    if len(argv) >= 2 and argv[0] in commands and "config" in _hints(commands[argv[0]]):
+    if len(argv) >= 2 and argv[0] in commands and "config" in hints_of_command(commands[argv[0]]):
         first = next((place for place, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
         if first < len(argv) and argv[first].startswith("--") and argv[first] not in (*_HELP, _ALL_HELP):
             missing_at = first
@@ -225,12 +226,12 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
     argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
     if named := next((commands[word] for word in argv if word in commands), None):
-        argv = _join_repeated(argv, named)
-    argv = _complete_switches(argv)
+        argv = join_repeated(argv, named)
+    argv = complete_switches(argv)
 
     # Only what the first words name is made known to tyro: all commands and recipes would delay each command.
     chosen = _chosen("command", commands, argv[:1])
-    has_recipe = len(chosen) == 1 and all("config" in _hints(command) for command in chosen.values())
+    has_recipe = len(chosen) == 1 and all("config" in hints_of_command(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     is_open = has_recipe and len(recipes) > 1
@@ -258,7 +259,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
 def _flags_of(command: Callable[..., Any]) -> list[str]:
     """Return the flags of a command: those of its sections of options, and its own."""
     flags: list[str] = []
-    for name, hint in _hints(command).items():
+    for name, hint in hints_of_command(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
             hidden = _hidden(hint)
@@ -266,103 +267,6 @@ def _flags_of(command: Callable[..., Any]) -> list[str]:
         else:
             flags.append(flag(name))
     return flags
-
-
-def _complete_switches(argv: Sequence[str]) -> list[str]:
-    """Return ``--compile`` alone as ``--compile True``, and ``--no-compile`` as ``--compile False``.
-
-    That is for all options that are a switch and may be a word besides: for tyro, those have a value.
-    """
-    completed: list[str] = []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
-        switch = word.replace("_", "-").replace("--no-", "--", 1)
-        if switch not in _switches_with_words():
-            completed.append(word)
-        elif word.startswith("--no-"):
-            completed += [switch, "False"]
-        else:
-            completed += [switch, "True"] if following.startswith("--") else [switch]
-    return completed
-
-
-@functools.cache
-def _switches_with_words() -> set[str]:
-    """Return the flags of the options that are a switch, and may be a word besides."""
-    return {flag(name) for name, hint in get_type_hints(TrainConfig).items() if bool in get_args(hint)}
-
-
-def _join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
-    """Return ``--tag a --tag b`` as ``--tag a b``, for all options with several values: tyro keeps the last flag's.
-
-    Raises UsageError if an option of one value is there twice, of which tyro would keep the last, too.
-    """
-    single, several, appending = _flags_by_number(command)
-    groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
-    group, group_of = groups[0], dict[str, list[str]]()
-    for number, word in enumerate(argv):
-        if word == "--":  # of submit: what follows is another command
-            groups.append([*argv[number:]])
-            break
-        if not word.startswith("--"):
-            group.append(word)
-            continue
-
-        # `--tag=a` and `--lr` are other ways to write `--tag a` and `--learning-rate`.
-        name, equals, value = word.partition("=")
-        typed = name.replace("_", "-")
-        option = single.get(typed, typed)
-        if option in several:
-            if option not in group_of:
-                groups.append(group_of.setdefault(option, [name]))
-            group = group_of[option]
-            group += [value] * bool(equals)
-            continue
-        group = [word]
-        groups.append(group)
-        if typed in single and option not in appending:
-            group_of.setdefault(option, group)
-
-    # Two groups of one option: each but the first is a repetition.
-    for group in groups[1:]:
-        typed = group[0].partition("=")[0].replace("_", "-")
-        first = group_of.get(single.get(typed, typed), group)
-        if first is not group and group[0] != "--":
-            _refuse_twice(single[typed], first, group)
-    return [word for group in groups for word in group]
-
-
-def _refuse_twice(option: str, first: Sequence[str], second: Sequence[str]) -> NoReturn:
-    """Raise UsageError, which shows both values of ``option`` unless they are secret."""
-    if option in map(flag, options_with(Mark.SECRET)):
-        first = second = [option]
-    what = f"{' '.join(first)} and {' '.join(second)} are both given"
-    raise UsageError(f"{what if first != second else f'{first[0]} is given twice'}; leave one of them out.")
-
-
-@functools.cache
-def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str]]:
-    """Return the flags of a command: of one value, with all their spellings, of several, and those that append."""
-    hints: dict[str, Any] = {"json": bool, "debug": bool}
-    for name, hint in _hints(command).items():
-        section = TrainConfig if name == "config" else hint
-        if dataclasses.is_dataclass(section):
-            hints |= get_type_hints(section, include_extras=True)
-        hints[name] = str if section is TrainConfig else hint  # of the options themselves it is --config FILE
-
-    single: dict[str, str] = {}
-    several, appending = set[str](), set[str]()
-    for name, hint in hints.items():
-        option = flag(name)
-        bare = get_args(hint)[0] if marks_of(hint) else hint
-        if UseAppendAction in marks_of(hint):
-            appending.add(option)
-        elif any(... in get_args(each) for each in (bare, *get_args(bare))):
-            several.add(option)
-            continue
-        for spelling in (option, *(mark.flag for mark in marks_of(hint) if isinstance(mark, Synonym))):
-            single[spelling] = option
-        single[option.replace("--", "--no-", 1)] = option
-    return single, several, appending
 
 
 class _WrappedOutput:
@@ -431,7 +335,7 @@ def _bound(
         return functools.partial(command, **arguments)
 
     parameters: dict[str, Any] = {}
-    for name, hint in _hints(command).items():
+    for name, hint in hints_of_command(command).items():
         if name == "config":
             hidden = _hidden(hint)
             if is_short:
@@ -453,11 +357,6 @@ def _bound(
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
     bind.__annotations__ = parameters
     return bind
-
-
-def _hints(command: Callable[..., Any]) -> dict[str, Any]:
-    hints = get_type_hints(command, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 _CONFIG_FILE = "config_file"
