@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +13,13 @@ from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
+from raytrain.runs.logs import PrintedLine
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
+_MAX_PRINTED = 10_000  # lines that wait for a driver that does not ask, as one that hangs; their logs have all
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -72,6 +76,15 @@ class Coordinator(RunMonitor):
         self._wait_location_of_rank: dict[int, str | None] = {}
         self._ranks_seen_twice: set[int] = set()  # that waited still after the last worker had begun to wait
         self._first_worker_failure: str | None = None  # of the present attempt
+        self._printed: deque[PrintedLine] = deque(maxlen=_MAX_PRINTED)
+
+    def printed(self, lines: Sequence[PrintedLine]) -> None:
+        """Note lines that a worker has printed, for the driver to show."""
+        self._printed.extend(lines)
+
+    def take_printed(self) -> list[PrintedLine]:
+        """Return the lines that workers have printed since the last call."""
+        return [self._printed.popleft() for _ in range(len(self._printed))]
 
     def checked(self) -> None:
         """Note that the network, its weights and the options fit together."""

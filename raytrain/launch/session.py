@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -167,10 +168,12 @@ class RunSession:
                 self._monitor.event(Note(f"--price has no price for {gpu}, which counts as nothing"))
                 self._reported_gpus.add(gpu)
             self._launch.poll(snapshot)
+            self._print_lines_of_workers()
             ending = self._monitor.ending()
 
         # From here on, nothing more of the workers may reach the run's documents.
         self._launch.end_workers()
+        self._print_lines_of_workers()
         ending = self._monitor.ending()
         if ending.error is not None:
             _log.debug("a worker failed: %s", printable(redact(ending.trace)))
@@ -182,6 +185,16 @@ class RunSession:
         if ending.has_come:
             self._phase = RunPhase.OVER
         return result
+
+    def _print_lines_of_workers(self) -> None:
+        """Print what workers have printed since the last call, each line with its worker, and its trial in a sweep."""
+        prepared = self._prepared
+        trial = f"{prepared.name} " if prepared.sweep else ""
+        with prepared.signals.outlive_terminal():
+            for line in self._monitor.take_printed():
+                stream = sys.stdout if line.stream == "out" else sys.stderr
+                text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
+                print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
 
     def _show(self) -> Snapshot:
         """Return a snapshot of the run, after its rows are queued for the trackers and its view has seen it."""

@@ -1,7 +1,8 @@
-"""Logs of a run: what its driver and its workers print, copied to storage while it trains.
+"""Logs of a run: what its driver and its workers print, shown at once, and copied to storage while it trains.
 
 Each process writes to a file of its machine: Ray's, that of torch's elastic agent, or that of a :class:`DriverLog`. A
-thread copies the files that have grown, every few seconds, without secrets. An attempt has logs of its own, whose names
+thread reads what the files have grown by, several times a second, and passes on whole lines of workers to the driver;
+every few seconds it copies the files to storage. Both are without secrets. An attempt has logs of its own, whose names
 begin with the process and sort by time: ``worker-0-20250131T120000.err``.
 
 The thread must not hold up training, which shares Python's lock with it. So only what is new is read, in pieces of
@@ -17,23 +18,29 @@ import re
 import stat
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 from raytrain.errors import RaytrainError
 from raytrain.runs.documents import CONFIG, LOGS
-from raytrain.runs.redact import redact
+from raytrain.runs.redact import printable, redact
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 STARTUP = logging.getLogger("raytrain.startup")
 
 COPY_EVERY_S = 10.0
+READ_EVERY_S = 0.25
+MAX_SHOWN_LINES = 200  # of a file, each time it is read; the copy in storage has all
 MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
 MAX_LINE = 16 << 10  # characters of a line that are copied
 _LONGEST_SECRET = 16 << 10  # characters, also of a private key over several lines
@@ -54,6 +61,17 @@ class LogFile(NamedTuple):
     start: int = 0
 
 
+class PrintedLine(NamedTuple):
+    """A line that a worker has printed to ``stream``, ``out`` or ``err``, without its end and without secrets."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+ShowLines = Callable[[Sequence[PrintedLine]], None]
+
+
 class LogText:
     """The text of a log that grows: without secrets, with the beginnings of long lines, and of all that the end.
 
@@ -72,27 +90,36 @@ class LogText:
         self._latest = ""  # whole lines as they were written, none of them too long
         self._line = ""  # the beginning of the line that has not ended yet
         self._line_length = 0
+        self._written_over = ""  # what stood in this line before a carriage return
 
-    def add(self, text: str) -> None:
-        """Add the text that was written since the last call."""
-        start, lines = 0, [self._latest]
+    def add(self, text: str) -> list[str]:
+        """Add the text that was written since the last call; return the lines that have ended, with their secrets.
+
+        Of a line that was written over again and again, such as a progress bar, that is the last state.
+        """
+        start, latest, ended = 0, [self._latest], list[str]()
         for end in _LINE_END.finditer(text):
             self._extend_line(text[start : end.start()])
-            lines += self._shown_line(), end[0]
+            line = self.line()
+            latest += line, end[0]
+            if end[0] == "\n":
+                ended.append(line or self._written_over)
+            self._written_over = "" if end[0] == "\n" else line
             self._line, self._line_length, start = "", 0, end.end()
         self._extend_line(text[start:])
-        self._latest = "".join(lines)
+        self._latest = "".join(latest)
         self._settle()
+        return ended
 
     def content(self) -> bytes:
         """Return the end of the whole text."""
-        return (bytes(self._settled) + _encoded(redact(self._latest + self._shown_line())))[-MAX_LOG_BYTES:]
+        return (bytes(self._settled) + _encoded(redact(self._latest + self.line())))[-MAX_LOG_BYTES:]
 
     def _extend_line(self, text: str) -> None:
         self._line += text[: MAX_LINE + _LONGEST_SECRET - len(self._line)]
         self._line_length += len(text)
 
-    def _shown_line(self) -> str:
+    def line(self) -> str:
         """Return the line that is being written; of a long one the beginning, and how much there is of it."""
         if self._line_length <= MAX_LINE + _LONGEST_SECRET:
             return self._line
@@ -131,24 +158,26 @@ class _Copy:
 
 
 class LogCopies:
-    """Copy growing files into the storage of a run, without secrets, every few seconds.
+    """Read growing files, show their lines, and copy them into the storage of a run every few seconds.
 
     With ``waits_for_run`` nothing is copied until the run's options are there: one that never begins leaves nothing.
+    ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`.
     """
 
-    def __init__(self, store: Store, *, waits_for_run: bool = False) -> None:
+    def __init__(self, store: Store, *, waits_for_run: bool = False, show: ShowLines | None = None) -> None:
         self._store = store
         self._waits_for_run = waits_for_run
+        self._show = show
         self._copies: dict[str, _Copy] = {}  # by name
-        self._copying = threading.Lock()
+        self._reading = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="log-copies")
+        self._thread = threading.Thread(target=self._follow_until_closed, daemon=True, name="log-copies")
 
     def files(self) -> Iterable[LogFile]:
         """Return the files that there are at present."""
         raise NotImplementedError
 
-    def __enter__(self) -> LogCopies:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -157,32 +186,67 @@ class LogCopies:
         self._closed.set()
         self._thread.join()
 
-    def copy(self) -> None:
-        """Copy the new text of each file; an object in storage is written again as a whole."""
-        with self._copying, suppress(RaytrainError, OSError):
-            # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
-            self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
-            if self._waits_for_run:
-                return
+    def read(self) -> None:
+        """Read the new text of each file, and show its whole lines."""
+        with self._reading, suppress(OSError):
             for path, name, start in self.files():
                 copy, end = self._copies.setdefault(name, _Copy(start)), path.stat().st_size
                 # Of a long log, the end.
                 if not copy.end <= end <= copy.end + MAX_LOG_BYTES:
                     copy = self._copies[name] = _Copy(max(start, end - MAX_LOG_BYTES))
+                if copy.end == end:
+                    continue
+                lines: list[str] = []
                 with path.open("rb") as file:
                     file.seek(copy.end)
                     while piece := file.read(min(_PIECE_BYTES, end - copy.end)):
-                        copy.text.add(copy.decoder.decode(piece))
+                        lines += copy.text.add(copy.decoder.decode(piece))
                         copy.end, copy.is_new = copy.end + len(piece), True
+                self._show_lines(name, lines)
+
+    def show_rest(self) -> None:
+        """Show all that the files hold by now, also lines that have no end, and nothing after that."""
+        self.read()
+        with self._reading:
+            for name, copy in self._copies.items():
+                self._show_lines(name, [copy.text.line()])
+            self._show = None
+
+    def _show_lines(self, name: str, lines: list[str]) -> None:
+        """Show the ``lines`` of a worker's log, without secrets and empty lines, and of very many the last ones."""
+        lines = [line for line in lines if line.strip()]
+        if self._show is None or not lines:
+            return
+        _, rank, rest = name.split("-")  # see log_name
+        if (num_left_out := len(lines) - MAX_SHOWN_LINES) > 0:
+            left_out = f"… {num_left_out:,} lines are left out here; `raytrain logs RUN --worker {rank}` has them"
+            lines = [left_out, *lines[num_left_out:]]
+        shown = printable(redact("\n".join(lines))).split("\n")
+        self._show([PrintedLine(int(rank), rest.rpartition(".")[2], line) for line in shown])
+
+    def copy(self) -> None:
+        """Copy the new text of each file; an object in storage is written again as a whole."""
+        self.read()
+        with self._reading, suppress(RaytrainError, OSError):
+            # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
+            self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
+            if self._waits_for_run:
+                return
+            for name, copy in self._copies.items():
                 if copy.is_new:
                     self._store.fail_fast().put(LOGS + name, copy.text.content())
                     copy.is_new = False
 
-    def _copy_until_closed(self) -> None:
-        closed = False
-        while not closed:
-            closed = self._closed.wait(COPY_EVERY_S)
+    def _follow_until_closed(self) -> None:
+        interval_s = COPY_EVERY_S if self._show is None else READ_EVERY_S
+        next_copy_s = time.monotonic() + COPY_EVERY_S
+        while not self._closed.wait(interval_s):
+            if time.monotonic() < next_copy_s:
+                self.read()
+                continue
             self.copy()
+            next_copy_s = time.monotonic() + COPY_EVERY_S
+        self.copy()
 
 
 class ProcessLog(LogCopies):
@@ -191,8 +255,8 @@ class ProcessLog(LogCopies):
     Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
     """
 
-    def __init__(self, store: Store, worker: int) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, worker: int, show: ShowLines | None = None) -> None:
+        super().__init__(store, show=show)
         started = stamp()
         self._files: list[LogFile] = []
         for stream, descriptor in _STREAMS.items():
@@ -203,8 +267,9 @@ class ProcessLog(LogCopies):
                     self._files.append(LogFile(path, name, start=path.stat().st_size))
 
     def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
+        self.show_rest()
         if error is not None:
-            traceback.print_exception(error)
+            traceback.print_exception(error)  # for the log: the driver says in a sentence why the run ends
         super().__exit__(kind, error, *trace)
 
     def files(self) -> Iterable[LogFile]:
@@ -216,8 +281,8 @@ class ProcessLog(LogCopies):
 class WorkerLogs(LogCopies):
     """The logs of workers of torch's elastic agent, which makes a file below ``folder`` for each attempt and worker."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
-        super().__init__(store, waits_for_run=True)
+    def __init__(self, store: Store, folder: Path, show: ShowLines) -> None:
+        super().__init__(store, waits_for_run=True, show=show)
         self._folder = folder
         self._session = stamp()
 
@@ -240,7 +305,7 @@ class DriverLog(LogCopies):
         self._name = log_name(DRIVER, stamp(), "log")
         self._writing = threading.Lock()
 
-    def __enter__(self) -> LogCopies:
+    def __enter__(self) -> Self:
         with ExitStack() as opened:
             self._path = opened.enter_context(TemporaryFolder()) / "log"
             self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))

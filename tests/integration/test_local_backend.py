@@ -166,6 +166,9 @@ def killing_its_agent(run: Run, after: int = 0) -> None:
     for number, _ in enumerate(train_on(run)):
         if run.rank == 0 and number == after and not killed.exists():
             killed.touch()
+            config = Path(run.config.storage) / run.config.name / "config.json"
+            while after and not config.exists():  # a run is known some steps after it has begun
+                time.sleep(0.01)
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)  # cut short: a worker ends with its agent
 

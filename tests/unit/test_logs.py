@@ -14,7 +14,17 @@ from raytrain.cli.main import main
 from raytrain.display.run_tables import LogLines
 from raytrain.errors import StorageError
 from raytrain.runs.documents import CONFIG, run_store
-from raytrain.runs.logs import MAX_LINE, LogCopies, LogFile, LogReader, LogText, StoredLog, log_name, worker_log
+from raytrain.runs.logs import (
+    MAX_LINE,
+    LogCopies,
+    LogFile,
+    LogReader,
+    LogText,
+    PrintedLine,
+    StoredLog,
+    log_name,
+    worker_log,
+)
 from raytrain.runs.redact import redact
 from raytrain.runs.status import RunStatus, write_status
 
@@ -24,7 +34,12 @@ from raytrain.runs.documents import run_store
 from raytrain.runs.logs import ProcessLog
 
 print("before")
-with ProcessLog(run_store(sys.argv[1], "first"), 1):
+def show(lines):
+    for line in lines:
+        print(line, file=shown)
+
+shown = open(sys.argv[2], "w", buffering=1)
+with ProcessLog(run_store(sys.argv[1], "first"), 1, show):
     print("hello", os.environ["MY_TOKEN"])
     os.system("echo from C")
     raise ValueError("no such class")
@@ -35,7 +50,7 @@ with ProcessLog(run_store(sys.argv[1], "first"), 1):
 def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its_failure(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as errors:
         script, environment = (
-            [sys.executable, "-u", "-c", PRINTS, str(tmp_path)],
+            [sys.executable, "-u", "-c", PRINTS, str(tmp_path), str(tmp_path / "shown")],
             {**os.environ, "MY_TOKEN": "secret-1"},
         )
         subprocess.run(script, env=environment, stdout=out, stderr=errors, check=False)
@@ -43,6 +58,8 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
     assert by_stream["out"] == "hello …\nfrom C\n"
     assert by_stream["err"].endswith("ValueError: no such class\n")
     assert not LogReader(run_store(str(tmp_path), "first"), worker_log(0)).read()
+    shown = (tmp_path / "shown").read_text()
+    assert "'hello …'" in shown and "'from C'" in shown and "ValueError" not in shown
 
 
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +159,48 @@ def test_a_copy_that_storage_has_not_taken_is_tried_again(tmp_path: Path, monkey
     assert not LogReader(store, worker_log(0)).read()
     copies.copy()
     assert LogReader(store, worker_log(0)).read()[0].text == "one\n"
+
+
+def test_lines_are_shown_once_they_have_ended_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret-1")
+    file, lines = tmp_path / "printed", list[PrintedLine]()
+
+    class Copies(LogCopies):
+        def files(self) -> list[LogFile]:
+            return [LogFile(file, "worker-3-1.err")]
+
+    def shown() -> list[str]:
+        texts = [line.text for line in lines]
+        assert all((line.rank, line.stream) == (3, "err") for line in lines)
+        lines.clear()
+        return texts
+
+    copies = Copies(run_store(str(tmp_path), "first"), show=lines.extend)
+    with file.open("a") as printed:
+        for text, expected in {
+            "one\n\nha": ["one"],
+            "lf\nMY_TOKEN secret-1\n": ["half", "MY_TOKEN …"],
+            "\r 5%\r10%": [],
+            "\r100%\n\x1b[2Jend of line\r\n": ["100%", "␛[2Jend of line"],
+            "line\n" * 1234: [
+                "… 1,034 lines are left out here; `raytrain logs RUN --worker 3` has them",
+                *["line"] * 200,
+            ],
+            "no end": [],
+        }.items():
+            printed.write(text)
+            printed.flush()
+            copies.read()
+            assert shown() == expected
+        copies.show_rest()
+        assert shown() == ["no end"]
+        printed.write("\ntoo late\n")
+        printed.flush()
+        copies.copy()
+        assert shown() == []
+        assert LogReader(run_store(str(tmp_path), "first"), worker_log(3)).read()[0].text.endswith("too late\n")
 
 
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ if __name__ == "__main__":
     gc.disable()  # collections while torch is imported find next to nothing, and take a quarter of the time
 
 import inspect
+import io
 import logging
 import os
 import pickle
@@ -18,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -88,7 +89,8 @@ class _Agent(LocalElasticAgent):
             max_restarts=spec.config.max_failures,
             local_addr="localhost",
         )
-        logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL, tee=Std.ALL)
+        # The driver shows what they print: this process is killed once the run has ended, with lines still to be read.
+        logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL)
         # torch 2.8 waits 30 s for workers that are to end, and takes no other number.
         parameter_names = inspect.signature(LocalElasticAgent).parameters
         patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
@@ -135,6 +137,8 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     for ends_worker in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ends_worker, signal.SIG_DFL)
     tempfile.tempdir = None  # what a loop keeps for itself goes where the user wants it
+    # A file gets what is printed when a buffer is full, but the driver shows it at once.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
     open_at_breakpoints(inputs.terminal, reporter.debugger)
@@ -182,7 +186,11 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
             reporter.checked()
         note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
         with transformed(source, config, spec.transforms, note) as images:
-            return train_run(spec, make_run(spec, images, reporter, device, weights))
+            try:
+                return train_run(spec, make_run(spec, images, reporter, device, weights))
+            finally:
+                sys.stdout.flush()  # this process may be killed, or end without that, as soon as the driver knows more
+                sys.stderr.flush()
 
 
 class SocketReporter:

@@ -80,7 +80,7 @@ class LocalLaunch:
             )
 
             # The logs end after the workers, whose last lines they copy.
-            opened.enter_context(WorkerLogs(prepared.store, folder))
+            self._logs = opened.enter_context(WorkerLogs(prepared.store, folder, self._coordinator.printed))
             opened.callback(self._agent.close)
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
@@ -127,6 +127,7 @@ class LocalLaunch:
     def end_workers(self) -> None:
         """End all processes. What they have printed is copied by :meth:`close`, once the run is written down."""
         self._agent.close()
+        self._logs.show_rest()
         if self._shared is not None:
             self._coordinator.skip(self._shared.skipped_images())
 

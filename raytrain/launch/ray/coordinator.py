@@ -37,6 +37,7 @@ from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
+from raytrain.runs.logs import PrintedLine
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
@@ -261,6 +262,9 @@ class RayMonitor:
 
     def ending(self) -> Ending:
         return self._ask(self._coordinator.ending)
+
+    def take_printed(self) -> list[PrintedLine]:
+        return self._ask(self._coordinator.take_printed)
 
     def request_stop(self, request: StopReason) -> None:
         self._ask(self._coordinator.request_stop, request)

@@ -42,7 +42,7 @@ from raytrain.launch.ray.private_api import announced_preemption
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, NodeLeaving, Note
-from raytrain.runs.logs import ProcessLog
+from raytrain.runs.logs import PrintedLine, ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.training.assembly import make_run, train_run
@@ -135,7 +135,8 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
 
     try:
         note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
-        with ProcessLog(spec.store, rank), transformed(source, config, spec.transforms, note) as batches:
+        log = ProcessLog(spec.store, rank, reporter.printed)
+        with log, transformed(source, config, spec.transforms, note) as batches:
             outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
         if ray.get(inputs.coordinator.give_up.remote(error, trace_of(error))):
@@ -228,6 +229,11 @@ class RayReporter:
 
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
         self._coordinator.decoded_on_cpu.remote(num_images, reason)
+
+    def printed(self, lines: Sequence[PrintedLine]) -> None:
+        """Have the driver show ``lines``. Return once the coordinator has them: the run may end then."""
+        with suppress(*LOST_ACTOR):  # what the loop reports next finds that out, too
+            ray.get(self._coordinator.printed.remote(lines))
 
     def flush(self) -> None:
         # The flush itself runs beside the other calls, so it must not begin before the rows have arrived.

@@ -1,0 +1,80 @@
+"""What a loop prints is shown by the process that trains, line by line and to its end, on both backends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import raytrain
+from tests.helpers.small_runs import config, make_images
+
+LOOP = """
+import sys
+
+
+def loop(run):
+    print(f"begins with {run.num_classes} classes")
+    for epoch in run.epochs(evaluate=dict):
+        for batch in epoch:
+            pass
+        print("epoch", epoch.number)
+    print("a warning", file=sys.stderr)
+    sys.stdout.write("no line end")
+    if run.config.epochs == 2:
+        raise KeyError("x")
+"""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+def printing(run: raytrain.Run) -> None:
+    print("begins", run.rank)
+    for epoch in run.epochs(evaluate=dict):
+        for _ in epoch:
+            pass
+    time.sleep(run.rank)  # the last line of the last worker counts, too
+    print("ends", run.rank)
+    print("ends", run.rank, file=sys.stderr, end="")
+
+
+@pytest.mark.usefixtures("new_agents")
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_each_line_is_shown_with_its_worker(
+    backend: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raytrain.train(config(images, tmp_path, backend=backend, epochs=1), loop=printing)
+    out, err = capsys.readouterr()
+    expected = [f"[worker{rank}]:{word} {rank}" for word in ("begins", "ends") for rank in (0, 1)]
+    assert sorted(line for line in out.splitlines() if line.startswith("[")) == sorted(expected)
+    assert sorted(line for line in err.splitlines() if line.startswith("[")) == sorted(expected[2:])
+
+
+def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOP)
+    options = [
+        "--data",
+        str(images),
+        "--image-size",
+        "12",
+        "--batch-size",
+        "20",
+        "--epochs",
+        "2",
+        "--max-failures",
+        "0",
+    ]
+    options += ["--loop", "loops.py:loop", "--backend", "local", "--workers", "1"]
+    command = [sys.executable, "-m", "raytrain", "train", "custom", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    shown = [line.partition(":")[2] for line in done.stdout.splitlines() if line.startswith("[worker0]:")]
+    assert shown == ["begins with 3 classes", "epoch 0", "epoch 1", "no line end"], done.stdout
+    assert done.returncode == 1
+    assert "[worker0]:a warning\n" in done.stderr
+    assert "KeyError: 'x'" in done.stderr and "Traceback" not in done.stderr
