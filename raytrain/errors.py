@@ -149,6 +149,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
+def format_count(number: float, noun: str) -> str:
+    """Return a number with its noun in singular or plural.
+
+    >>> format_count(1, "worker"), format_count(3, "epoch"), format_count(1200, "class"), format_count(0.5, "CPU")
+    ('1 worker', '3 epochs', '1,200 classes', '0.5 CPUs')
+    """
+    text = f"{number:g}" if isinstance(number, float) else f"{number:,}"
+    if number == 1:
+        return f"{text} {noun}"
+    return f"{text} {noun}{'es' if noun.endswith(('ss', 'tch')) else 's'}"
+
+
 def some_of(names: Sequence[str]) -> str:
     """Return the first three names, and how many more there are: ``a, b, c and 2 more``."""
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""

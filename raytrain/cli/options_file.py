@@ -83,7 +83,7 @@ def read_options_file(place: str) -> OptionsFile:
     """
     if not place.lower().endswith(_SUFFIXES):
         raise UsageError(f"--config is {place}; give a file of options whose name ends in {', '.join(_SUFFIXES)}.")
-    content = read_input(place)
+    content = read_input(place, "--config")
     if len(content) > _MAX_BYTES:
         raise UsageError(f"--config {place} has {len(content):,} bytes; options take a few hundred.")
     try:

@@ -55,7 +55,10 @@ def _sentence(
     if isinstance(event, events.BadValue):
         form = _form(event.argument)
         is_positional = event.argument.is_positional()
-        return f"{form} is missing." if is_positional else f"{_name(event.argument)} has too few values; give {form}."
+        if not is_positional:
+            return f"{_name(event.argument)} has too few values; give {form}."
+        # An option stands where the argument should: often its name in another command, as in `pack --data FOLDER`.
+        return f"{form} is missing; it is given without an option before it, as in `{event.prog} {form}`."
     if isinstance(event, events.InvalidChoice):
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."

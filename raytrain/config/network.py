@@ -11,7 +11,7 @@ from annotated_types import Interval
 
 from raytrain.config.marks import Mark, TakenBy
 from raytrain.config.values import NUMBERS, OPTIONAL_PLACE, TEXTS, Accepts, PositiveInt, option_field, section
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, flag, format_count
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -144,7 +144,8 @@ def check_network(options: NetworkOptions) -> None:
         value = getattr(options, name)
         if value is not None and len(value) != options.channels:
             raise UsageError(
-                f"{flag(name)} has {len(value)} numbers for {options.channels} channels; give one number per channel."
+                f"{flag(name)} has {format_count(len(value), 'number')} for "
+                f"{format_count(options.channels, 'channel')}; give one number per channel."
             )
 
 

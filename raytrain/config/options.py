@@ -37,7 +37,7 @@ from raytrain.config.network import (
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
 from raytrain.config.values import PLACE, TEXTS, PositiveInt, check_limits, hints_of, option_field, read_values, section
-from raytrain.errors import UsageError, did_you_mean, flag
+from raytrain.errors import UsageError, did_you_mean, flag, format_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -176,7 +176,8 @@ class TrainConfig(
         """
         if self.worker_load is not None and len(self.worker_load) != num_workers:
             raise UsageError(
-                f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker."
+                f"--worker-load has {format_count(len(self.worker_load), 'number')} for "
+                f"{format_count(num_workers, 'worker')}; give one per worker."
             )
         # What is given stays. What is None takes a default of ResolvedConfig, or what was found out for this run.
         scaled = vars(self.scaled_to(num_workers))

@@ -22,7 +22,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
@@ -138,11 +138,13 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
     stores: dict[Part, Store] = {
         part: open_store(places[part] or config.data) for part in PARTS if places[part] or part == "train"
     }
-    files = {"train": config.labels, "validation": config.validation_labels, "test": config.test_labels}
+    files = {"train": "labels", "validation": "validation_labels", "test": "test_labels"}
     urls = [store.url for store in stores.values()]
     columns = label_columns(config)
     tables: dict[Part, LabelTable] = {
-        part: read_label_file(file, columns, urls) for part in PARTS if (file := files[part])
+        part: read_label_file(file, columns, urls, flag(files[part]))
+        for part in PARTS
+        if (file := getattr(config, files[part]))
     }
     below: dict[Part, LabelTable] = {
         part: tables.pop(part) for part in HELD_OUT if part in tables and part not in stores
@@ -285,7 +287,7 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
         return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
     try:
-        weights: Any = json.loads(option if option.lstrip().startswith("{") else read_input(option))
+        weights: Any = json.loads(option if option.lstrip().startswith("{") else read_input(option, "--class-weights"))
     except (ValueError, RecursionError):
         weights = None
     if not isinstance(weights, dict):

@@ -37,7 +37,7 @@ from raytrain.data.labels.label_file import (
 )
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.data.labels.part_names import is_part
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 
 ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
 IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
@@ -157,7 +157,8 @@ class Archive:
                     if classes and text and text not in _NO_LABELS:
                         if not text.isdecimal() or int(text) >= len(classes):
                             raise UsageError(
-                                f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it."
+                                f"{self.name} has the label {text}, and names of "
+                                f"{format_count(len(classes), 'class')}; correct it."
                             )
                         text = classes[int(text)]
                     yield ArchivedImage(with_suffix(keys[row], content), content, text or "", part)
@@ -283,9 +284,9 @@ class Archive:
             num_alone += sum(map(len, images.values()))
         if num_images and num_alone == num_images:
             raise UsageError(
-                f"None of the {num_images:,} images of {self.name} is beside its label: the files of one image must "
-                "follow each other in a tar and be called alike, as 17.jpg and 17.cls (or 17.json with label or cls); "
-                "if a sample has several images, name the one to take with --image-suffix."
+                f"None of the {format_count(num_images, 'image')} of {self.name} is beside its label: the files of one "
+                "image must follow each other in a tar and be called alike, as 17.jpg and 17.cls (or 17.json with "
+                "label or cls); if a sample has several images, name the one to take with --image-suffix."
             )
         self.left_out["images without a label beside them"] += num_alone
 

@@ -27,7 +27,7 @@ from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.labels.part_names import is_held_out, is_training
 from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.storage.folder import explain_os_error
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
@@ -260,7 +260,8 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         choices |= archive.choices
         if repeated:
             raise UsageError(
-                f"{len(repeated):,} images of {name} have names that others have, too: {', '.join(repeated[:3])}; "
+                f"{name} has {format_count(len(repeated), 'image')} with the name of another one: "
+                f"{', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
         if len(are_numbers := set(map(str.isdecimal, labels_of_archive))) == 1:
@@ -279,7 +280,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
     if not label_of:
-        after_it = f" and the {len(opened) - 1:,} files after it" if len(opened) > 1 else ""
+        after_it = f" and the {format_count(len(opened) - 1, 'file')} after it" if len(opened) > 1 else ""
         raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
     keys = sorted(label_of, key=composed)
     labels, splits = zip(*(label_of[key] for key in keys), strict=True)

@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from raytrain.display.run_tables import try_next
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.runs.outcome import TrainResult
 from raytrain.storage.temporary_files import TemporaryFolder
 
@@ -54,7 +54,8 @@ def render_digits(
     if not 0 < num_validation < num_per_class:
         raise UsageError(
             f"num_images {num_images} and validation_fraction {validation_fraction} leave {num_validation} of a "
-            f"class's {num_per_class} images for validation; each class needs an image for it and one for training."
+            f"class's {format_count(num_per_class, 'image')} for validation; each class needs an image for it and one "
+            "for training."
         )
     root = Path(directory)
     # One generator for all images, in this order: the pixels depend on nothing but the arguments.

@@ -11,7 +11,7 @@ from typing import Any
 from raytrain import recipes
 from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_nodes, versions
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Hardware, Placement, place
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
@@ -170,8 +170,8 @@ def node_warnings(node: Node) -> Iterator[str]:
     # Ray uses fewer GPUs than there are.
     if node.gpus < (num_gpus := len(node.report.gpus)):
         yield (
-            f"Ray counts {node.gpus:g} of the {num_gpus} GPUs that the NVIDIA driver reports; start Ray with "
-            f"--num-gpus {num_gpus} to use them all."
+            f"Ray counts {node.gpus:g} of the {format_count(num_gpus, 'GPU')} that the NVIDIA driver reports; start "
+            f"Ray with --num-gpus {num_gpus} to use them all."
         )
     # The object store lies in shared memory; what does not fit there is on a disk, which is slow.
     if node.report.shm_bytes is not None and node.report.shm_bytes < node.object_store_bytes:
@@ -211,10 +211,10 @@ def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | 
     needed = placement.num_workers if placement.device == "cuda" else 1
     if left > needed - 0.01:  # fractions of CPUs are rounded down
         return None
-    workers = f"{_count(placement.num_workers, 'worker')} on {placement.device}"
+    workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
     return (
-        f"The cluster has {_count(hardware.cpus, 'CPU')}, which leaves {left:.2g} to read images for {workers}, so the "
-        "workers will wait for images; add CPUs, or use fewer --workers."
+        f"The cluster has {format_count(hardware.cpus, 'CPU')}, which leaves {left:.2g} to read images for {workers}, "
+        "so the workers will wait for images; add CPUs, or use fewer --workers."
     )
 
 
@@ -226,7 +226,3 @@ def folder_on_many_nodes(storage: Store, num_nodes: int) -> str | None:
         f"{storage.url} is a folder; make sure that all {num_nodes} nodes share it, or use s3://bucket/prefix as "
         "--storage."
     )
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{number:g} {noun if number == 1 else noun + 's'}"

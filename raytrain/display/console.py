@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.errors import format_count
 from raytrain.runs.outcome import as_tuple
 from raytrain.runs.redact import one_line, printable
 
@@ -104,12 +105,6 @@ def format_option(value: object) -> str:
     )
 
 
-def format_count(number: float, noun: str) -> str:
-    """Return a number with its noun, as in 1 worker, 2 workers, 0.5 CPUs."""
-    text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
-    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
-
-
 def format_gigabytes(num_bytes: int) -> str:
     """Return a size, as in 1.5 GB, 143 GB."""
     return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"
@@ -144,7 +139,7 @@ def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
 def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
     """Return a table of the first classes, and a line that there are more, which are the ``others``: better, larger."""
     table, num_more = headed_table(["class"], numbers, rows[:_NUM_CLASSES]), len(rows) - _NUM_CLASSES
-    more = Text(f" and {num_more:,} {others} classes; --json lists them all", style="dim")
+    more = Text(f" and {format_count(num_more, f'{others} class')}; --json lists them all", style="dim")
     return Group(table, *([more] if num_more > 0 else []))
 
 

@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import UNKNOWN, format_count, format_gigabytes, headed_table, key_value_table
+from raytrain.display.console import UNKNOWN, format_gigabytes, headed_table, key_value_table
+from raytrain.errors import format_count
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:

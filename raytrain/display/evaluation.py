@@ -9,8 +9,9 @@ from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from raytrain.display.console import bar, class_table, format_count, format_optional, headed_table, key_value_table
+from raytrain.display.console import bar, class_table, format_optional, headed_table, key_value_table
 from raytrain.display.curves import GREY
+from raytrain.errors import format_count
 from raytrain.trackers.pictures import matrix_figure
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from rich.text import Text
 from raytrain.data.labels.listing import counted
 from raytrain.diagnostics.look import LookResult, look_at
 from raytrain.diagnostics.suspicious_labels import LABEL_FILE_SUFFIXES
-from raytrain.display.console import UNKNOWN, bar, class_table, format_count, headed_table, key_value_table
+from raytrain.display.console import UNKNOWN, bar, class_table, headed_table, key_value_table
 from raytrain.display.curves import GREY, png_bytes, titled_figure
 from raytrain.display.notebook import as_html, is_notebook
+from raytrain.errors import format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.redact import one_line
 from raytrain.storage.open import check_output

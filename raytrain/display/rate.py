@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import format_count, format_duration, key_value_table
+from raytrain.display.console import format_duration, key_value_table
 from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes, titled_figure
+from raytrain.errors import format_count
 from raytrain.experiments.find_rate import RateResult
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def rate_page(result: RateResult, picture: str) -> RenderableType:
 def _training_text(result: RateResult) -> str:
     """Return how much was trained, how and where, as one line."""
     run, config = result.run, result.config
-    steps = f"{run.steps:,} of {config.max_steps:,} steps of {config.batch_size:,} images"
+    steps = f"{run.steps:,} of {config.max_steps:,} steps of {format_count(config.batch_size, 'image')}"
     workers = f"{format_count(run.num_workers, 'worker')} ({config.device})"
     time = format_duration(run.seconds)
     return f"{steps}, {run.samples_seen:,} images in all, in {config.precision}, on {workers}, in {time}"

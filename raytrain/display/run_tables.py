@@ -17,7 +17,6 @@ from raytrain.config.user_code import names_own_function
 from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
-    format_count,
     format_dollars,
     format_duration,
     format_option,
@@ -31,7 +30,7 @@ from raytrain.display.console import (
 )
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
-from raytrain.errors import flag
+from raytrain.errors import flag, format_count
 from raytrain.experiments.compare import SortKey, compare_records, compared_by, last_row
 from raytrain.experiments.trials import parse_sweep, sweep_command
 from raytrain.monitor.snapshot import Snapshot

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
+from raytrain.display.console import UNKNOWN, format_duration, format_optional, run_styles
 from raytrain.display.curves import GREY, plain_axes, side_by_side, titled_figure
 from raytrain.display.run_tables import rows_table
-from raytrain.errors import option_name
+from raytrain.errors import format_count, option_name
 from raytrain.experiments.scaling import Scaling, Size, curve
 from raytrain.experiments.trial_results import SweepResult
 from raytrain.experiments.trials import as_typed, shown

@@ -14,7 +14,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.marks import Mark
 from raytrain.config.optimisation import Schedule
 from raytrain.config.options import options_with
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.launch.train import train
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
@@ -95,8 +95,8 @@ def find_rate(
         )
     if len(losses) < _FEWEST_STEPS:
         raise UsageError(
-            f"Run {result.name!r} has {len(losses)} steps with a loss, too few to suggest a learning rate; a loop of "
-            f"your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
+            f"Run {result.name!r} has {format_count(len(losses), 'step')} with a loss, too few to suggest a learning "
+            f"rate; a loop of your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
         )
     averaged = smooth(losses)
     suggestion = suggest(rates, averaged, result.stop_reason)
@@ -107,7 +107,10 @@ def stored_suggestion(rows: Sequence[MetricRow], stop_reason: StopReason | None 
     """Return the learning rate, or None, that the history of a run with a rising rate suggests, and the reason."""
     rates, losses = losses_over_rates(rows)
     if len(losses) < _FEWEST_STEPS:
-        return None, f"the run has {len(losses)} steps with a loss, and {_FEWEST_STEPS} are needed at least"
+        return (
+            None,
+            f"the run has {format_count(len(losses), 'step')} with a loss, and {_FEWEST_STEPS} are needed at least",
+        )
     return suggest(rates, smooth(losses), stop_reason)
 
 

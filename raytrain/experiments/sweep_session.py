@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
+from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError, format_count
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
@@ -220,14 +220,12 @@ class SweepSession:
         """Return how the sweep will go, in one line."""
         planned, workers, config = self._planned, self._workers_per_trial, self._prepared.config
         kind = device_kind(config.accelerator_type, self._placement.device)
-        kind = kind if workers > 1 else kind.removesuffix("s")
-        of_each = "each on its own workers" if planned.varies_workers else f"each on {workers} {kind}"
+        of_each = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
         chosen = "" if planned.sampler is None else f", chosen by {planned.sampler}"
         pruned = "" if planned.pruner is None else f", stopped early by {planned.pruner}"
         compared = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
-        return (
-            f"{planned.num_trials} trials{chosen}{pruned}, {self._at_once} at once, {of_each}; compared by {compared}"
-        )
+        trials = f"{format_count(planned.num_trials, 'trial')}{chosen}{pruned}"
+        return f"{trials}, {self._at_once} at once, {of_each}; compared by {compared}"
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._is_stopping = True

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
-from raytrain.errors import UsageError, option_name
+from raytrain.errors import UsageError, format_count, option_name
 from raytrain.experiments.search_space import (
     Point,
     Pruner,
@@ -117,8 +117,8 @@ def plan_sweep(
     if (vary and tuple(vary) != stored.vary) or trials not in (None, stored.num_trials, num_chosen):
         words = " ".join(stored.vary)
         raise UsageError(
-            f"Sweep {config.name!r} was started with --vary {words} and {stored.num_trials} trials; leave --vary and "
-            "--trials out to resume it, or start another sweep with another --name."
+            f"Sweep {config.name!r} was started with --vary {words} and {format_count(stored.num_trials, 'trial')}; "
+            "leave --vary and --trials out to resume it, or start another sweep with another --name."
         )
     drawn_by = stored.sampler if stored.sampler or sampler not in ("grid", "random") else sampler
     if sampler not in (None, drawn_by) or pruner not in (None, stored.pruner):

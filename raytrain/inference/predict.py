@@ -19,7 +19,7 @@ from raytrain.data.blocks import number_array
 from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.inference.classification_metrics import chosen_thresholds, predicted_labels
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
@@ -105,7 +105,9 @@ def predict(
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
-        raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
+        raise UsageError(
+            f"--top-k is {top_k}, but run {run!r} has {format_count(num_classes, 'class')}; use 1 to {num_classes}."
+        )
     if trained.config.multi_label and top_k > 1:
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)

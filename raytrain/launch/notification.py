@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.redact import keep_secret, one_line, redact
 
@@ -102,7 +102,7 @@ def message_of(result: TrainResult) -> dict[str, Any]:
     if result.best_value is not None and result.best_metric not in (None, "accuracy"):
         measured.append(f"best {result.best_metric.replace('_', ' ')} {result.best_value:.4f}")
     measured += [] if result.dollars is None else [f"${result.dollars:,.2f}"]
-    text = f"Run {result.name} {result.status} after {result.steps:,} steps"
+    text = f"Run {result.name} {result.status} after {format_count(result.steps, 'step')}"
     if result.stop_reason is not None:
         kind = result.stop_reason.kind.replace("_", " ")
         text += f" ({kind}: {result.stop_reason.detail})" if result.stop_reason.detail else f" ({kind})"

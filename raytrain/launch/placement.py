@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import Precision
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.loader.machine import cores, image_memory
 from raytrain.training.precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
@@ -147,7 +147,10 @@ def place(config: TrainConfig, hardware: Hardware) -> Placement:
     available = available_workers(config, device, hardware)
     check_room(config, hardware)
     if fewest > available:
-        _log.warning("%d workers share %d CPU cores; that is slower than %d workers.", fewest, available, available)
+        _log.warning(
+            "%s share %s; that is slower than %s.",
+            *map(format_count, (fewest, available, available), ("worker", "CPU core", "worker")),
+        )
 
     # One CPU for each worker if as many are left for reading. Otherwise half of all: reading must never starve.
     num_workers = max(fewest, min(most, available))
@@ -180,7 +183,8 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
         raise UsageError(f"--device is {config.device}, and this machine has no GPU{hidden}; use --device cpu.")
     if device == "cuda" and not available:
         raise UsageError(
-            f"--device is {config.device}, and the cluster's {hardware.num_nodes} nodes have no GPU; use --device cpu "
+            f"--device is {config.device}, and there is no GPU on the cluster's "
+            f"{format_count(hardware.num_nodes, 'node')}; use --device cpu "
             "or another --address, or give a number of --workers and --wait-for-machines-s if an autoscaler starts GPU "
             "machines."
         )
@@ -193,7 +197,8 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
         location = "this machine" if is_local else "the cluster"
         hint = "" if is_local else ", or give --wait-for-machines-s if an autoscaler starts more"
         raise UsageError(
-            f"--workers is {config.workers}, and {location} has {available} {kind}; ask for at most {limit}{hint}."
+            f"--workers is {config.workers}, and {location} has {format_count(available, kind)}; ask for at most "
+            f"{limit}{hint}."
         )
 
 
@@ -218,8 +223,8 @@ def available_workers(config: TrainConfig, device: str, hardware: Hardware) -> i
 
 
 def device_kind(accelerator_type: str | None, device: str) -> str:
-    """Return the name of the workers' devices in messages: ``CPUs``, ``GPUs`` or, for instance, ``L4 GPUs``."""
-    return "CPUs" if device == "cpu" else f"{accelerator_type or ''} GPUs".strip()
+    """Return the name of a worker's device in messages: ``CPU``, ``GPU`` or, for instance, ``L4 GPU``."""
+    return "CPU" if device == "cpu" else f"{accelerator_type or ''} GPU".strip()
 
 
 def _round_down(cpus: float) -> float:

@@ -22,7 +22,7 @@ from raytrain.config.marks import Mark
 from raytrain.config.network import Precision, Resizer, timm_name
 from raytrain.config.options import options_with
 from raytrain.data.images.resize import fastest_resizer
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, flag, format_count
 from raytrain.launch.notification import check_notify
 from raytrain.launch.option_checks import check_recordable, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
@@ -263,10 +263,12 @@ def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
         result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
     except TypeError:  # its summary is not there, or damaged
         return None
-    because = f"has {result.epochs:g} epochs already, and --epochs is {config.epochs}"
+    because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
     advice = ""
     if ended_by is not None and has_stopped:
-        because = f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {result.epochs:g} epochs"
+        because = (
+            f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {format_count(result.epochs, 'epoch')}"
+        )
         advice = f"; give another {flag(ended_by)}, or none, to train on"
     return result, f"Run {config.name!r} {because}: there is nothing to do, and nothing was changed{advice}."
 

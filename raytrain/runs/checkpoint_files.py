@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.runs.documents import CHECKPOINTS, read_config, read_json
 from raytrain.storage.store import Store, StoredObject
 
@@ -55,8 +55,8 @@ class Identity:
                 pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
                 number, (their, my) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
                 difference = (
-                    f"{len(theirs):,} classes, and this run has {len(mine):,}, of which number {number} is {their} "
-                    f"there and {my} here"
+                    f"{format_count(len(theirs), 'class')}, and this run has {len(mine):,}, of which number {number} "
+                    f"is {their} there and {my} here"
                 )
             elif name == "manifest_digest":
                 difference = f"other images (manifest {theirs[:8]}…), and this run has those of manifest {mine[:8]}…"

@@ -92,17 +92,23 @@ def check_url(url: str) -> None:
 # Files of commands.
 
 
-def read_input(name: str) -> bytes:
-    """Return the content of a file or an object in a bucket. Raises StorageError if it cannot be read."""
+def read_input(name: str, option: str | None = None) -> bytes:
+    """Return the content of a file or an object in a bucket, which ``option`` may have named.
+
+    Raises StorageError, with the option, if it cannot be read.
+
+    Example: ``read_input("labels.csv", "--labels")``
+    """
+    advice = f"check the path of {option}" if option else "check the path"
     try:
         if "://" not in name:
             return Path(name).expanduser().read_bytes()
         folder, path = _open_folder(name)
         return folder.get(path)
     except FileNotFoundError:
-        raise StorageError(f"There is no file {name}; check the path.") from None
+        raise StorageError(f"There is no file {name}; {advice}.") from None
     except IsADirectoryError:
-        raise StorageError(f"{name} is a folder, but should be a file; check the path.") from None
+        raise StorageError(f"{name} is a folder, but should be a file; {advice}.") from None
     except OSError as error:
         raise explain_os_error(error, name) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,7 +77,18 @@ def _named(tracker: object) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {tracker!r}{hint}; give {known}, or package.module:Class.")
     make = load_function("--track", tracker)
-    return NamedTracker(tracker, lambda run: make())
+    return NamedTracker(tracker, lambda run: _made_by(make))
+
+
+def _made_by(make: Callable[[], object]) -> Tracker:
+    """Return the tracker that a class or a function of the user's own makes; raise UsageError if it makes none."""
+    made = make()
+    if isinstance(made, type) or not isinstance(made, Tracker):
+        what = "nothing" if made is None else f"{made!r}, which is no tracker"
+        raise UsageError(
+            f"it returned {what}; return an object with the methods log_hyperparams, log_metrics and finalize"
+        )
+    return made
 
 
 @dataclass(frozen=True)

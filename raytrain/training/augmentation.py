@@ -26,7 +26,7 @@ from raytrain.config.data import AugmentationOptions
 from raytrain.config.network import Size
 from raytrain.config.values import check_limit, hints_of, read_value
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.training.image_operations import Operation, apply_operations, erase
 
 Operations = npt.NDArray[np.int64]
@@ -139,11 +139,14 @@ class Augmentation:
             )
         if len(self._fill) not in (1, images.shape[1]):
             raise UsageError(
-                f"Augmentation has a fill of {len(self._fill)} numbers, and images of {images.shape[1]} channels; give "
-                "one number for each channel, or one for all."
+                f"Augmentation has a fill of {format_count(len(self._fill), 'number')}, and images of "
+                f"{format_count(images.shape[1], 'channel')}; give one number for each channel, or one for all."
             )
         if keys.shape != images.shape[:1]:
-            raise UsageError(f"Augmentation got {len(images)} images and {keys.size} samples; give one for each.")
+            raise UsageError(
+                f"Augmentation got {format_count(len(images), 'image')} and {format_count(keys.size, 'sample')}; give "
+                "one for each."
+            )
         if not len(images):
             return images
         if keys.dtype.kind not in "iu":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import describe
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.training.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
@@ -172,7 +172,7 @@ def check_evaluation(run: Run) -> None:
             problem = f"returns a {type(logits).__name__}"
         elif logits.shape != (len(images), run.num_classes):
             shape, num_images = tuple(logits.shape), len(images)
-            problem = f"returns the shape {shape} for {num_images} images and {run.num_classes} classes"
+            problem = f"returns the shape {shape} for {num_images} images and {format_count(run.num_classes, 'class')}"
         else:
             _try_named_metrics(run, logits)
             return

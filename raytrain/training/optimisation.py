@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, flag, format_count
 from raytrain.training.transfer import head_parameters
 
 
@@ -179,8 +179,9 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
         )
     if logits.shape != (len(labels), num_classes):
         raise UsageError(
-            f"{taker} got logits of the shape {tuple(logits.shape)} for {len(labels)} images and {num_classes} "
-            "classes; give one row per image, with one number per class."
+            f"{taker} got logits of the shape {tuple(logits.shape)} for {format_count(len(labels), 'image')} and "
+            f"{format_count(num_classes, 'class')}; give one row per image, with one number "
+            "per class, as a network with that many outputs returns them."
         )
 
 

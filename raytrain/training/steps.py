@@ -34,7 +34,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
@@ -216,8 +216,8 @@ class Steps:
         step = self.progress.step
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self.report_once(
-            f"the loop left epoch {epoch} after step {step:,}, so {num_left:,} batches of it are not used for "
-            "training; --max-steps ends a run early"
+            f"the loop left epoch {epoch} after step {step:,}, so {format_count(num_left, 'batch')} of it will not be "
+            "used for training; --max-steps ends a run early"
         )
         self.progress = replace(self.progress, step=step + num_left)
         if self._schedule.due_at(step + num_left):

@@ -13,6 +13,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from raytrain.config.user_code import users_line
+from raytrain.errors import format_count
 from raytrain.training.gradients import Bucket
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.step_metrics import StepMetrics
@@ -63,5 +64,5 @@ def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:
     if not any(caller.f_code in _WAITS or caller.f_code.co_filename == _COLLECTIVES for caller, _ in innermost):
         return None
     line = users_line(traceback.extract_stack(frame))
-    calls = f"after {steps.progress.step:,} steps and {steps.num_calls:,} calls of the run"
+    calls = f"after {format_count(steps.progress.step, 'step')} and {format_count(steps.num_calls, 'call')} of the run"
     return f"{calls} at {line}" if line else calls

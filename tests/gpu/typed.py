@@ -35,7 +35,7 @@ _ON_GPU = (
     Line(f"{_TRAIN} --name hidden --max-steps 2", "finished after", environment=_HIDDEN),
     Line(f"{_TRAIN} --name refused --device cuda", "hides all", works=False, environment=_HIDDEN),
     Line(f"{_TRAIN} --name refused --device cuda:1", "counted from 0", works=False),
-    Line(f"{_TRAIN} --name refused --device cuda --workers 2", "this machine has 1 GPUs", works=False),
+    Line(f"{_TRAIN} --name refused --device cuda --workers 2", "this machine has 1 GPU;", works=False),
     Line(f"find-rate {_TRAIN[6:].replace(' --log-every 1', '')} --name rate --max-steps 20", "rate"),
     Line(f"sweep {_TRAIN[6:]} --name trials --vary learning-rate=0.01,0.1 --max-steps 3", "learning"),
 )

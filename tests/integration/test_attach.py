@@ -82,8 +82,8 @@ def test_a_resume_that_has_nothing_to_do_is_refused_and_changes_nothing(images: 
     assert before.stop_reason is not None and before.stop_reason.kind == "target"
     documents = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"until": "accuracy=0"}, "was stopped by --until accuracy=0 after 1 epochs: there is nothing to do"),
-        ({"epochs": 1}, "has 1 epochs already, and --epochs is 1: there is nothing to do"),
+        ({"until": "accuracy=0"}, "was stopped by --until accuracy=0 after 1 epoch: there is nothing to do"),
+        ({"epochs": 1}, "has 1 epoch already, and --epochs is 1: there is nothing to do"),
     )
     for options, sentence in cases:
         with pytest.raises(UsageError, match=sentence):
@@ -145,7 +145,7 @@ def test_a_run_ends_by_itself_if_its_loss_is_not_finite(images: Path, tmp_path: 
         ({"resume": True, "name": None}, "--resume needs --name"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt"),
         ({"warmup_epochs": 9, "epochs": 2}, "--warmup-epochs is 9 and --epochs 2"),
-        ({"worker_load": (1.0, 2.0)}, "--worker-load has 2 numbers for 1 workers"),
+        ({"worker_load": (1.0, 2.0)}, "--worker-load has 2 numbers for 1 worker;"),
     ],
 )
 def test_bad_options_are_one_sentence_and_leave_nothing(

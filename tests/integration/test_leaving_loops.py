@@ -139,7 +139,7 @@ def break_out_of_epochs(folder: str) -> tuple[list[Tensor], str, int]:
 def test_batches_that_a_loop_leaves_out_are_reported_and_the_rest_counts(tmp_path: Path) -> None:
     trained = train_loop(breaks_out_of_epochs, tmp_path / "one")
     assert trained.notes == [
-        f"the loop left epoch {number} after step {step}, so 2 batches of it are not used for training; "
+        f"the loop left epoch {number} after step {step}, so 2 batches of it will not be used for training; "
         "--max-steps ends a run early"
         for number, step in ((1, 4), (2, 10))
     ]

@@ -179,7 +179,7 @@ THIS = r"test_workers_out_of_step\.py, line \d+: "
         (gather_in_a_forward, rf"worker 0 after 3 steps .*{THIS}.*run\.gather\(torch.* `loss\.backward\(\)`"),
         (evaluate_in_a_forward, rf"worker 0 after 3 steps .*{THIS}.*run\.evaluate\(\).* `loss\.backward\(\)`"),
         (own_barrier, rf"worker 0 after 3 steps .*{THIS}.*dist\.barrier"),
-        (closures, rf"worker 0 after 1 steps .*{THIS}.*worker 1 after 0 steps .*{THIS}"),
+        (closures, rf"worker 0 after 1 step .*{THIS}.*worker 1 after 0 steps .*{THIS}"),
         (other_networks, r"the loop called run\.prepare with other shapes on worker \d than on another: \[\(\d, 2\)"),
         (other_sums, r"the loop called run\.total with other shapes on worker \d than on another: \(\d+,\)"),
     ],

@@ -128,7 +128,7 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         assert read_json(store, STOP_REQUEST)["kind"] == "page"
         end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt")
         expect(page.locator(".banner")).to_contain_text("step-000000051.pt")
-        resume = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --workers 2 --device cpu --resume"
+        resume = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --resume"
         expect(page.locator(".banner .resume")).to_have_text(f"Resume with: {resume} copy")
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         page.get_by_role("button", name="copy").click()

@@ -84,7 +84,7 @@ def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> No
     def resume(name: str) -> Any:
         return StoredRuns(str(tmp_path), [name]).documents(name)["resume"]
 
-    command = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --workers 2 --device cpu --resume"
+    command = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --resume"
     for status in ("stopped", "failed"):
         end_run(store_run(tmp_path, "run", [step_row(10, loss=2.0)]), status, 10, None)
         assert resume("run") == {"heading": "Resume with", "command": command}
@@ -99,7 +99,7 @@ def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> No
     of_sweep = store_run(tmp_path, "rates", [])
     write_json(of_sweep, SWEEP, {})
     end_run(store_run(tmp_path, "rates-01", [step_row(10, loss=2.0)]), "stopped", 10, None)
-    of_sweep = shell_command("sweep", "--name", "rates", storage=str(tmp_path)) + " --workers 2 --device cpu --resume"
+    of_sweep = shell_command("sweep", "--name", "rates", storage=str(tmp_path)) + " --resume"
     assert resume("rates-01")["command"] == of_sweep
     of_script = store_run(tmp_path, "script", [step_row(10, loss=2.0)])
     end_run(of_script, "stopped", 10, None)

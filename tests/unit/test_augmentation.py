@@ -161,7 +161,7 @@ def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_directi
         (
             torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
             range(2),
-            "a fill of 3 numbers, and images of 1 channels; give one",
+            "a fill of 3 numbers, and images of 1 channel; give one",
         ),
     ],
 )

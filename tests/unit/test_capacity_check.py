@@ -49,7 +49,7 @@ def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str
     looked = wanted()
     table["1f" + OURS] = {"state": "PENDING"}
     looked.check()
-    with pytest.raises(UsageError, match=r"no room for 2 workers of 1 CPUs each: the cluster has 0.5 CPUs free"):
+    with pytest.raises(UsageError, match=r"no room for 2 workers of 1 CPU each: the cluster has 0.5 CPUs free"):
         looked.check()
 
 
@@ -83,9 +83,7 @@ def test_gpus_of_a_type_are_named(table: dict[str, dict[str, str]]) -> None:
     looked = capacity_check.CapacityCheck(Placement(2, 2, "cuda", 1.0, 0.5, 0.25, 1, accelerator_type="L4"))
     table["1f" + OURS] = {"state": "PENDING"}
     looked.check()
-    with pytest.raises(
-        UsageError, match=r"2 workers of 1 CPUs and 1 L4 GPUs each: the cluster has 0.5 CPUs and 0 GPUs"
-    ):
+    with pytest.raises(UsageError, match=r"2 workers of 1 CPU and 1 L4 GPU each: the cluster has 0.5 CPUs and 0 GPUs"):
         looked.check()
 
 
@@ -112,7 +110,7 @@ def test_a_run_that_has_trained_waits_for_room_with_a_line_and_can_be_stopped(
             table[name + OURS] = {"state": "CREATED"}
             looked.check(is_starting=False, is_stopping=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "There is no room for 2 workers of 1 CPUs each: the cluster has 0.5 CPUs free, and other jobs use the rest; "
+        "There is no room for 2 workers of 1 CPU each: the cluster has 0.5 CPUs free, and other jobs use the rest; "
         "the run goes on when there is room."
     ] * 2
     with pytest.raises(KeyboardInterrupt):

@@ -111,7 +111,7 @@ def test_an_export_can_be_checked_on_real_images(suffix: str, cifar10_folder: Pa
     assert (result.images, result.same_answers) == (64, 64)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.jpg").write_bytes(b"no image")
-    with pytest.raises(UsageError, match=r"None of 1 images of .* can be decoded"):
+    with pytest.raises(UsageError, match=r"None of 1 image of .* can be decoded"):
         raytrain.export("run", str(tmp_path / "other.pt2"), data=str(tmp_path / "broken"), storage=str(tmp_path))
     assert not (tmp_path / "other.pt2").exists()
 

@@ -123,13 +123,13 @@ def test_test_images_without_classes_are_left_out_beside_validation_images(
 
 def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/cat", "train/dog"), "test/1.png", "test/2.png")
-    with pytest.raises(UsageError, match=r"test/ with 2 images that are in none; give --data .*/train"):
+    with pytest.raises(UsageError, match=r"test/ with 2 images in none; give --data .*/train"):
         opened(tmp_path / "a")
 
 
 def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/n01/images", "train/n02/images"), "val/images/1.png", "val/images/2.png")
-    with pytest.raises(UsageError, match=r"val/ with 2 images that are in none; give --data .*/train"):
+    with pytest.raises(UsageError, match=r"val/ with 2 images in none; give --data .*/train"):
         opened(tmp_path / "a")
 
 
@@ -249,7 +249,7 @@ def test_test_classes_that_are_called_otherwise_are_refused(tmp_path: Path) -> N
 
 def test_one_folder_of_images_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"of one class, 'images'; .*two classes: put each into .* or give a label file"
+        UsageError, match=r"one class only, 'images', with .*two classes: put each into .* or give a label file"
     ):
         opened(tree(tmp_path / "a", "data/train/images", "data/val/images"))
 
@@ -275,7 +275,8 @@ def test_masks_beside_images_and_classes_that_are_alike_are_told(
         "dog/unmasked_mask.png",
     )
     opened(tmp_path / "a")
-    assert "2 images in" in caplog.text and "look like masks of others, such as dog/0_mask.png" in caplog.text
+    assert "look like masks of others are used as images: 2 in" in caplog.text
+    assert "such as dog/0_mask.png" in caplog.text
     assert r"The classes 'Cat', 'cat', 'hot dog', 'hot_dog', 'hound', … of" in caplog.text
 
 

@@ -168,7 +168,7 @@ def test_those_to_test_on_may_have_a_label_file_of_their_own(
     assert [by_key(each) for each in (train, test)] == [
         dict(zip(each["path"], each["label"], strict=True)) for each in apart
     ]
-    assert "30 images below" in caplog.text, "those in neither"
+    assert "are not used: 30." in caplog.text, "those in neither"
     with pytest.raises(UsageError, match=r"both have 30 images, such as '.*'; leave each in one"):
         opened(images, labels, tmp_path, test_labels=str(labels))
     split = write(tmp_path / "split.csv", {**rows, "split": ["train", "test"] * 45})
@@ -194,7 +194,7 @@ def test_class_folders_are_tested_on_images_of_a_label_file(images: Path, tmp_pa
     tested.write_text("0.png blue\n1.png green\n2.png blue\n")
     assert list(by_key(opened(images, None, tmp_path, **options)[1]).values()) == ["blue", "green", "blue"]
     tested.write_text("0.png blue\n1.png green\n2.png mauve\n")
-    with pytest.raises(UsageError, match="has 1 classes that the training images lack: mauve"):
+    with pytest.raises(UsageError, match="has 1 class that the training images lack: mauve"):
         opened(images, None, tmp_path, **options)
 
 
@@ -306,7 +306,7 @@ def test_few_unknown_keys_and_images_without_labels_are_told_in_numbers(
         train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, max_bad_fraction=0.02)
     assert len(train) + len(test) == 84
     told = " ".join(record.getMessage() for record in caplog.records)
-    assert "6 images below" in told and "1 of 85 keys of" in told and "'gone.png'; they are not used." in told
+    assert "are not used: 6." in told and "1 of 85 keys of" in told and "'gone.png'; they are not used." in told
 
 
 def test_many_unknown_keys_are_refused_with_the_first_three(images: Path, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_keys_may_lack_the_suffixes_of_files(images: Path, tmp_path: Path) -> No
     for name in ("000", "001"):
         (images / "red" / f"{name}.jpg").write_bytes(b"a mask")
     assert (
-        "2 keys of" in (sentence := refused(images, rows, tmp_path))
+        "2 keys for several images" in (sentence := refused(images, rows, tmp_path))
         and "differ in folder, suffix or Unicode form only" in sentence
     )
 
@@ -341,7 +341,10 @@ def test_keys_may_lack_the_folders_of_files(suffix: str, images: Path, tmp_path:
     rows["path"] = [key.rpartition("/")[2].removesuffix(".png") + suffix for key in rows["path"]]
     assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
     (images / "blue" / "red000.png").write_bytes(b"another")
-    assert "1 keys of" in (sentence := refused(images, rows, tmp_path)) and "differ in folder, suffix or" in sentence
+    assert (
+        "1 key for several images" in (sentence := refused(images, rows, tmp_path))
+        and "differ in folder, suffix or" in sentence
+    )
 
 
 def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: Path, tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: P
     train, test = opened(images, write(tmp_path / "labels.csv", twice), tmp_path)
     assert len(train) + len(test) == 90
     twice["label"][-1] = "red"
-    assert "contradicts itself for 1 keys, such as 'blue/000.png', which is 'blue' and 'red'" in refused(
+    assert "contradicts itself for 1 key, such as 'blue/000.png', which is 'blue' and 'red'" in refused(
         images, twice, tmp_path
     )
 
@@ -360,7 +363,7 @@ def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=r"cannot be read as a table \(.*\); correct the file"):
             opened(images, tmp_path / name, tmp_path)
-    with pytest.raises(StorageError, match=r"There is no file .*missing.csv"):
+    with pytest.raises(StorageError, match=r"There is no file .*missing.csv; check the path of --labels"):
         opened(images, tmp_path / "missing.csv", tmp_path)
     (tmp_path / "labels.xlsx").write_bytes(b"")
     with pytest.raises(UsageError, match=r"must end in .csv, .tsv, .txt, .json, .jsonl, .parquet"):
@@ -429,7 +432,7 @@ def test_texts_that_stand_for_no_label_are_none_and_told(
     labels = ["NaN", "", "-1", "N/A", *(f"{number % 2}.0" for number in range(len(keys) - 4))]
     content = "path,label\n" + "".join(f"{key},{label}\n" for key, label in zip(keys, labels, strict=True))
     assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
-    assert "4 rows of " in caplog.text and "have no label (1 NaN, 1 empty, 1 -1, 1 N/A)" in caplog.text
+    assert "Rows of " in caplog.text and "without a label are not used: 4 (1 NaN, 1 empty, 1 -1, 1 N/A)" in caplog.text
 
 
 def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:
@@ -522,7 +525,7 @@ def test_lists_of_labels_as_python_writes_them_are_several_classes(images: Path,
 
 
 def test_keys_that_are_one_image_and_disagree_are_refused(images: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"contradicts itself for 1 keys, such as 'red/000.png'"):
+    with pytest.raises(UsageError, match=r"contradicts itself for 1 key, such as 'red/000.png'"):
         opened(images, text(tmp_path, "path,label\nred/000.png,a\n./red/000.png,b\n"), tmp_path)
 
 
@@ -626,4 +629,4 @@ def test_rows_that_name_no_image_are_counted(images: Path, tmp_path: Path, caplo
     rows = rows_of(images)
     rows["path"][3:5] = ["", " "]
     opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
-    assert "2 rows of" in caplog.text and "name no image, and are not used" in caplog.text
+    assert "Rows of " in caplog.text and "that name no image are not used: 2" in caplog.text

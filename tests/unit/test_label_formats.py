@@ -70,7 +70,7 @@ def test_a_first_line_that_names_an_image_is_no_header(name: str, between: str, 
     ("content", "told"),
     [
         ("cat\ndog\n", r"has one column, such as 'cat', with neither labels nor folders"),
-        ("a.jpg 1\nb.jpg\n", r"\(line 2 is 'b.jpg', and 2 columns are expected\)"),
+        ("a.jpg 1\nb.jpg\n", r"\(line 2 is 'b.jpg', but should have 2 columns\)"),
         ("", "cannot be read as a table"),
     ],
 )
@@ -243,7 +243,7 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
         ('[{"path": "a", "label": {"id": 1}}]', "holds records"),
         ('[{"path": "a", "label": [[1]]}]', "holds records"),
         ('[{"path": ["a"], "label": 1}]', "holds lists"),
-        ('{"classes": ["cat"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "the label '1' is none of its 1 classes"),
+        ('{"classes": ["cat"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "the label '1' is none of its 1 class"),
         ('{"classes": ["0", "2", "1"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "numbers of its classes as well as names"),
         ('{"classes": ["cat", "cat"], "labels": {"a.jpg": 0}}', "classes has to give each class a number and a name"),
         ('{"names": {"x": "cat"}, "labels": {"a.jpg": 0}}', "names has to give each class a number and a name"),

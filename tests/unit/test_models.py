@@ -145,7 +145,7 @@ def test_a_users_network_is_found_by_its_import_path(tmp_path: Path, monkeypatch
         build_model("my_networks:deep", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"my_networks:made is a network; name a function or class that makes it, so"):
         build_model("my_networks:made", 5, 3, seed=0)
-    with pytest.raises(UsageError, match=r"returned a NoneType; it must return a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"returned nothing; it must return a network, an object of torch\.nn\.Module"):
         build_model("my_networks:nothing", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"no function 'tinny' \(did you mean tiny\?\)"):
         build_model("my_networks:tinny", 5, 3, seed=0)

@@ -234,7 +234,10 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "--optimizer is 'adam' (did you mean adamw?); it must be one of sgd, adamw, lamb, lion.",
         ),
         ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
-        ("stop --storag s3://b", "NAME is missing."),
+        (
+            "stop --storag s3://b",
+            "NAME is missing; it is given without an option before it, as in `raytrain stop NAME`.",
+        ),
         ("stop first again", "There is one argument too many: 'again'."),
         ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],

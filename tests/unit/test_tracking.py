@@ -273,6 +273,17 @@ def test_an_own_class_is_named_by_its_module(store: Store, tmp_path: Path) -> No
     assert (tmp_path / "log").read_text() == "1 2 3 "
 
 
+def test_what_makes_no_tracker_is_reported_with_what_a_tracker_needs(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def nothing(): pass\ndef number(): return 5\ndef its_class(): return int\n")
+    for name, made in (
+        ("nothing", "nothing"),
+        ("number", "5, which is no tracker"),
+        ("its_class", "<class 'int'>, which"),
+    ):
+        [report] = tracked(store, [f"{tmp_path}/mine.py:{name}"], step_rows(1, 3))
+        assert f"failed (it returned {made}" in report and "log_metrics and finalize)" in report
+
+
 def test_only_a_run_that_is_over_is_sent_later(tmp_path: Path) -> None:
     stored_run(tmp_path, step_rows(1, 3), status="running")
     with pytest.raises(UsageError, match="is training"):

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 import raytrain
 from raytrain.cli.command import CommandResult, Flag, RunName, Storage, Trust
 from raytrain.config.evaluation import TestView
-from raytrain.errors import StorageError, UsageError
+from raytrain.errors import StorageError, UsageError, format_count
 from raytrain.runs.documents import CONFUSION_PICTURE
 
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
@@ -74,7 +74,9 @@ def evaluate(
         check_output(output, (".png",))
     result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
     if result.skipped and not result.images:
-        raise UsageError(f"None of {result.skipped:,} images of {result.data} can be decoded; check the files.")
+        raise UsageError(
+            f"None of {format_count(result.skipped, 'image')} of {result.data} can be decoded; check the files."
+        )
     if isinstance(result, LabelEvaluation):
         return CommandResult(label_evaluation_page(result), result.summary())
     try:
@@ -116,7 +118,7 @@ def predict(
     result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
     if result.errors and result.errors == result.images:
         reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
-        whose = files[0] if len(files) == 1 else f"None of {result.images:,} images of {result.data}"
+        whose = files[0] if len(files) == 1 else f"None of {format_count(result.images, 'image')} of {result.data}"
         raise UsageError(f"{whose} can{'not' if len(files) == 1 else ''} be decoded ({reason}); check the files.")
     summary = result.summary()
     about = key_value_table(summary)

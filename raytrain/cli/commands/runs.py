@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 import raytrain
 from raytrain.cli.command import CommandResult, Flag, RunName, Storage, confirmed
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 
 if TYPE_CHECKING:
     from raytrain.display.page.server import PageServer
@@ -135,7 +135,6 @@ def rm(
 
     Example: raytrain rm first second
     """
-    from raytrain.display.console import format_count
     from raytrain.runs.documents import open_run
     from raytrain.runs.records import delete_run
 
@@ -163,7 +162,6 @@ def export_history(
     Example: raytrain export-history first --output first.csv
     """
     from raytrain.data.table_file import export_history as export
-    from raytrain.display.console import format_count
 
     num_rows = export(storage, run, output)
     return CommandResult(
@@ -182,7 +180,6 @@ def logs(
 
     Example: raytrain logs first --worker 1 --follow
     """
-    from raytrain.display.console import format_count
     from raytrain.display.run_tables import LogLines
     from raytrain.monitor.run_reader import RunReader, follow_run
     from raytrain.runs.documents import open_run

@@ -32,7 +32,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.data.shards import DamagedShard, each_packed
-from raytrain.errors import ObjectArchived, UsageError
+from raytrain.errors import ObjectArchived, UsageError, format_count
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.retries_and_hedges import fetch_each
 from raytrain.storage.store import ObjectChanged, Store
@@ -135,7 +135,9 @@ def readable_images(store: Store, manifest: Manifest, shape: ImageShape, croppin
         images, bad = reader.read(manifest)
     if len(bad) == len(images):
         reason = next(iter(bad.values()))
-        raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")
+        raise UsageError(
+            f"None of {format_count(len(bad), 'image')} of {store.url} can be decoded ({reason}); check the files."
+        )
     return [image for index, image in enumerate(images) if index not in bad]
 
 

@@ -33,7 +33,7 @@ from raytrain.data.labels.part_names import (
     names_of_parts,
     parts_among,
 )
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
 
 BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
@@ -177,7 +177,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     endings = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
     stems = {posixpath.splitext(key)[0] for key in keys if endings}
     if masks := [key for key in endings if key.rpartition("_")[0] in stems]:
-        sentence = "%s images in %s look like masks of others, such as %s, and are used as images."
+        sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
         _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
     paths = _below_shared_folders([tuple(composed(key).split("/")[:-1]) for key in keys])
@@ -290,8 +290,8 @@ def _problem_of_part(
         )
     num_images = num_direct or sum(path[:1] == (folder,) for path in paths)
     return (
-        f"{url} contains {train}/ with class folders and {folder}/ with {num_images:,} images that are "
-        f"in none; give --data {url}/{train}, of which --validation-fraction is held out."
+        f"{url} contains {train}/ with class folders and {folder}/ with {format_count(num_images, 'image')} in "
+        f"none; give --data {url}/{train}, of which --validation-fraction is held out."
     )
 
 
@@ -308,8 +308,8 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
         return None
     if num_direct := sum(len(path) == 1 for path in paths):
         raise UsageError(
-            f"The class folders of {url} contain {train}/ and {last}/, and {num_direct:,} images beside these; "
-            "move each image into one of them, or give --labels."
+            f"The class folders of {url} contain {train}/ and {last}/, and {format_count(num_direct, 'image')} beside "
+            "these; move each image into one of them, or give --labels."
         )
     _check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(path[1] if len(path) > 1 else "" for path in paths)
@@ -363,18 +363,18 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
     """Raise UsageError unless ``present`` are classes to train on, or, if ``classes`` is given, are some of those."""
     if not present:
         raise UsageError(
-            f"The {num_images:,} images below {url} are not in class folders; put each class into a folder of "
-            f"its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
+            f"There are no class folders below {url}, only {format_count(num_images, 'image')}; put each class into a "
+            f"folder of its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
         )
     if classes is None and len(present) == 1:
         raise UsageError(
-            f"All {num_images:,} images below {url} are of one class, {present[0]!r}; a classifier needs at least two "
-            "classes: put each into a folder of its name, or give a label file with --labels."
+            f"{url} has one class only, {present[0]!r}, with {format_count(num_images, 'image')}; a classifier needs "
+            "at least two classes: put each into a folder of its name, or give a label file with --labels."
         )
     if unknown := sorted(set(present) - set(classes or present)):
         raise UsageError(
-            f"{url} has {len(unknown):,} classes that the training images lack: {first_names(unknown)} (those "
-            f"have {first_names(classes or ())}); rename or remove them."
+            f"{url} has {format_count(len(unknown), 'class')} that the training images lack: {first_names(unknown)} "
+            f"(those have {first_names(classes or ())}); rename or remove them."
         )
 
 

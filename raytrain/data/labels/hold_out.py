@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 
 _log = logging.getLogger("raytrain")
 
@@ -106,9 +106,10 @@ def _folds_of_groups(
     names, group = np.unique(of_images, return_inverse=True)
     if len(names) < num_folds:
         what = "images" if groups is None else "groups"
+        in_groups = "" if groups is None else f" of {format_count(len(names), 'group')}"
         raise UsageError(
-            f"{num_folds:,} folds need at least {num_folds:,} {what}, and the {len(manifest):,} images in "
-            f"{manifest.url} {f'are of {len(names):,} groups' if groups is not None else 'are fewer'}; "
+            f"{num_folds:,} folds need at least {num_folds:,} {what}, and {manifest.url} has "
+            f"{format_count(len(manifest), 'image')}{in_groups}; "
             + (f"take at most {len(names):,} folds." if len(names) > 1 else "folds cannot divide them.")
         )
     shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)

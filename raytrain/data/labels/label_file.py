@@ -31,7 +31,7 @@ from raytrain.data.labels.listing import check_folder, first_names
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part, is_held_out, is_part, is_training, parts_among
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.errors import UsageError, did_you_mean, format_count
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
@@ -88,7 +88,8 @@ class LabelTable:
         for one, other in combinations(tables.values(), 2):
             if len(both := np.intersect1d(one.keys, other.keys)):
                 raise UsageError(
-                    f"{one.url} and {other.url} both have {len(both):,} images, such as {both[0]!r}; leave each in one."
+                    f"{one.url} and {other.url} both have {format_count(len(both), 'image')}, such as {both[0]!r}; "
+                    "leave each in one."
                 )
         rows = [np.concatenate([getattr(table, name) for table in tables.values()]) for name in _ROWS]
         keys, labels, groups = rows
@@ -140,10 +141,12 @@ def _stem(key: str) -> str:
     return posixpath.splitext(key)[0]
 
 
-def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] = ()) -> LabelTable:
+def read_label_file(
+    url: str, columns: LabelColumns, images_urls: Sequence[str] = (), option: str = "--labels"
+) -> LabelTable:
     """Read a file, or an object of a bucket, that ends in .csv, .tsv, .txt, .json, .jsonl or .parquet.
 
-    Keys may be paths relative to the images, or start with one of ``images_urls``.
+    Keys may be paths relative to the images, or start with one of ``images_urls``. ``option`` names the file.
 
     Raises:
         StorageError: it cannot be read.
@@ -153,7 +156,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
 
         table = read_label_file("s3://photos/labels.csv", LabelColumns(label=("species",)))
     """
-    return label_table(_open_table(url, columns), url, columns, images_urls)
+    return label_table(_open_table(url, columns, option), url, columns, images_urls)
 
 
 def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelTable | None:
@@ -176,11 +179,11 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
     return label_table(table, url, columns, [store.url])
 
 
-def _open_table(url: str, columns: LabelColumns) -> pa.Table:
+def _open_table(url: str, columns: LabelColumns, option: str | None = None) -> pa.Table:
     """Read the table in a label file, with the names in lower case that its columns of keys and labels may have."""
     key_names = {columns.key.lower()} if columns.key else set(KEY_COLUMNS)
     label_names = {name.lower() for name in (columns.label or LABEL_COLUMNS) if len(columns.label) < 2}
-    return read_table(url, key_names, label_names)
+    return read_table(url, key_names, label_names, option)
 
 
 def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: Sequence[str]) -> LabelTable:
@@ -215,7 +218,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
         }
     )
     if num_without := len(rows) - len(rows := rows.filter(pc.not_equal(rows["key"], ""))):
-        _log.warning("%s rows of %s name no image, and are not used.", f"{num_without:,}", url)
+        _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without:,}")
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
 
@@ -352,7 +355,7 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
         none |= {"-1"}
     if counts := Counter(label or "empty" for label in labels if not label or label in none):
         texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
-        _log.warning("%s rows of %s have no label (%s), and are not used.", f"{counts.total():,}", url, texts)
+        _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", texts)
     return ["" if label in none else label for label in labels]
 
 
@@ -435,8 +438,8 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
             " ".join(filter(None, row)).replace(JOINED, " ") for row in islice(rows, first, first + 2)
         )
         raise UsageError(
-            f"The label file {table.url} contradicts itself for {len(set(table.keys[again])):,} keys, such as "
-            f"{table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
+            f"The label file {table.url} contradicts itself for {format_count(len(set(table.keys[again])), 'key')}, "
+            f"such as {table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
         )
     num_missing = int(np.isin(table.groups.astype(str), list(NO_LABELS)).sum())
     if group is not None and num_missing:

@@ -26,7 +26,7 @@ import pyarrow.csv
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.part_names import is_part
 from raytrain.data.parquet_size import read_columns
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.storage.open import read_input
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
@@ -50,8 +50,8 @@ _CLASS_NAMES = "classes", "class_names", "categories", "names"
 _Record = dict[str, Any]
 
 
-def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
-    """Return the table in a file or an object of a bucket, whose format its suffix says.
+def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str | None = None) -> pa.Table:
+    """Return the table in a file or an object of a bucket, which ``option`` may have named; its suffix says the format.
 
     If none of ``key_names``, in lower case, is a column, a first line with the name of an image is a row as well.
     Numbers in a column that is one of ``label_names`` become names of classes, if a JSON document has those, too.
@@ -60,7 +60,7 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table
         StorageError: it cannot be read.
         UsageError: it is no such table.
     """
-    content = read_input(url)
+    content = read_input(url, option)
     suffix = posixpath.splitext(url)[1].lower()
     if suffix not in _FORMATS:
         raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_FORMATS)}.")
@@ -150,7 +150,9 @@ def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
     rows = [line.rsplit(None, num_columns - 1) for line in lines]
     for number, row in enumerate(rows, 1):
         if len(row) != num_columns:
-            raise ValueError(f"line {number:,} is {lines[number - 1][:80]!r}, and {num_columns} columns are expected")
+            raise ValueError(
+                f"line {number:,} is {lines[number - 1][:80]!r}, but should have {format_count(num_columns, 'column')}"
+            )
     names = rows.pop(0) if has_header else _invented_names(rows[0])
     columns = [pa.array([row[index] for row in rows], pa.string()) for index in range(num_columns)]
     return pa.Table.from_arrays(columns, names)
@@ -316,7 +318,7 @@ def _name_classes(records: list[_Record], names: dict[str, str], label_names: Se
                 raise ValueError(f"the labels, such as {min(labels)!r}, are numbers of its classes as well as names")
             continue
         if unknown := sorted(labels - names.keys()):
-            raise ValueError(f"the label {unknown[0]!r} is none of its {len(names):,} classes")
+            raise ValueError(f"the label {unknown[0]!r} is none of its {format_count(len(names), 'class')}")
         for record in records:
             label = record.get(column)
             named = [names[number] for number in _texts_in(label)]

@@ -18,7 +18,7 @@ from raytrain.data.labels.label_file import JOINED, LabelTable, own_label_table
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest, list_images
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, parts_among
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
 
 _log = logging.getLogger("raytrain")
@@ -180,12 +180,12 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
         has_image[rows[rows >= 0]] = True
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
             raise UsageError(
-                f"{num_again:,} keys of {table.url} stand for several images below {images.url}, whose names differ "
-                "in folder, suffix or Unicode form only; make them distinct, or give whole paths as keys."
+                f"{table.url} has {format_count(num_again, 'key')} for several images each below {images.url}, whose "
+                "names differ in folder, suffix or Unicode form only; make them distinct, or give whole paths as keys."
             )
         if num_without := int((rows < 0).sum()):
             _log.warning(
-                "%s images below %s are not in %s, and are not used.", f"{num_without:,}", images.url, table.url
+                "Images below %s that are not in %s are not used: %s.", images.url, table.url, f"{num_without:,}"
             )
 
     # A key without an image is more often a wrong folder than a lost file.
@@ -227,7 +227,9 @@ def labelled(
         chosen = chosen[np.isin(table.splits[rows[chosen]], splits)]
     if not len(chosen):
         in_split = f" and the split {' or '.join(splits)}" if splits else ""
-        raise UsageError(f"None of the {len(images):,} images below {images.url} has a label{in_split} in {table.url}.")
+        raise UsageError(
+            f"None of the {format_count(len(images), 'image')} below {images.url} has a label{in_split} in {table.url}."
+        )
 
     # The classes: those given, or those of these images, or all of the table if an image may have several.
     names = table.labels[rows[chosen]]

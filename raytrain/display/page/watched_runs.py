@@ -153,6 +153,7 @@ class WatchedRuns:
 
         A run without a step or a checkpoint gives its name away, a search for a rate has no checkpoints, and a script
         of the user's own, whose loop may be a function in it, is what resumes its run. Trials resume as a sweep.
+        The workers are left to the machine where the command is typed, which may be another one.
         """
         if status.active or status.status == "finished" or config.is_range_test:
             return None
@@ -165,7 +166,10 @@ class WatchedRuns:
         reason, command, verb = stop_reason_of(read_json(store, SUMMARY)), "train", "Resume"
         if (sweep := _sweep_name(name)) is not None and (of_sweep := run_store(self.storage, sweep)).exists(SWEEP):
             name, config, command, verb = sweep, read_config(of_sweep, ignore), "sweep", "Resume the sweep"
-        typed = resume_command(dataclasses.replace(config, name=name, storage=self.storage), command)
+        anywhere = dataclasses.replace(
+            config, name=name, storage=self.storage, workers="auto", device="auto", worker_load=None
+        )
+        typed = resume_command(anywhere, command)
         return {"heading": resume_heading(verb, reason), "command": typed}
 
     def machine_history(self, name: str) -> dict[str, Any]:

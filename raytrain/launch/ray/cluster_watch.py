@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Hardware, Placement, available_workers, device_kind, wanted_workers
 from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
@@ -54,7 +54,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
             if now - started_at > config.wait_for_machines_s:
                 raise UsageError(
                     f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has "
-                    f"{num_devices} {device_kind(config.accelerator_type, device)}."
+                    f"{format_count(num_devices, device_kind(config.accelerator_type, device))}."
                     f"{why or ' `ray status` says why no more machines came.'} Ask for fewer workers, or raise "
                     "--wait-for-machines-s."
                 )
@@ -127,14 +127,14 @@ class CapacityCheck:
         if not is_starting and self._is_reported:
             return
         placement = self._placement
-        wanted_by_worker = f"{placement.cpus:g} CPUs"
-        unused = f"{free.get('CPU', 0.0):g} CPUs"
+        wanted_by_worker = format_count(placement.cpus, "CPU")
+        unused = format_count(free.get("CPU", 0.0), "CPU")
         if placement.device == "cuda":
             wanted_by_worker += f" and 1 {device_kind(placement.accelerator_type, placement.device)}"
-            unused += f" and {free.get('GPU', 0.0):g} GPUs"
+            unused += f" and {format_count(free.get('GPU', 0.0), 'GPU')}"
         sentence = (
-            f"There is no room for {placement.min_workers} workers of {wanted_by_worker} each: the cluster has "
-            f"{unused} free, and other jobs use the rest; "
+            f"There is no room for {format_count(placement.min_workers, 'worker')} of {wanted_by_worker} each: the "
+            f"cluster has {unused} free, and other jobs use the rest; "
         )
         if is_starting:
             raise UsageError(f"{sentence}wait for them, or ask for fewer --workers.")
