@@ -6,7 +6,8 @@ from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
 from .display.look import look as look
-from .display.notebook import start as start
+from .display.train import start as start
+from .display.train import train as train
 from .errors import RaytrainError as RaytrainError
 from .errors import StorageError as StorageError
 from .errors import TrainingFailed as TrainingFailed
@@ -24,7 +25,6 @@ from .inference.serve import serve as serve
 from .launch.attach import attach as attach
 from .launch.train import RunHandle as RunHandle
 from .launch.train import stop as stop
-from .launch.train import train as train
 from .loader.image_loader import ImageLoader as ImageLoader
 from .runs.outcome import TrainResult as TrainResult
 from .storage.filesystem import filesystem as filesystem

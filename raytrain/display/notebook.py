@@ -1,4 +1,4 @@
-"""A run in a notebook: live curves or the terminal's picture below the cell while it trains, and :func:`start`."""
+"""A run in a notebook: live curves or the terminal's picture below the cell while it trains."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from rich.text import Text
 
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
-from raytrain.launch.option_checks import check_options
-from raytrain.launch.train import RunHandle
-from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.background import Throttle
 from raytrain.runs.history import sample_of_rows
-from raytrain.trackers.open_trackers import Trackers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from raytrain.config import TrainConfig
     from raytrain.display.page.widget import RunWidget
-    from raytrain.training.run import Run
 
 WAITING = "reading the data, starting the workers …"
 _WIDTH = 110
@@ -34,40 +29,6 @@ _DOTS = re.compile("[\u2801-\u28ff]")
 _CELL = "display:inline-block; width:1ch; overflow:hidden; vertical-align:bottom; font-style:normal"
 INTERRUPT = "interrupt the kernel to stop with a checkpoint"  # what takes the place of Ctrl-C
 _STOP = "stop() of the handle stops with a checkpoint"
-
-
-def start(
-    config: TrainConfig,
-    *,
-    loop: Callable[[Run], None] | None = None,
-    view: View | None = None,
-    trackers: Trackers = (),
-) -> RunHandle:
-    """Start a run like :func:`raytrain.train`, but return at once, with a handle of the run.
-
-    Args:
-        config: the options.
-        loop: a training loop of your own.
-        view: called about twice a second with the run's :class:`Snapshot`. By default, in a notebook, it draws the run
-            below the cell: with the extra ``raytrain[notebook]`` as live curves with a Stop button.
-        trackers: as for :func:`raytrain.train`.
-
-    Raises:
-        UsageError: no run can start with the options. What is found out later, the handle raises.
-
-    Example::
-
-        run = raytrain.start(raytrain.recipes.digits(data="digits"))
-        run.stop("it is good enough")
-    """
-    check_options(config, loop)
-    if view is not None or not is_notebook():
-        return RunHandle(config, loop, view, trackers)
-
-    # The view is made first, so that the cell shows something at once; its button stops the run that follows.
-    shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
-    handle = RunHandle(config, loop, shown.update, trackers, shown.fail)
-    return handle
 
 
 class CellOutput:

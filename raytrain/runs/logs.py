@@ -1,4 +1,4 @@
-"""Logs of a run: what its driver and its workers print, shown at once, and copied to storage while it trains.
+"""Logs of a run: what its processes print, shown at once and copied to storage.
 
 Each process writes to a file of its machine: Ray's, that of torch's elastic agent, or that of a :class:`DriverLog`. A
 thread reads what the files have grown by, several times a second, and passes on whole lines of workers to the driver;

@@ -53,6 +53,7 @@ def test_each_line_is_shown_with_its_worker(
     out, err = capsys.readouterr()
     expected = [f"[worker{rank}]:{word} {rank}" for word in ("begins", "ends") for rank in (0, 1)]
     assert sorted(line for line in out.splitlines() if line.startswith("[")) == sorted(expected)
+    assert "training on 2 workers" in out, "the run itself is shown, too"
     assert sorted(line for line in err.splitlines() if line.startswith("[")) == sorted(expected[2:])
 
 

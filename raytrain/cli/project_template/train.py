@@ -7,7 +7,6 @@ from pathlib import Path
 
 import raytrain
 from raytrain.demo.demo import render_digits
-from raytrain.display.terminal import TerminalView
 
 
 def main(name: str = "first") -> None:
@@ -27,8 +26,7 @@ def main(name: str = "first") -> None:
         schedule="cosine",
         warmup_epochs=1,
     )
-    with TerminalView() as view:
-        result = raytrain.train(config, view=view.update)
+    result = raytrain.train(config)
     print(f"{name}: {result.status} after step {result.steps}. README.md says how to use it.")
 
 
