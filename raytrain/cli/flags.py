@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from tyro.conf import UseAppendAction
 
@@ -78,16 +78,11 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
         typed = group[0].partition("=")[0].replace("_", "-")
         first = group_of.get(single.get(typed, typed), group)
         if first is not group and group[0] != "--":
-            _refuse_twice(single[typed], first, group)
+            if single[typed] in map(flag, options_with(Mark.SECRET)):  # its values are not shown
+                first = group = [single[typed]]
+            what = f"{' '.join(first)} and {' '.join(group)} are both given"
+            raise UsageError(f"{what if first != group else f'{first[0]} is given twice'}; leave one of them out.")
     return [word for group in groups for word in group]
-
-
-def _refuse_twice(option: str, first: Sequence[str], second: Sequence[str]) -> NoReturn:
-    """Raise UsageError, which shows both values of ``option`` unless they are secret."""
-    if option in map(flag, options_with(Mark.SECRET)):
-        first = second = [option]
-    what = f"{' '.join(first)} and {' '.join(second)} are both given"
-    raise UsageError(f"{what if first != second else f'{first[0]} is given twice'}; leave one of them out.")
 
 
 @functools.cache

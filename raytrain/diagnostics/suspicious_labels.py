@@ -17,7 +17,6 @@ from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, label_columns
 from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.label_pattern import table_by_pattern
-from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
@@ -92,7 +91,10 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
         tables: list[pa.Table] = []
         for part in parts:
             images = data.parts[part][1]
-            table = ranked.table if part == "train" else _labels_of(images)
+            table = ranked.table
+            if part != "train":
+                classes = np.array(images.classes, object)
+                table = pa.table({"path": images.keys, "label": pa.array(classes[images.labels], pa.string())})
             if config.group_by is not None:
                 keys, groups = images.keys.to_pylist(), _groups_of(config, part, data)
                 group_of = dict(zip(keys, groups, strict=True))
@@ -134,12 +136,6 @@ def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
         table = read_label_file(file, columns, [store.url])
     rows = table.rows_of(images)
     return np.where(rows < 0, "", table.groups[rows]).tolist()
-
-
-def _labels_of(images: Manifest) -> pa.Table:
-    """Return the columns path and label of ``images``."""
-    classes = np.array(images.classes, object)
-    return pa.table({"path": images.keys, "label": pa.array(classes[images.labels], pa.string())})
 
 
 def _encode(table: pa.Table, name: str) -> bytes:

@@ -72,11 +72,12 @@ def stop_text(reason: StopReason) -> str:
     detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
     epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
+    worse = _WORSE_THAN.get(detail, "worse than the better half of the trials")
     texts = {
         "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
         "command": f"raytrain stop on {detail}",
         "page": f"the page on {detail}",
-        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, {_worse_than(detail)}",
+        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, {worse}",
         "target": f"--until {detail}: {metric} is {value:.4f}",
         "patience": f"--patience {count}: {metric} is not {bound}",
         "time": f"--max-time {detail}",
@@ -86,13 +87,12 @@ def stop_text(reason: StopReason) -> str:
     return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
 
 
-def _worse_than(pruner: str) -> str:
-    """Return what a trial that stopped early is worse than; ``pruner`` is that of Optuna, or empty."""
-    return {
-        "median": "worse than the median of the trials before (--pruner median)",
-        "successive-halving": "not in the best quarter of the trials before (--pruner successive-halving)",
-        "hyperband": "not in the best third of its group of trials (--pruner hyperband)",
-    }.get(pruner, "worse than the better half of the trials")
+_WORSE_THAN = {
+    "median": "worse than the median of the trials before (--pruner median)",
+    "successive-halving": "not in the best quarter of the trials before (--pruner successive-halving)",
+    "hyperband": "not in the best third of its group of trials (--pruner hyperband)",
+}
+"""What a trial that stopped early is worse than, by the pruner of Optuna that has stopped it."""
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,8 +96,13 @@ class TransformedBatches:
         under_way: deque[tuple[LocalBatch, list[Future[Block]]]] = deque()
         num_pieces = 0
         for local in self._source.train(first_step):
-            under_way.append((local, self._pieces(local)))
-            num_pieces += len(under_way[-1][1])
+            # Each process transforms a piece of the batch, or several.
+            num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
+            parts = [slice(start, start + num_rows) for start in range(0, len(local.draws), num_rows)]
+            epoch = local.batch.epoch
+            pieces = [self._decoders.read(0, local.draws[rows], epoch, local.images[rows]) for rows in parts]
+            under_way.append((local, pieces))
+            num_pieces += len(pieces)
             while num_pieces > 2 * self._num_processes and len(under_way) > 1:
                 num_pieces -= len(under_way[0][1])
                 yield _together(*under_way.popleft())
@@ -111,13 +116,6 @@ class TransformedBatches:
     def key(self, sample: int) -> str:
         """Return the key of a training image."""
         return self._source.key(sample)
-
-    def _pieces(self, local: LocalBatch) -> list[Future[Block]]:
-        """Have each process transform a piece of a batch, or several."""
-        num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
-        starts = range(0, len(local.draws), num_rows)
-        pieces = [(local.images[start : start + num_rows], local.draws[start : start + num_rows]) for start in starts]
-        return [self._decoders.read(0, draws, local.batch.epoch, images) for images, draws in pieces]
 
     def try_twice(self, report: Callable[[str], object]) -> None:
         """Report if the transforms change the same noise in two ways, in two processes if there are several."""

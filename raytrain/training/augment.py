@@ -94,17 +94,16 @@ class Augment:
     def _normalise(self, pixels: Tensor, inside: Tensor | None = None) -> Tensor:
         """Convert to the network's dtype and memory format; pixels that are not ``inside`` become 0."""
         self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
-        planes = self._copied(pixels).mul_(self.scale).add_(self.shift)
+        # A copy; on a CPU in the memory of a batch that nobody has any more, which an exported program does not have.
+        if pixels.device.type != "cpu" or torch.compiler.is_compiling():
+            planes = pixels.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+        else:
+            room = self._buffers.take((pixels.numel() * self.dtype.itemsize,))
+            planes = torch.from_numpy(room).view(self.dtype).view(pixels.shape).copy_(pixels)
+        planes.mul_(self.scale).add_(self.shift)
         if inside is not None:
             planes.mul_(inside)
         return planes.contiguous(memory_format=self.memory_format)  # last: broadcasting over three channels is slow
-
-    def _copied(self, pixels: Tensor) -> Tensor:
-        """Return a copy in the network's dtype; on a CPU, in the memory of a batch that nobody has any more."""
-        if pixels.device.type != "cpu" or torch.compiler.is_compiling():  # an exported program has no such memory
-            return pixels.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
-        room = self._buffers.take((pixels.numel() * self.dtype.itemsize,))
-        return torch.from_numpy(room).view(self.dtype).view(pixels.shape).copy_(pixels)
 
 
 def _within(index: Tensor, size: int) -> Tensor:

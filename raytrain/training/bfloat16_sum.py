@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_stream = cache(torch.cuda.Stream)  # of each GPU one, on which sums are computed beside its other work
+
 
 class Bfloat16Sum:
     """The sum of ``numbers``, float32 (n,), over the ``world_size`` workers, which begins at once.
@@ -86,8 +88,3 @@ class Bfloat16Sum:
         beside, computing = _stream(self._numbers.device), torch.cuda.current_stream(self._numbers.device)
         beside.wait_stream(computing)
         return torch.cuda.stream(beside)
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

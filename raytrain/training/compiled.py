@@ -2,13 +2,12 @@
 
 A CUDA graph is a step's kernels, recorded once, which the GPU then runs without the host. It reads and writes the same
 memory each time. What comes out of a network is therefore copied: a loop may keep it for as long as it likes. Gradients
-stay where they are. Each batch begins a new round of graphs (:func:`begin_graphs`), and until then nothing is written
-over: a loop may call its network, and ``backward``, several times in a batch.
+stay where they are. Each batch begins a new round of graphs (``PreparedModels.begin_images``), and until then nothing
+is written over: a loop may call its network, and ``backward``, several times in a batch.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,17 +35,16 @@ def compile_network(model: nn.Module, mode: CompileMode) -> None:
         return call(*args, **options)
 
     compiled = torch.compile(call_all, mode=mode)
-    model._compiled_call_impl = partial(_call_and_copy, compiled) if records_graphs(mode) else compiled
+
+    def call_and_copy(*args: Any, **options: Any) -> Any:
+        return map_tensors(Tensor.clone, compiled(*args, **options))
+
+    model._compiled_call_impl = call_and_copy if records_graphs(mode) else compiled
 
 
 def records_graphs(mode: CompileMode | None) -> bool:
     """Return whether ``mode`` records CUDA graphs, on a GPU."""
     return mode in ("reduce-overhead", "max-autotune")
-
-
-def begin_graphs() -> None:
-    """Let CUDA graphs write over the activations of all networks until now, but not over their outputs."""
-    torch.compiler.cudagraph_mark_step_begin()
 
 
 def check_recordable(model: nn.Module, mode: CompileMode) -> None:
@@ -57,7 +55,3 @@ def check_recordable(model: nn.Module, mode: CompileMode) -> None:
             f"--compile is {mode}, which records CUDA graphs, and --batch-norm sync has several workers wait for each "
             f"other within the network; give --batch-norm aggregate, or --compile {instead}."
         )
-
-
-def _call_and_copy(call: Any, *args: Any, **options: Any) -> Any:
-    return map_tensors(Tensor.clone, call(*args, **options))

@@ -53,7 +53,11 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         package, number = missing
         raise UsageError(f"{failure}: ModuleNotFoundError: No module named {package!r} ({line_of(str(file), number)}).")
 
-    _refuse_if_import_ends(failure, tree, file)
+    # A file that raises an exception, or ends its process, does so whoever imports it.
+    for node in tree.body:
+        call = ast.unparse(node.value.func) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
+        if isinstance(node, ast.Raise) or call in _ENDS:
+            raise UsageError(f"{failure}: its import ends at {line_of(str(file), node.lineno)}.")
 
     # The names that the file defines; those of functions that it has itself are followed.
     functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
@@ -66,7 +70,8 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
     _refuse_undefined(f"{option} {name}", ((one, known) for one in codes))
 
     # What the name stands for in the end, as far as its last statement shows it.
-    last = next((node for node in reversed(tree.body) if function in _stored([_compiled(node)])), None)
+    compiled = ((node, compile(ast.Module([node], []), "statement", "exec")) for node in reversed(tree.body))
+    last = next((node for node, statement in compiled if function in _stored([statement])), None)
     _refuse_if_no_function(f"{option} {name}", last, str(file), is_loop=is_loop)
 
     if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
@@ -77,14 +82,6 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         definition = next((node for node in reversed(tree.body) if _defines(node, function)), None)
         if definition is not None:
             _check_definition(f"{option} {name}", cast(ast.FunctionDef, definition), str(file))
-
-
-def _refuse_if_import_ends(failure: str, tree: ast.Module, file: Path) -> None:
-    """Raise UsageError if the file raises an exception, or ends its process, whoever imports it."""
-    for node in tree.body:
-        call = ast.unparse(node.value.func) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
-        if isinstance(node, ast.Raise) or call in _ENDS:
-            raise UsageError(f"{failure}: its import ends at {line_of(str(file), node.lineno)}.")
 
 
 def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
@@ -102,10 +99,6 @@ def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_l
         raise UsageError(f"{whose} is no function ({line_of(file, last.lineno)}); name one that can be called.")
     if is_loop and isinstance(last.value, ast.Lambda):
         _refuse_other_arguments(whose, last.value.args, line_of(file, last.lineno))
-
-
-def _compiled(node: ast.stmt) -> CodeType:
-    return compile(ast.Module([node], []), "statement", "exec")
 
 
 def _refuse_if_calls_run_nothing(whose: str, flags: int, *, is_loop: bool = True) -> None:

@@ -34,7 +34,9 @@ def _suits(
 ) -> bool:
     try:
         network = build_model(model, num_classes, channels, 0, size, dict(options))
-        if not any(_overlaps(layer) for layer in network.modules()):
+        # Windows of convolutions overlap, unlike the patches of a transformer.
+        layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
+        if not any(size > step for layer in layers for size, step in zip(layer.kernel_size, layer.stride, strict=True)):
             return False
         network.eval().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         with torch.no_grad():
@@ -42,10 +44,3 @@ def _suits(
         return True
     except Exception:  # code of the user's own may raise anything
         return False
-
-
-def _overlaps(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is a convolution whose windows overlap, unlike the patches of a transformer."""
-    return isinstance(layer, nn.Conv2d) and any(
-        size > step for size, step in zip(layer.kernel_size, layer.stride, strict=True)
-    )

@@ -30,7 +30,7 @@ from raytrain.training.agreement import digest_of_tensors, find_differing
 from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
-from raytrain.training.compiled import begin_graphs, check_recordable, compile_network, records_graphs
+from raytrain.training.compiled import check_recordable, compile_network, records_graphs
 from raytrain.training.exact_networks import ExactNetworks, make_layers_exact
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
@@ -174,7 +174,7 @@ class PreparedModels(ExactNetworks):
     def begin_images(self) -> None:
         """Let networks that are recorded in CUDA graphs write over the activations of earlier images."""
         if records_graphs(self._config.compile_mode):
-            begin_graphs()
+            torch.compiler.cudagraph_mark_step_begin()
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
         """Raise UsageError if ``optimizer`` trains a parameter of no prepared network, or of a layer that is new."""

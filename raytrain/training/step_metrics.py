@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from raytrain.training.gradients import own_group
 from raytrain.training.protocols import Worker
 
 _SECOND_RATE = "second_learning_rate"
+_stream = cache(torch.cuda.Stream)  # of each GPU one, on which sums are copied to the host
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ class StepMetrics:
         # Most are means, whose weights the host knows: few calls for the device.
         device = self._worker.device
         of_means = [
-            number for number, weight in values.values() if _is_float(number) and not isinstance(weight, Tensor)
+            number
+            for number, weight in values.values()
+            if isinstance(number, Tensor) and number.is_floating_point() and not isinstance(weight, Tensor)
         ]
         if len(of_means) == len(values) and tuple(values) == self._names:
             on_device = [number.detach().to(device) for number in of_means]
@@ -277,12 +279,3 @@ def copy_to_host(sums: Tensor, work: dist.Work | None) -> tuple[Tensor, torch.cu
         host.copy_(sums, non_blocking=True)
         copied.record()
     return host, copied
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _is_float(number: object) -> TypeGuard[Tensor]:
-    return isinstance(number, Tensor) and number.is_floating_point()

@@ -88,8 +88,10 @@ def check_downloads(model: str, location: str) -> None:
             if silent := _silent_server(get_model_weights(model)["DEFAULT"].url):
                 raise not_downloaded("torchvision", model, silent)
     elif (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
+        from huggingface_hub import constants
+
         # Only timm knows from which repository they come, and its import takes seconds.
-        if any(_hub_cache().glob("models--*")):
+        if any(Path(constants.HF_HUB_CACHE).glob("models--*")):
             from timm.models import get_pretrained_cfg
 
             pretrained = get_pretrained_cfg(in_timm)
@@ -115,12 +117,6 @@ def _hub_server() -> str:
     from huggingface_hub import constants
 
     return "" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _is_in_hub_cache(repository: str, *names: str) -> bool:

@@ -154,15 +154,12 @@ class RayReports:
             with self._changed:
                 self._changed.wait_for(lambda: self._due is not None or self._is_closed)
                 metrics, self._due = self._due, None
-            self._send(_END if metrics is None else metrics)
+            for rank in range(1, self._worker.world_size):
+                assert self._messages is not None
+                self._messages.send(f"reports to worker {rank}", _END if metrics is None else metrics)
             if metrics is None:
                 return
             self._try(metrics, None)
-
-    def _send(self, message: Any) -> None:
-        for rank in range(1, self._worker.world_size):
-            assert self._messages is not None
-            self._messages.send(f"reports to worker {rank}", message)
 
     def _report_what_comes(self) -> None:
         """Report the same evaluations as worker 0, on another worker."""
