@@ -31,7 +31,7 @@ class EarlyStopping:
         self._lock = threading.Lock()
         self._rungs: list[tuple[int, dict[str, float]]] = []  # epoch, and the scores there by trial; highest first
         epoch = max(1, int(num_epochs * _FIRST_RUNG_FRACTION))
-        while epoch < num_epochs:
+        while 2 * epoch <= num_epochs:
             self._rungs.insert(0, (epoch, {}))
             epoch *= 2
 

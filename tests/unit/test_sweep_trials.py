@@ -121,6 +121,14 @@ def test_the_upper_half_passes_each_rung_whoever_comes_first() -> None:
     assert not early.is_worse("better", 8, 0.1), "nobody came as far before"
 
 
+def test_no_trial_is_compared_after_half_of_the_epochs() -> None:
+    early = EarlyStopping(num_epochs=50)  # compares after epochs 6, 12 and 24
+    for name in ("good", "late"):
+        assert not early.is_worse(name, 25, 0.9)
+    assert not early.is_worse("good", 49, 0.9)
+    assert not early.is_worse("late", 49, 0.1), "one epoch before its end, it may end"
+
+
 def test_a_trial_whose_metric_is_nan_is_worse_than_any_other_and_no_measure_for_it() -> None:
     judge = Judge(Compared("loss", is_lower_better=True), EarlyStopping(num_epochs=16), study=None)
     assert not judge.is_worse(0, "nan", 2, math.nan), "it is the first"
