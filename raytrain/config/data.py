@@ -41,13 +41,13 @@ class DataOptions:
     validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = option_field(
         default=None, converter=Accepts[str | Sequence[int] | None, str | None]()
     )
-    """Part K of N equal ones of each class is for validation, such as 2/5; `raytrain sweep --folds 5` tries all."""
+    """Validate on the K-th of N equal parts of each class, such as 2/5; `raytrain sweep --folds 5` tries all."""
     test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
         default=None, converter=OPTIONAL_PLACE
     )
     """Images to measure once, at the end; without other images for validation, they are for validation instead."""
     labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
-    """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet) or its URL: a row per image; column split: its part."""
+    """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet) or its URL: a row per image, its part in column split."""
     validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
     """Label file of the validation images, which are below --validation-data, or else below --data."""
     test_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
@@ -55,9 +55,9 @@ class DataOptions:
     label_pattern: str | None = None
     """Regular expression whose group label is the class in the name of a file, such as (?P<label>.+)_[0-9]+[.]jpg."""
     key_column: str | None = None
-    """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
+    """Column of --labels with an image's path; by default key, path, file_name, filename, file or image."""
     label_column: tuple[str, ...] = option_field(default=(), converter=TEXTS)
-    """Column of --labels with the class; by default label, class, target or category. Several: classes, each 0 or 1."""
+    """Column of --labels with the class; by default label, class, target, category. Several: one per class, 0 or 1."""
     label_separator: str | None = None
     """Separates the classes in the column of --labels if an image may have several, or none, such as |."""
     group_by: str | None = None

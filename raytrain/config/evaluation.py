@@ -31,13 +31,14 @@ class EvaluationOptions:
     patience: Annotated[PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: Annotated[str | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, Mark.SET_BY_FIND_RATE] = None
-    """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
+    """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision if an
+    image may have several classes."""
     metrics: Annotated[tuple[str, ...], Mark.SET_BY_FIND_RATE] = option_field(default=(), converter=TEXTS)
     """Further metrics of each evaluation: top5, auroc, average_precision, calibration_error, torchmetrics:CLASS."""
     test_views: Annotated[tuple[TestView, ...], Mark.CHOSEN_BY_AUTO, Mark.SET_BY_FIND_RATE] = option_field(
         default=(), converter=Accepts[TestView | Sequence[TestView] | None, tuple[TestView, ...]]()
     )
-    """Average the logits of measured images over their mirror images (flip), over copies shifted by a pixel (shift)."""
+    """Average the logits of images that are measured with those of mirror images (flip) or shifted copies (shift)."""
 
     @property
     def target(self) -> tuple[str, float] | None:
@@ -113,7 +114,8 @@ class CheckpointOptions:
     keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: Annotated[NonNegativeInt, Mark.OF_LAUNCHER] = 3
-    """Failures of the workers to recover from, from the last checkpoint; not a loop's that fails twice in one way."""
+    """Failures of workers after which the run starts again from its last checkpoint. A loop that fails twice in the
+    same way ends it."""
 
     @property
     def checkpoint_intervals(self) -> Intervals:

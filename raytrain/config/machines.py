@@ -81,7 +81,7 @@ class MachineOptions:
     price: Annotated[tuple[str, ...], "X|GPU=X", Mark.DESCRIBES_RUN] = option_field(default=(), converter=TEXTS)
     """Dollars per machine and hour, such as 3.06, or per hour of a type of GPU, such as A100=1.8 L4=0.7."""
     max_cost: PositiveFloat | None = None
-    """Dollars by --price, of all attempts, and of all trials of a sweep, after which it stops with a checkpoint."""
+    """Stop with a checkpoint at so many dollars by --price, of all attempts together; of a sweep, of all its trials."""
     scope_keys: Annotated[bool, Mark.OF_LAUNCHER] = False
     """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
 

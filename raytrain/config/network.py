@@ -67,7 +67,7 @@ class NetworkOptions:
     resize: Annotated[Resize | None, Mark.DECIDED_AT_START] = None
     """stretch (mostly the default) distorts an image to --image-size; crop shows its centre; pad puts it on black."""
     crop_fraction: Annotated[CropFraction | None, Mark.DECIDED_AT_START] = None
-    """crop: fraction of the shorter side of an image that is seen; by default as timm's weights want it, or 0.875."""
+    """With --resize crop: fraction of the shorter side that is seen; by default as timm's weights want it, or 0.875."""
     interpolation: Annotated[Interpolation | None, Mark.DECIDED_AT_START] = None
     """How pixels are computed if an image is resized; by default as timm's weights want it, or bilinear."""
     resizer: Annotated[Literal["auto", Resizer], Mark.DECIDED_AT_START] = "auto"

@@ -158,7 +158,7 @@ class OptimisationOptions:
     max_steps: Annotated[PositiveInt | None, Mark.SWEEPABLE] = None
     """Finish after this many steps, even in the middle of an epoch."""
     max_time: Annotated[str | None, "TIME", Mark.SWEEPABLE] = None
-    """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
+    """Stop after this time, such as 90s, 30m or 2h, counted anew from the start of each attempt and each resume."""
 
     @property
     def learning_rate_schedule(self) -> Schedule:

@@ -51,10 +51,11 @@ def pack(
     ],
     labels: Annotated[
         str | None,
-        arg(help="Label file; by default metadata.csv or .jsonl beside the images, else the folders are the labels."),
+        arg(help="Label file; by default metadata.csv or the like beside the images, else the folders are the labels."),
     ] = None,
     key_column: Annotated[
-        str | None, arg(help="Column with the path of each image; by default key, path, file_name, file or image.")
+        str | None,
+        arg(help="Column with the path of each image; by default key, path, file_name, filename, file or image."),
     ] = None,
     label_column: Annotated[
         tuple[str, ...],
@@ -110,7 +111,9 @@ def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training
     return CommandResult(summary(result, storage), result.summary())
 
 
-def new(folder: Annotated[Positional[str], arg(help="New folder, or one without such files.")]) -> CommandResult:
+def new(
+    folder: Annotated[Positional[str], arg(help="Folder to write into; no file there is replaced.")],
+) -> CommandResult:
     """Start a project: a training loop of your own, and a script that trains it.
 
     Example: raytrain new my-project

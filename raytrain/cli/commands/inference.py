@@ -22,7 +22,8 @@ Workers = Annotated[
 Threshold = Annotated[
     tuple[float, ...],
     arg(
-        help="If an image may have several classes: from which probability on, for all or for each; by default best F1."
+        help="If an image may have several classes: the probability from which on it has a class, one for all or for "
+        "each; by default those with the best F1."
     ),
 ]
 
@@ -33,7 +34,7 @@ class PredictionOptions:
 
     threshold: Threshold = ()
     test_views: tuple[TestView, ...] = ()
-    """Views to average over: flip, shift; those of the run's training always are."""
+    """Views of each image to average over: flip, shift; those that the run was trained with are always used."""
     storage: Storage = "./runs"
     workers: Workers = None
     address: Address = None
@@ -50,7 +51,11 @@ def evaluate(
         ),
     ] = None,
     labels: Annotated[
-        str | None, arg(help="Label file of the images; by default their folders are the labels.")
+        str | None,
+        arg(
+            help="Label file of the images; by default the run's --label-pattern, else metadata.csv or the like beside "
+            "them, else their folders."
+        ),
     ] = None,
     output: Annotated[
         str | None, arg(help="PNG file for the confusions; by default confusion.png in the run's folder.")
@@ -58,8 +63,8 @@ def evaluate(
 ) -> CommandResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
 
-    Without --data, they are the run's own validation images, given or held out. With it, the result says how many of
-    them the run was trained on.
+    Without --data, they are the run's own test images, or, if it has none, its validation images. With it, the result
+    says how many of them the run was trained on.
 
     Example: raytrain evaluate first
     """

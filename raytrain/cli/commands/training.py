@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import UseAppendAction, arg
 
 import raytrain
-from raytrain.cli.command import Address, CommandResult, Flag, RunName, Storage, process_started_at
+from raytrain.cli.command import CommandResult, Flag, RunName, Storage, process_started_at
 from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
@@ -76,7 +76,7 @@ def profile(
     output: Annotated[str | None, arg(help="Folder for the traces; by default NAME-profile below --storage.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
-    """Train a few steps on this machine and say where their time goes. Writes a Chrome trace of each worker.
+    """Train 15 steps on this machine and say where the time of the last 10 goes. Writes a Chrome trace of each worker.
 
     With --resume and the --name of a run, it takes that run's options.
 
@@ -127,8 +127,9 @@ def find_rate(
 ) -> CommandResult:
     """Suggest a learning rate: train 100 steps (--max-steps), each at a higher rate, and look where the loss falls.
 
-    Step i of n has the rate low · (high / low) ^ (i / (n - 1)), from 1e-6 to 10, or by --schedule rising:LOW..HIGH.
-    Nothing is evaluated, and no checkpoint is kept. A loop of your own must leave the rate to its optimizer's groups.
+    Step i of n, counted from 0, has the rate low · (high / low) ^ (i / (n - 1)), from 1e-6 to 10, or as --schedule
+    rising:LOW..HIGH says. The run ends earlier if the loss is over four times that of the first step. Nothing is
+    evaluated, and no checkpoint is kept. A loop of your own must not change the rates of its optimizer's groups.
 
     Example: raytrain find-rate cifar10 --data s3://bucket/train
     """
@@ -156,7 +157,10 @@ def sweep(
     trials: Annotated[int | None, arg(help="Points to choose; by default every combination of values.")] = None,
     sampler: Annotated[
         Sampler | None,
-        arg(help="Who chooses the points of --trials: random by default, or one of Optuna's by what the others gave."),
+        arg(
+            help="How points are chosen: grid, all combinations (default without --trials), random (default with it), or "
+            "a sampler of Optuna's, which uses the results so far."
+        ),
     ] = None,
     pruner: Annotated[
         Pruner | None, arg(help="Pruner of Optuna's that stops trials early, in place of --early-stopping.")
@@ -171,7 +175,9 @@ def sweep(
         float | None,
         arg(help="With --vary workers=1,2,4: compare the time to this value of --best; by default 5 % below the best."),
     ] = None,
-    notify_trials: Annotated[Flag, arg(help="--notify tells how each trial ends, and not only the sweep.")] = False,
+    notify_trials: Annotated[
+        Flag, arg(help="Have --notify report how each trial ends, too, not only the sweep.")
+    ] = False,
     png: Annotated[str | None, arg(help="PNG file for the plot; by default sweep.png in the sweep's folder.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
@@ -212,7 +218,13 @@ def sweep(
     return CommandResult(results_table(result, config, picture), document, exit_code=int(result.status == "failed"))
 
 
-def stop(name: RunName, storage: Storage = "./runs", address: Address = None) -> CommandResult:
+def stop(
+    name: RunName,
+    storage: Storage = "./runs",
+    address: Annotated[
+        str | None, arg(help="Ray cluster of the run, which is asked directly; by default through --storage alone.")
+    ] = None,
+) -> CommandResult:
     """Ask a run, or all trials of a sweep, to stop after writing a checkpoint.
 
     Example: raytrain stop first
