@@ -1,7 +1,8 @@
-"""What a loop prints is shown by the process that trains, line by line and to its end, on both backends."""
+"""What a loop prints is shown by the process that trains, and what it leaves open is written, on both backends."""
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 import time
@@ -13,7 +14,10 @@ import raytrain
 from tests.helpers.small_runs import config, make_images
 
 LOOP = """
+import atexit
 import sys
+
+atexit.register(print, "exits")
 
 
 def loop(run):
@@ -34,14 +38,22 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_images(tmp_path_factory.mktemp("images"))
 
 
+def late(run: raytrain.Run) -> None:
+    time.sleep(run.rank)
+    print("ends", run.rank, file=sys.stderr, end="")
+
+
 def printing(run: raytrain.Run) -> None:
     print("begins", run.rank)
+    atexit.register(late, run)
+    file = Path(run.config.storage, f"left-open-{run.rank}").open("w")  # noqa: SIM115
+    file.write("written")
+    setattr(file, "itself", file)  # noqa: B010 ; so that Python does not close it when the loop returns
     for epoch in run.epochs(evaluate=dict):
         for _ in epoch:
             pass
     time.sleep(run.rank)  # the last line of the last worker counts, too
     print("ends", run.rank)
-    print("ends", run.rank, file=sys.stderr, end="")
 
 
 @pytest.mark.usefixtures("new_agents")
@@ -55,6 +67,7 @@ def test_each_line_is_shown_with_its_worker(
     assert sorted(line for line in out.splitlines() if line.startswith("[")) == sorted(expected)
     assert "training on 2 workers" in out, "the run itself is shown, too"
     assert sorted(line for line in err.splitlines() if line.startswith("[")) == sorted(expected[2:])
+    assert [(tmp_path / f"left-open-{rank}").read_text() for rank in (0, 1)] == ["written"] * 2
 
 
 def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, tmp_path: Path) -> None:
@@ -75,7 +88,7 @@ def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, t
     command = [sys.executable, "-m", "raytrain", "train", "custom", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     shown = [line.partition(":")[2] for line in done.stdout.splitlines() if line.startswith("[worker0]:")]
-    assert shown == ["begins with 3 classes", "epoch 0", "epoch 1", "no line end"], done.stdout
+    assert shown == ["begins with 3 classes", "epoch 0", "epoch 1", "no line endexits"], done.stdout
     assert done.returncode == 1
     assert "[worker0]:a warning\n" in done.stderr
     assert "KeyError: 'x'" in done.stderr and "Traceback" not in done.stderr

@@ -34,6 +34,7 @@ from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.local.local_launch import CallAddress, Caller, WorkerInputs
+from raytrain.launch.script_end import ends_as_a_script
 from raytrain.loader.machine import cores
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.transform_processes import transformed
@@ -143,7 +144,8 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     reporter = SocketReporter(inputs.calls)
     open_at_breakpoints(inputs.terminal, reporter.debugger)
     try:
-        outcome = _train(spec, inputs, rank, reporter)
+        with ends_as_a_script():
+            outcome = _train(spec, inputs, rank, reporter)
     except RaytrainError as error:
         if not reporter.give_up(error, trace_of(error)):
             os._exit(_FAILED)
@@ -151,6 +153,8 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     except Exception as error:
         reporter.worker_failed(rank, describe(error), traceback.format_exc())
         os._exit(_FAILED)
+    if dist.is_initialized():
+        dist.barrier()  # every worker must have written what it has left open: the driver ends them all
     if rank == 0:
         reporter.conclude(outcome)
 
@@ -186,11 +190,7 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
             reporter.checked()
         note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
         with transformed(source, config, spec.transforms, note) as images:
-            try:
-                return train_run(spec, make_run(spec, images, reporter, device, weights))
-            finally:
-                sys.stdout.flush()  # this process may be killed, or end without that, as soon as the driver knows more
-                sys.stderr.flush()
+            return train_run(spec, make_run(spec, images, reporter, device, weights))
 
 
 class SocketReporter:

@@ -40,6 +40,7 @@ from raytrain.launch.ray.feed.ingest import ImageSet
 from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
+from raytrain.launch.script_end import ends_as_a_script
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, NodeLeaving, Note
 from raytrain.runs.logs import PrintedLine, ProcessLog
@@ -122,22 +123,23 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
         os.chdir(inputs.working_folder)  # a loop or a model may read files by relative paths
     missing_folders = [folder for folder in inputs.module_path if folder not in sys.path]
     sys.path.extend(missing_folders)  # a loop may import what is beside it
-    loop, transforms = pickle.loads(inputs.functions)
-    spec = replace(spec, loop=loop, transforms=transforms)
 
-    # Bring together what a run needs of Ray: its process group, its images, its coordinator, its weights.
+    # What the user's functions print is shown, and what they leave open is written, before anything else ends.
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = spec.config
-    device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
-    source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
     reporter = RayReporter(inputs.coordinator, watch=rank == 0)
-    weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
-
     try:
-        note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
-        log = ProcessLog(spec.store, rank, reporter.printed)
-        with log, transformed(source, config, spec.transforms, note) as batches:
-            outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
+        with ProcessLog(spec.store, rank, reporter.printed), ends_as_a_script():
+            loop, transforms = pickle.loads(inputs.functions)
+            spec = replace(spec, loop=loop, transforms=transforms)
+
+            # Bring together what a run needs of Ray: its images, its weights, its coordinator.
+            config = spec.config
+            device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
+            source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
+            weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
+            note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+            with transformed(source, config, transforms, note) as batches:
+                outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
         if ray.get(inputs.coordinator.give_up.remote(error, trace_of(error))):
             return  # the driver ends the run; an exception would have Ray Train start other workers
