@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import json
 import logging
 import os
 import re
-import select
 import signal
 import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, option_name
@@ -38,6 +38,7 @@ def run() -> NoReturn:
     gc.set_threshold(_GARBAGE_THRESHOLD)
     # Help and tables have dashes, dots of curves and names of any alphabet. Standard output of Latin-1 or ASCII gets a
     # question mark for what it cannot hold.
+    _open_closed_streams()
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="replace")
     try:
@@ -46,7 +47,26 @@ def run() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`
         code = 128 + signal.SIGPIPE
+    except OSError as error:  # main has made a sentence of all others
+        code = 1
+        with suppress(OSError):
+            print(f"raytrain: The output cannot be written ({error.strerror or error}).", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device as each standard stream that is closed, as by ``>&-``.
+
+    Otherwise the next file or connection would get its number, and what other processes print would go there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)  # by the processes of workers
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError):
-            output = select.poll()
-            output.register(1, 0)
-            if output.poll(0):  # it is standard output, which nobody reads any more
+            from raytrain.monitor.stop_request import is_unread
+
+            if is_unread(sys.stdout):
                 raise
         if debug and not isinstance(error, TrainingFailed):  # whose reason, in another process, has been logged
             print(printable(redact(traceback.format_exc())), file=sys.stderr)
@@ -144,6 +164,11 @@ def _print_error(error: Exception, as_json: bool) -> int:
         error = UsageError(
             f"This machine has too little memory ({error or 'it is full'}); give smaller images, a smaller "
             "--batch-size or fewer --workers."
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        error = UsageError(
+            f"Nothing more can be written ({error.strerror}): the disk of {error.filename or 'the output'}, or that of "
+            f"the temporary folder {tempfile.gettempdir()}, is full; make room."
         )
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))

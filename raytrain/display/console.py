@@ -49,6 +49,10 @@ class PlainConsole(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that rich is handling; rich itself ends the process, whatever it does besides."""
+        raise
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as :meth:`rich.console.Console.render` does, with control characters made visible."""
         for segment in super().render(renderable, options):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import select
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from raytrain.errors import UsageError
 from raytrain.runs.documents import STATUS, STOP_REQUEST, open_run, read_json, write_json
@@ -54,6 +56,15 @@ def read_stop_request(store: Store) -> StopReason | None:
     return None
 
 
+def is_unread(output: TextIO) -> bool:
+    """Return True if ``output`` is a pipe that nobody reads any more."""
+    with suppress(OSError, ValueError):  # it is no file, or closed
+        poll = select.poll()
+        poll.register(output, 0)
+        return bool(poll.poll(0))
+    return False
+
+
 class StopSignals:
     """While open, the first SIGINT, SIGTERM or SIGHUP becomes :attr:`stop_request`.
 
@@ -86,16 +97,20 @@ class StopSignals:
 
     @contextmanager
     def outlive_terminal(self) -> Generator[None]:
-        """Ignore that a view cannot write any more: to a closed terminal, or after a request to stop to a closed pipe.
+        """Ignore that a view cannot write any more, which must cost no checkpoint.
 
-        Both come with SIGHUP, and neither must cost the checkpoint that the run is about to write.
+        A closed terminal comes with SIGHUP. A closed pipe, as after `| head`, stops the run like a signal. A full disk
+        below standard output says nothing of the storage of the run, so the run goes on.
         """
         try:
             yield
         except (OSError, SystemExit) as error:
-            is_terminal = isinstance(error, OSError) and error.errno == errno.EIO
-            is_pipe = isinstance(error, (BrokenPipeError, SystemExit))  # rich exits where others raise BrokenPipeError
-            if not is_terminal and not (is_pipe and self.stop_request is not None):
+            if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC):
+                return
+            if self.stop_request is None and isinstance(error, BrokenPipeError) and is_unread(sys.stdout):
+                _log.warning("Nobody reads the output any more, so the run stops with a checkpoint.")
+                self.request_stop(StopReason("signal", "SIGPIPE"))
+            if self.stop_request is None or not isinstance(error, (BrokenPipeError, SystemExit)):
                 raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

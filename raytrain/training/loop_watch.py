@@ -22,6 +22,7 @@ metric say, changes no weight. ``statistic`` and ``selected`` have no note: they
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -87,9 +88,13 @@ _LINEAR = {
     *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
     *("squeeze", "unsqueeze", "reshape", "view", "flatten", "lerp", "item", "__float__", "tolist", "backward", "size"),
+    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "multiply", "subtract"),
+    *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
+    *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
 }
+_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # of torch, a mean if nothing else is said
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
-_NOT_FOLLOWED = {"grad", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
+_NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # which gives its type or shape, no numbers
 
 
@@ -203,8 +208,9 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
 
         # A backward shows what the loss is, and a hook what else may change gradients.
-        if name == "backward" and args:
-            for mark in self._marks.get(args[0], ()):
+        if name == "backward":  # of a tensor, or torch.autograd.backward of several
+            losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
+            for mark in set().union(*(self._marks.get(loss, ()) for loss in losses)):
                 if mark in _NOTES:
                     self._report(_NOTES[mark])
         if name == "register_hook":
@@ -222,12 +228,27 @@ class _Calls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
-        if sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
+        if func is torch.autograd.grad:
+            self._follow_gradients(args, kwargs, result)
+        elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
             marks = self._marks_of(func, name, args, kwargs, sources, result)
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
         return result
+
+    def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
+        """Mark the ``gradients`` of anything but images, such as weights: sums over the images of this worker.
+
+        Those of images, and of what is computed from each alone, belong to an image each.
+        """
+        outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
+        marks = set().union(*(self._marks.get(output, ()) for output in outputs)) - {"sum"}
+        if self._num_images > 1 and any(output in self._marks for output in outputs):
+            for tensor, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None and tensor not in self._marks:
+                    self._marks[gradient] = {*marks, "statistic"}
 
     def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
         """Return the marks for the ``result`` of a call, of whose arguments the ``sources`` depend on the batch.
@@ -259,6 +280,15 @@ class _Calls(TorchFunctionMode):
             if name in _COMPARISONS:
                 marks.add("compares")
             if name in _STATISTICS:
+                marks.add("statistic")
+
+        # So does one of everything, or of a number for each image: the mean of the losses is harmless as it is, but its
+        # square or its distance from a bound is not, and neither are the largest ones.
+        if _has_rows(first, num_images) and (first.ndim == 1 or (is_tensor and result.ndim == 0)):
+            if name in _COMPARISONS:
+                marks.add("compares")
+            is_loss = _LOSSES.fullmatch(name) is not None
+            if is_tensor and result.ndim == 0 and (name in _STATISTICS or is_loss):
                 marks.add("statistic")
 
         # A single number that adds up the images would be larger with more of them on a worker.

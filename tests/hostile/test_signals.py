@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
+from raytrain.display.console import PlainConsole
 from raytrain.monitor import stop_request as stop_signals
 from raytrain.monitor.stop_request import StopSignals
 
@@ -35,6 +39,27 @@ def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
         clock[0] += 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    output = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stdout", output)
+    with StopSignals() as signals:
+        with pytest.raises(BrokenPipeError), signals.outlive_terminal():  # of another pipe
+            raise BrokenPipeError
+        os.close(read)
+        with signals.outlive_terminal():
+            PlainConsole(file=output).print("a line that nobody reads")
+        assert signals.stop_request is not None and signals.stop_request.detail == "SIGPIPE"
+    with suppress(BrokenPipeError):
+        output.close()
+
+
+def test_an_output_without_room_stops_nothing() -> None:
+    with StopSignals() as signals, signals.outlive_terminal():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert signals.stop_request is None
 
 
 def test_a_closed_terminal_is_a_request_to_stop_and_never_aborts(clock: list[float]) -> None:

@@ -139,7 +139,50 @@ def late_hook(run: Any) -> None:
             optimizer.step()
 
 
+def invariant(model: nn.Module, batch: Any) -> Tensor:
+    """Invariant risk: the gradient of the mean loss for a scale of the logits, squared."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = F.cross_entropy(model(batch.images) * scale, batch.labels)
+    (gradient,) = torch.autograd.grad(loss, [scale], create_graph=True)
+    return loss + gradient.square()
+
+
+def after_a_step(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of the weights that a step would give, as in meta-learning."""
+    weights = dict(model.named_parameters())
+    gradients = torch.autograd.grad(entropy(model, batch), [*weights.values()], create_graph=True)
+    moved = {name: weight - 0.1 * gradient for (name, weight), gradient in zip(weights.items(), gradients, strict=True)}
+    return F.cross_entropy(torch.func.functional_call(model, moved, (batch.images.flip(3),)), batch.labels)
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    losses = F.cross_entropy(model(batch.images), batch.labels, reduction="none")
+    return losses.topk(max(1, len(losses) // 2)).values.mean()
+
+
+def several_at_once(run: Any) -> None:
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            optimizer.zero_grad()
+            losses = (
+                F.cross_entropy(logits, batch.labels),
+                F.mse_loss(logits, torch.zeros_like(logits), reduction="sum"),
+            )
+            torch.autograd.backward(losses)
+            optimizer.step()
+
+
 NOTES: dict[str, tuple[Loop, str]] = {
+    "several losses, of which one is a sum": (several_at_once, "is a sum"),
+    "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
+    "a product of losses": (by_steps(lambda m, b: entropy(m, b) * m(b.images).square().mean(), mlp), "run.gather("),
+    "a gradient in the loss": (by_steps(invariant, mlp), "run.gather("),
+    "a step in the loss": (by_steps(after_a_step, mlp), "run.gather("),
+    "the hardest images": (by_steps(hardest, mlp), "run.gather("),
+    "the largest number": (by_features(lambda z, y: (z / z.detach().abs().max()).square().mean()), "run.gather("),
     "a sum": (by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp), "is a sum"),
     "a sum by hand": (
         by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),
@@ -190,6 +233,16 @@ def per_image(z: Tensor, y: Tensor) -> Tensor:
     return loss + torch.bmm(z[:, None], y[:, :, None]).mean() + torch.einsum("bi,bi->b", z, y).mean() + z.std(1).mean()
 
 
+def weighted(model: nn.Module, batch: Any) -> Tensor:
+    """Losses with weights of their own, added in place, and a penalty on the gradients of images."""
+    pixels = batch.images.clone().requires_grad_()
+    logits = model(pixels)
+    (slope,) = torch.autograd.grad(logits.sum(), pixels, create_graph=True)
+    loss = F.cross_entropy(logits, batch.labels) * torch.exp(-torch.tensor(0.5)) + torch.tensor(0.5)
+    loss += 0.1 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return torch.stack([loss / 2, F.mse_loss(logits, logits.detach() + 1) / 2]) @ torch.ones(2, dtype=torch.float64)
+
+
 def with_metrics(run: Any) -> None:
     """What is computed for metrics alone is not reported."""
     model = run.prepare(mlp())
@@ -212,7 +265,11 @@ def with_metrics(run: Any) -> None:
             )
 
 
-SILENT: dict[str, Loop] = {"per image": by_features(per_image), "metrics": with_metrics}
+SILENT: dict[str, Loop] = {
+    "per image": by_features(per_image),
+    "weighted": by_steps(weighted, mlp),
+    "metrics": with_metrics,
+}
 
 
 def reported(names: list[str], folder: str) -> dict[str, list[str]]:

@@ -651,3 +651,24 @@ def test_a_reader_that_has_seen_enough_hears_of_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize(
+    ("redirected", "code", "sentence"),
+    [
+        (">&-", 0, ""),  # standard output is closed
+        ("<&- >&- 2>&-", 0, ""),
+        ("| true; exit ${PIPESTATUS[0]}", 128 + signal.SIGPIPE, ""),
+        pytest.param(
+            ">/dev/full",
+            1,
+            "raytrain: The output cannot be written (No space left on device).",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux"),
+        ),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(storage: str, redirected: str, code: int, sentence: str) -> None:
+    line = f"{shlex.join([sys.executable, '-m', 'raytrain', 'show', 'first', '--storage', storage])} {redirected}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (code, sentence)
