@@ -338,6 +338,7 @@ def _bound(
     for name, hint in hints_of_command(command).items():
         if name == "config":
             hidden = _hidden(hint)
+            num_options = len(dataclasses.fields(TrainConfig)) - len(hidden) if is_short else None
             if is_short:
                 common = options_with(Mark.COMMON)
                 hidden += tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in common)
@@ -345,7 +346,7 @@ def _bound(
                 subcommand(
                     recipe,
                     constructor=_options(config, hidden),
-                    description=_about_recipe(recipe, command, is_only=len(recipes) == 1, is_short=is_short),
+                    description=_about_recipe(recipe, command, is_only=len(recipes) == 1, num_options=num_options),
                 )
                 for recipe, config in recipes.items()
             )
@@ -440,11 +441,14 @@ def _summary(command: Callable[..., Any]) -> str:
     return _description(command).partition("\n\n")[0]
 
 
-def _about_recipe(name: str, command: Callable[..., Any], *, is_only: bool, is_short: bool) -> str:
-    """Return the line of a recipe in a list of recipes, and the command's example if it is the only recipe."""
+def _about_recipe(name: str, command: Callable[..., Any], *, is_only: bool, num_options: int | None) -> str:
+    """Return the line of a recipe in a list of recipes, and the command's example if it is the only recipe.
+
+    ``num_options`` is the number of options that the command has, if the help shows only some of them; else None.
+    """
     about = _summary(RECIPES[name])
     if not is_only:
         return about
     example = _description(command).partition("\n\n")[2].replace("cifar10", name)
-    more = f"\n\nThe options that most people use; {_ALL_HELP} shows all {len(dataclasses.fields(TrainConfig))}."
-    return f"{about}\n\n{example}{more * is_short}"
+    more = "" if num_options is None else f"\n\nThe options that most people use; {_ALL_HELP} shows all {num_options}."
+    return f"{about}\n\n{example}{more}"

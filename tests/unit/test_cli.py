@@ -181,6 +181,19 @@ def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureF
     assert 10 < len(options & set(re.findall(r"--[a-z][\w-]*", out))) < 25
 
 
+@pytest.mark.parametrize("command", ["train", "find-rate"])
+def test_the_help_counts_the_options_that_have_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts: list[str] = []
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, "cifar10", word])
+        texts.append(capsys.readouterr().out)
+    stated = re.search(r"--help-all shows all (\d+)\.", texts[0])
+    options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
+    assert stated is not None
+    assert int(stated[1]) == len(options & set(re.findall(r"--[a-z][\w-]*", texts[1])))
+
+
 @pytest.mark.parametrize("words", [*COMMANDS, "train flowers", "sweep flowers"])
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_the_help_of_each_command_shows_an_example_that_works(

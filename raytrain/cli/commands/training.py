@@ -158,8 +158,8 @@ def sweep(
     sampler: Annotated[
         Sampler | None,
         arg(
-            help="How points are chosen: grid, all combinations (default without --trials), random (default with it), or "
-            "a sampler of Optuna's, which uses the results so far."
+            help="How points are chosen: grid, all combinations (default without --trials), random (default with it), "
+            "or a sampler of Optuna's, which uses the results so far."
         ),
     ] = None,
     pruner: Annotated[
