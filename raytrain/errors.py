@@ -65,7 +65,7 @@ class StorageError(RaytrainError):
 
 
 class ObjectArchived(StorageError):
-    """An object is in an archive of the cloud, such as S3 Glacier, from which it must be restored first."""
+    """An object is in an archive of the cloud, such as S3 Glacier; restore it before it is read."""
 
 
 class OwnerChanged(RaytrainError):
@@ -73,7 +73,7 @@ class OwnerChanged(RaytrainError):
 
 
 class OutOfMemory(RaytrainError):
-    """The memory of a worker does not suffice; in ``accumulate`` parts a global batch may fit."""
+    """The memory of a worker does not suffice; a global batch in ``accumulate`` microbatches may fit."""
 
     def __init__(self, sentence: str, accumulate: int) -> None:
         super().__init__(sentence, accumulate)
@@ -131,12 +131,18 @@ def file_title(file: str) -> str:
 
 
 def option_name(name: str) -> str:
-    """Return the field ``name`` of TrainConfig as it is typed, without the dashes in front of it: ``batch-size``."""
+    """Return the field ``name`` of TrainConfig as it is typed, without the dashes in front of it.
+
+    Example: ``option_name("batch_size") == "batch-size"``
+    """
     return name.replace("_", "-")
 
 
 def flag(name: str) -> str:
-    """Return the flag of the field ``name`` of TrainConfig: ``--batch-size``."""
+    """Return the flag of the field ``name`` of TrainConfig.
+
+    Example: ``flag("batch_size") == "--batch-size"``
+    """
     return f"--{option_name(name)}"
 
 
@@ -162,6 +168,10 @@ def format_count(number: float, noun: str) -> str:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are: ``a, b, c and 2 more``."""
+    """Return the first three names, and how many more there are.
+
+    >>> some_of("abcde")
+    'a, b, c and 2 more'
+    """
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

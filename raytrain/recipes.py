@@ -19,7 +19,10 @@ from raytrain.config.options import options_with
 
 
 def digits(**overrides: Any) -> TrainConfig:
-    """A small convolutional network on 28x28 grey digits; 20 epochs, 128 images per worker, learning rate 0.01."""
+    """A small convolutional network on 28x28 grey digits; 20 epochs, 128 images per worker, learning rate 0.01.
+
+    Example: ``raytrain.recipes.digits(data="digits")``
+    """
     return _config(
         overrides,
         recipe="digits",
@@ -35,7 +38,10 @@ def digits(**overrides: Any) -> TrainConfig:
 
 
 def digits_lstm(**overrides: Any) -> TrainConfig:
-    """An LSTM that reads 28x28 grey digits row by row, from a state of zeros; 30 epochs, 64 images per step."""
+    """An LSTM that reads 28x28 grey digits row by row, from a state of zeros; 30 epochs, 64 images per step.
+
+    Example: ``raytrain.recipes.digits_lstm(data="digits")``
+    """
     return _config(
         overrides,
         recipe="digits-lstm",
@@ -57,6 +63,8 @@ def cifar10(**overrides: Any) -> TrainConfig:
     """A plain three-block convolutional network on CIFAR-10; 50 epochs, 256 images and learning rate 0.1 per worker.
 
     The learning rate drops after 45 epochs.
+
+    Example: ``raytrain.recipes.cifar10(data="s3://bucket/cifar10/train", test_data="s3://bucket/cifar10/test")``
     """
     return _config(
         overrides,
@@ -84,6 +92,8 @@ def cifar10_fast(**overrides: Any) -> TrainConfig:
     ends at 0 settles them as well; the average mostly smooths the statistics of batch norm. Shifted images are filled
     with the mean colour, not mirrored at the edge. The bias of the first layer learns until the end, and the last batch
     of an epoch is used, too. And it trains for 16 epochs, there 9.9, for a margin above 94 % of the validation images.
+
+    Example: ``raytrain.recipes.cifar10_fast(data="cifar10")``
     """
     return _config(
         overrides,
@@ -113,7 +123,10 @@ def cifar10_fast(**overrides: Any) -> TrainConfig:
 
 
 def flowers(**overrides: Any) -> TrainConfig:
-    """A ResNet-50 on flowers at 100x100; 100 epochs, 128 images per worker, learning rate 0.01."""
+    """A ResNet-50 on flowers at 100x100; 100 epochs, 128 images per worker, learning rate 0.01.
+
+    Example: ``raytrain.recipes.flowers(data="flowers")``
+    """
     return _config(
         overrides,
         recipe="flowers",
@@ -131,6 +144,8 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
     """An AlexNet pretrained on ImageNet, with a new head that learns 20 times as fast.
 
     30 epochs, 250 images and learning rate 0.00125 per worker.
+
+    Example: ``raytrain.recipes.alexnet_transfer(data="photos")``
     """
     return _config(
         overrides,
@@ -154,6 +169,8 @@ def auto(**overrides: Any) -> TrainConfig:
     """What fits your images: a network with ImageNet's weights for photographs, one of CIFAR-10's for small images.
 
     The images decide on each option that you do not give, and the run says which and why, in at most five lines.
+
+    Example: ``raytrain.train(raytrain.recipes.auto(data="photos", epochs=3))``
     """
     left_open = tuple(name for name in options_with(Mark.CHOSEN_BY_AUTO) if name not in overrides)
     plain = {"batch_size": "32/worker", "learning_rate": "0.01/worker"}
@@ -161,7 +178,10 @@ def auto(**overrides: Any) -> TrainConfig:
 
 
 def custom(**overrides: Any) -> TrainConfig:
-    """Your own options: by default a ResNet-18 at 224x224, 32 images and learning rate 0.01 per worker."""
+    """Your own options: by default a ResNet-18 at 224x224, 32 images and learning rate 0.01 per worker.
+
+    Example: ``raytrain.recipes.custom(data="photos")``
+    """
     return _config(overrides, batch_size="32/worker", learning_rate="0.01/worker")
 
 

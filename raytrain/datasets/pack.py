@@ -44,7 +44,10 @@ _ReadFiles = Callable[[Manifest], "list[bytes]"]  # of the images of a manifest,
 
 @dataclass(frozen=True)
 class PackResult:
-    """The result of :func:`pack`."""
+    """The result of :func:`pack`.
+
+    Example: ``raytrain.pack("photos", "photos-packed").num_shards``
+    """
 
     source: str
     destination: str
@@ -83,10 +86,10 @@ def pack(
             images; or one such file, or a pattern with ``*``. Or a ``ray.data.Dataset``, whose rows have an image as
             the bytes of a file or as a uint8 array (H, W, C), and a label, a string or an integer.
         destination: a folder or a URL.
-        labels: a label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, else their folders are the
-            labels.
-        key_column: column with the path of each image; by default ``key``, ``path``, ``file_name``, ``file`` or
-            ``image``. A row of a Ray dataset without one is called by its content.
+        labels: a label file; by default ``metadata.csv``, ``.jsonl`` or ``.parquet`` beside the images, else their
+            folders are the labels.
+        key_column: column with the path of each image; by default ``key``, ``path``, ``file_name``, ``filename``,
+            ``file`` or ``image``. A row of a Ray dataset without one is called by its content.
         label_column: column with the class; by default ``label``, ``class``, ``target`` or ``category``. Several hold 0
             and 1.
         label_separator: separates the classes of an image that may have several, as in ``cat|dog``.

@@ -46,7 +46,7 @@ class Labelling:
     """Source of the labels of images in folders: a label file or a pattern; by default the names of the folders."""
 
     file: str | None = None
-    """A label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, as in Hugging Face's image folders."""
+    """A label file; by default ``metadata.csv`` or the like beside the images, as in Hugging Face's image folders."""
     columns: LabelColumns = field(default_factory=LabelColumns)
     split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
     max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image

@@ -45,6 +45,8 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     Raises:
         UsageError: ``url`` is not that of a bucket, there is no file to copy, or a link leads out of the folder.
         StorageError: the folder or the bucket cannot be used, or a file did not arrive unchanged.
+
+    Example: ``upload("photos", "s3://bucket/photos").num_sent``
     """
     if "://" not in url:
         raise UsageError(f"{url!r} is not the URL of a bucket; write {URL_FORMS}.")

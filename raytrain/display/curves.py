@@ -101,7 +101,10 @@ def side_by_side(left: Plot, right: Plot) -> RenderableType:
 
 
 def curve_figure(record: RunRecord) -> Figure:
-    """Return loss, accuracy and learning rate of a run over its steps. Raise UsageError if it has no history."""
+    """Return loss, accuracy and learning rate of a run over its steps. Raise UsageError if it has no history.
+
+    Example: ``curve_figure(read_run("./runs", "first")).savefig("first.png")``
+    """
     _check_history([record])
     last = record.metrics[-1]
     title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
@@ -118,6 +121,8 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     """Return training loss and validation accuracy of several runs over their steps.
 
     Raise UsageError if none of them has a history.
+
+    Example: ``comparison_figure([read_run("./runs", name) for name in ("first", "second")]).savefig("both.png")``
     """
     _check_history(records)
     figure = titled_figure("", 9, 7.5)

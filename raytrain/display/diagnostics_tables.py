@@ -66,7 +66,10 @@ def devices_page(nodes: Sequence[Node]) -> RenderableType:
 
 
 def doctor_page(report: DoctorReport) -> RenderableType:
-    """Return the whole page: the cluster, each of its nodes, and what prevents training or slows it down."""
+    """Return the whole page: the cluster, each of its nodes, and what prevents training or slows it down.
+
+    Example: ``rich.print(doctor_page(diagnose("s3://bucket/train", "s3://bucket/runs", address=None)))``
+    """
     # The cluster as a whole.
     placement, all_reduce = report.placement, report.all_reduce
     auto_workers = speed = None

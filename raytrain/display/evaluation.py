@@ -77,7 +77,10 @@ def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderable
 
 
 def confusion_figure(result: EvaluationResult) -> Figure:
-    """Return the confusion matrix as trackers show it, with the accuracy of each class on the right if they are few."""
+    """Return the confusion matrix as trackers show it; with up to 30 classes, with the accuracy of each on the right.
+
+    Example: ``confusion_figure(raytrain.evaluate("first")).savefig("confusion.png")``
+    """
     figure = matrix_figure(result.confusion, result.classes)
     axes = figure.axes[0]
 

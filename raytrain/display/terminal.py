@@ -98,9 +98,15 @@ def startup_lines(report: Callable[[str], object], source: logging.Logger = STAR
 
 
 class TerminalView(LiveView):
-    """Shows one run: ``with TerminalView() as view``, then ``view.update(snapshot)`` about twice a second.
+    """Shows one run, whose state it is given about twice a second by ``update``.
 
-    It prints to standard output by default, plain lines every ``interval_s``. ``hint`` says what Ctrl-C does.
+    In a terminal or below a notebook's cell it is a picture, elsewhere plain lines, at most one each ``interval_s``
+    seconds besides the events. It prints to standard output, or to ``console``. ``hint`` says what Ctrl-C does.
+
+    Example::
+
+        with TerminalView() as view:
+            raytrain.train(config, view=view.update)
     """
 
     def __init__(

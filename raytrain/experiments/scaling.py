@@ -56,6 +56,11 @@ class Size:
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
     ``seconds`` are those of training, and ``value`` is the last one of the metric. The gains are fractions per doubling
     of the workers since the next smaller size: 0.7 is 70 % more.
+
+    Example::
+
+        for size in raytrain.sweep(config, vary="workers=1,2,4").scaling[0].sizes:
+            print(size.workers, size.images_per_s, size.seconds_to_target)
     """
 
     run: str
@@ -77,6 +82,11 @@ class Scaling:
 
     ``values`` are those of the other options in which a sweep varies: each choice of them has a scaling of its own.
     ``target`` is the value of ``metric`` that the runs are timed to, ``spread`` is how far their last values lie apart.
+
+    Example::
+
+        scaling = raytrain.sweep(config, vary="workers=1,2,4").scaling[0]
+        print(scaling.images_per_s_gain)  # 0.9: 90 % more images/s for each doubling of the workers
     """
 
     values: dict[str, Any]

@@ -69,17 +69,18 @@ def sweep(
             ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
             stopped early, and the result has their ``scaling``.
         trials: how many points to choose; by default every combination of values.
-        sampler: who chooses them: ``random`` (the default with ``trials``), ``grid`` (the default without), or one of
-            Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, each time a trial may start, by how good the others were.
+        sampler: how they are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
+            one of Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, whenever a trial may start, from the results so far.
         pruner: which of Optuna's pruners stops trials early, in place of ``early_stopping``: ``median``,
             ``successive-halving`` or ``hyperband``.
         folds: cross-validation: train each point ``folds`` times, each with another part of the training images for
             validation (in equal shares of each class, and whole groups with ``group_by``), one after the other on
             ``workers`` workers (1 if it is auto); the result has mean and deviation.
-        early_stopping: stop a trial that is not among the better half after an eighth, a quarter or half of the epochs.
+        early_stopping: stop a trial whose value is worse than the median of the trials before it after an eighth, a
+            quarter or half of the epochs.
         target: the value of the metric of ``best`` on the validation images to which trials on different numbers of
             workers are timed; by default the best final one, and 5 % worse.
-        notify_trials: let ``notify`` tell how each trial ends, too, and not only how the sweep does.
+        notify_trials: have ``notify`` report how each trial ends, too, and not only how the sweep does.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the ``trials`` stand, and the ``dollars`` that they have cost.
         signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
@@ -90,7 +91,8 @@ def sweep(
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
 
-    Example:
+    Example::
+
         config = recipes.cifar10(data="s3://bucket/train")
         raytrain.sweep(config, vary="learning-rate=0.01,0.1,1").best
         raytrain.sweep(config, vary="learning-rate=log:0.01..1", trials=20, sampler="tpe", pruner="median").best

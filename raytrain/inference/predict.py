@@ -78,13 +78,14 @@ def predict(
         output: a file (or ``s3://`` object) whose name ends in .parquet or .csv; by default nothing is written, and
             the rows are the ``table`` of the result.
         top_k: number of classes for each image.
-        threshold: as for :func:`raytrain.evaluate`, and so are those below.
-        test_views: copies of an image over which the logits are averaged.
+        threshold: the probability from which on an image has a class, if it may have several: one for all classes or
+            one for each; by default those with the best F1 on the run's own validation images.
+        test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted (``shift``).
         embeddings: add a column ``embedding``: what the body of the network gives to its head, a list of as many
             float32 for each image, such as 512 for resnet18. ``output``, if given, must be a .parquet file.
         storage: where the run is stored.
-        workers: networks that share the work.
-        address: the Ray cluster.
+        workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
+        address: the Ray cluster; by default as for :func:`raytrain.evaluate`.
         trust: whether a network that is a function of the run's author may run.
 
     Raises:

@@ -127,8 +127,12 @@ def with_views(network: Network, views: Collection[TestView]) -> Network:
 def flip_test(network: Network, images: Tensor) -> Tensor:
     """Return the mean of the ``network``'s logits for ``images`` and for their mirror images, (B, num_classes).
 
-    It is a mean of logits, not of probabilities, so that whatever takes logits takes it: losses, softmax and sigmoid,
-    thresholds, and exported programs.
+    ``images`` are normalised, (B, C, H, W). It is a mean of logits, not of probabilities, so that whatever takes logits
+    takes it: losses, softmax and sigmoid, thresholds, and exported programs.
+
+    Example::
+
+        for epoch in run.epochs(evaluate=lambda: evaluate(run, partial(flip_test, model))):
     """
     return (network(images) + network(images.flip(-1))) / 2
 
@@ -136,8 +140,12 @@ def flip_test(network: Network, images: Tensor) -> Tensor:
 def shift_test(network: Network, images: Tensor) -> Tensor:
     """Return the mean of the logits for ``images``, with weight 2, and for two shifted copies, (B, num_classes).
 
-    One is shifted by a pixel up and left, the other down and right, as in Jordan 2024; the gap is 0, the mean colour,
-    as that of ``--translate``.
+    ``images`` are normalised, (B, C, H, W). One copy is shifted by a pixel up and left, the other down and right, as in
+    Jordan 2024; the gap is 0, the mean colour, as that of ``--translate``.
+
+    Example::
+
+        for epoch in run.epochs(evaluate=lambda: evaluate(run, partial(shift_test, model))):
     """
     height, width = images.shape[2:]
     padded = F.pad(images, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)

@@ -80,6 +80,8 @@ class Cropping:
     ``stretch`` shows all of an image. ``crop`` shows the ``crop_fraction`` of it around its centre, without distortion.
     ``pad`` shows all of it without distortion, on black. With ``crop_seed``, an image that is read for training shows
     another random part in each epoch.
+
+    Example: ``Cropping("crop", crop_fraction=0.875)``, or ``Cropping(crop_seed=0).crops(draws, epoch=3)``
     """
 
     resize: Resize = "stretch"

@@ -28,7 +28,10 @@ class ImageHeader(NamedTuple):
 
 
 class ImageShape(NamedTuple):
-    """The shape that every decoded image has."""
+    """The shape that every decoded image has: height and width in pixels, and 1 or 3 channels.
+
+    Example: ``ImageShape(224, 224, 3).num_bytes == 150_528``
+    """
 
     height: int
     width: int

@@ -80,8 +80,7 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
     Args:
         store: the folder or S3 prefix to list.
         classes: the classes that the labels index; by default the folders' names, sorted. For validation images, pass
-        those
-            of the training images; the validation images may lack some of them.
+            those of the training images; the validation images may lack some of them.
         part: which images to take if there are folders of training and of validation images; None refuses these.
 
     Raises:
