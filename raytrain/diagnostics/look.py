@@ -34,7 +34,8 @@ from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, to_batch
+from raytrain.training.batch import Batch
+from raytrain.training.device_batches import to_batch
 from raytrain.training.gallery import screen_pixels
 from raytrain.training.mixup import mix_batch
 from raytrain.training.user_transforms import UserTransforms

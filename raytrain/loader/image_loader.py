@@ -44,8 +44,8 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
 from raytrain.training import local_images
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors
-from raytrain.training.device_batches import DeviceBatches
+from raytrain.training.batch import Batch
+from raytrain.training.device_batches import DeviceBatches, HostTensors
 
 _log = logging.getLogger("raytrain")
 

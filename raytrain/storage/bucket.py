@@ -82,23 +82,22 @@ class BucketStore(Store):
     guard: Guard | None = field(default=None, compare=False)
     disk: DiskCache | None = field(default=None, compare=False)  # keeps what was read
 
-    # Reading. A fetch passes get, _fetch, _send and with_retries on its way to obstore.
+    # Reading. A fetch passes get, _send and with_retries on its way to obstore.
 
     def get(self, path: str, etag: str = "") -> bytes:
-        if self.disk is None:
-            return self._fetch(path, etag)
-        name = "\0".join([self.cloud.endpoint_url or "", self.url, path, _normalized(etag)])
-        return self.disk.get(name, lambda: self._fetch(path, etag))
-
-    def _fetch(self, path: str, etag: str) -> bytes:
         def request(client: ObjectStore) -> tuple[str | None, bytes]:
             result = client.get(path)
             return result.meta["e_tag"], bytes(result.bytes())  # here, so that a body that breaks off is retried
 
-        received_etag, content = self._send(path, request)
-        if etag and received_etag and _normalized(received_etag) != _normalized(etag):
-            raise ObjectChanged(f"{self.url}/{path}")
-        return content
+        def fetch() -> bytes:
+            received_etag, content = self._send(path, request)
+            if etag and received_etag and _normalized(received_etag) != _normalized(etag):
+                raise ObjectChanged(f"{self.url}/{path}")
+            return content
+
+        if self.disk is None:
+            return fetch()
+        return self.disk.get("\0".join([self.cloud.endpoint_url or "", self.url, path, _normalized(etag)]), fetch)
 
     def _send(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
         """Call ``operation`` with retries, and once more with new credentials if these are refused.

@@ -1,19 +1,14 @@
-"""A local batch on the device, whole and in microbatches, and the batches of an epoch."""
+"""A batch as a loop gets it, whole and in microbatches, and the batches of an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from raytrain.data.blocks import LocalBatch
 from raytrain.training import local_images
-from raytrain.training.augment import Augment
 from raytrain.training.local_images import LocalImages
 
 
@@ -99,75 +94,3 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
-
-
-HostTensors = Sequence[Tensor]
-"""Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1.
-
-Images that a device has decoded are on the device.
-"""
-
-
-def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
-    """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
-
-    For a GPU this copies them, which takes so long that the thread that reads ahead had better do it. Images that the
-    device has decoded are there already.
-    """
-    arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
-    tensors = [
-        array if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        for array in arrays
-    ]
-    if device.type != "cuda":
-        return tensors
-    with torch.cuda.device(device):  # in a thread that knows of no device, the first one would be used
-        return [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
-
-
-def to_batch(
-    local: LocalBatch,
-    augment: Augment,
-    device: torch.device,
-    *,
-    training: bool,
-    label_sets: Tensor | None = None,
-    tensors: HostTensors | None = None,
-) -> Batch:
-    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there.
-
-    ``label_sets``, (K, C) of 0 and 1, says which classes belong to each label; None if a label is a class. ``tensors``
-    are those of :func:`on_host`, if they have been made before.
-    """
-    images, labels, samples = _to_device(tensors or on_host(local, augment, device), device)
-    step, epoch = local.batch.step, local.batch.epoch
-    if training:
-        draws = local.draws if len(local.draws) else _placeholder(augment)[2]
-        images = augment.train(images, draws, epoch)
-    else:
-        images = augment.evaluate(images)
-    targets = labels if label_sets is None else label_sets[labels].to(images.dtype)
-    return Batch(images, labels, targets, samples, step, epoch, len(local.labels), local.microbatch_sizes)
-
-
-def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
-    """Return images, labels and samples of the one black image that stands for an empty slice."""
-    return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
-
-
-def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
-    """Move tensors to the device. To a GPU they are copied beside what it still computes of the step before."""
-    if device.type != "cuda":
-        return [tensor.to(device) for tensor in tensors]
-    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(copying):
-        copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    computing.wait_stream(copying)
-    for copy in copies:
-        copy.record_stream(computing)  # otherwise the next copy could be written over one that is still read
-    return copies
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +14,17 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch, Prefetch
 from raytrain.data.labels.part_names import Part
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, HostTensors, on_host, to_batch
+from raytrain.training.batch import Batch
 from raytrain.training.device_decoder import DeviceDecoder
 from raytrain.training.mixup import mix_batch
 from raytrain.training.protocols import BatchSource, DecodeReporter
+
+_copy_stream = cache(torch.cuda.Stream)  # of each GPU one, on which images are copied to it
+HostTensors = Sequence[Tensor]
+"""Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1.
+
+Images that a device has decoded are on the device.
+"""
 
 
 class DeviceBatches:
@@ -84,3 +93,63 @@ class DeviceBatches:
         for local in self.source.held_out(part):
             if len(local.labels):
                 yield to_batch(local, self._augment, self._device, training=False, label_sets=self._label_sets)
+
+
+def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
+    """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
+
+    For a GPU this copies them, which takes so long that the thread that reads ahead had better do it. Images that the
+    device has decoded are there already.
+    """
+    arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
+    tensors = [
+        array if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        for array in arrays
+    ]
+    if device.type != "cuda":
+        return tensors
+    with torch.cuda.device(device):  # in a thread that knows of no device, the first one would be used
+        return [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
+
+
+def to_batch(
+    local: LocalBatch,
+    augment: Augment,
+    device: torch.device,
+    *,
+    training: bool,
+    label_sets: Tensor | None = None,
+    tensors: HostTensors | None = None,
+) -> Batch:
+    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there.
+
+    ``label_sets``, (K, C) of 0 and 1, says which classes belong to each label; None if a label is a class. ``tensors``
+    are those of :func:`on_host`, if they have been made before.
+    """
+    images, labels, samples = _to_device(tensors or on_host(local, augment, device), device)
+    step, epoch = local.batch.step, local.batch.epoch
+    if training:
+        draws = local.draws if len(local.draws) else _placeholder(augment)[2]
+        images = augment.train(images, draws, epoch)
+    else:
+        images = augment.evaluate(images)
+    targets = labels if label_sets is None else label_sets[labels].to(images.dtype)
+    return Batch(images, labels, targets, samples, step, epoch, len(local.labels), local.microbatch_sizes)
+
+
+def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return images, labels and samples of the one black image that stands for an empty slice."""
+    return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+
+def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
+    """Move tensors to the device. To a GPU they are copied beside what it still computes of the step before."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    computing.wait_stream(copying)
+    for copy in copies:
+        copy.record_stream(computing)  # otherwise the next copy could be written over one that is still read
+    return copies

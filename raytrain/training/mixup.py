@@ -39,7 +39,7 @@ def mix_batch(
         mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
             no CutMix. With both, each step draws which.
-        label_sets: see :func:`to_batch`.
+        label_sets: see :func:`~raytrain.training.device_batches.to_batch`.
 
     Raises UsageError if both are 0, or one is below 0.
     """

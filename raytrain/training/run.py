@@ -3,7 +3,7 @@
 Each worker calls the same loop with a :class:`Run` of its own, and the loop computes as on one GPU. For each batch that
 it asks for,
 
-1. ``_begin_step`` takes a local batch that was read ahead, starts the step's all-reduce (``Steps.begin``), seeds the
+1. ``_batches`` takes a local batch that was read ahead, starts the step's all-reduce (``Steps.begin``), seeds the
    random number generators, and augments and mixes the images on the device;
 2. the loop's own code runs with the batch, in the precision of the run; its gradients, batch norm and dropout ask
    which images they are of (``_begin_microbatch``), and ``log``, ``mean``, ``gather`` and ``total`` which count;
@@ -39,9 +39,9 @@ from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, Epoch, HostTensors
+from raytrain.training.batch import Batch, Epoch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
-from raytrain.training.device_batches import DeviceBatches
+from raytrain.training.device_batches import DeviceBatches, HostTensors
 from raytrain.training.gallery import Gallery
 from raytrain.training.gather import gather_rows
 from raytrain.training.logged_values import logged_fractions
@@ -245,27 +245,25 @@ class Run:
     def _batches(
         self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int
     ) -> Generator[Batch, None, None]:
-        """Yield the batches up to ``last_step``, and do what is due between two of them."""
+        """Yield the batches up to ``last_step``, augmented and mixed, and do what is due between two of them."""
         while not self.steps.is_over and self.progress.step < last_step:
-            batch = self._begin_step(local_batches)
+            # Begin the step of the next batch.
+            started = time.perf_counter()
+            with record_function(WAIT_FOR_DATA):
+                local, tensors = next(local_batches)
+            self.steps.begin(local, time.perf_counter() - started)
+            seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
+            batch = replace(self.batches.prepare(local, tensors), begin_microbatch=self._begin_microbatch)
+            del local, tensors  # the next images are read into their memory while the loop computes
+            self._begin_microbatch(batch, is_whole=True)
+            self.margins.begin(batch)
+
+            # The loop's own code runs with it, and asks for the next one.
             loop_frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             with self.models.computing(), self.steps.watch.step(batch, loop_frame, self):
                 yield batch
             if self.steps.end_batch():
                 return
-
-    def _begin_step(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]]) -> Batch:
-        """Return the next batch on the device, augmented and mixed, and begin its step."""
-        started = time.perf_counter()
-        with record_function(WAIT_FOR_DATA):
-            local, tensors = next(local_batches)
-        self.steps.begin(local, time.perf_counter() - started)
-        seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
-        batch = self.batches.prepare(local, tensors)
-        batch = replace(batch, begin_microbatch=self._begin_microbatch)
-        self._begin_microbatch(batch, is_whole=True)
-        self.margins.begin(batch)
-        return batch
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
         """Have ``microbatch``, or a whole batch, weight all that the loop computes from now on."""

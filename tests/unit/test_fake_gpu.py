@@ -30,7 +30,8 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.training import sample_margins
 from raytrain.training.augment import Augment
 from raytrain.training.augmentation import Augmentation
-from raytrain.training.batch import Batch, HostTensors, on_host
+from raytrain.training.batch import Batch
+from raytrain.training.device_batches import HostTensors, on_host
 from raytrain.training.mixup import mix_batch
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import Loss
@@ -247,8 +248,8 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_its_way: OnIt
     def copied(tensors: HostTensors, device: torch.device) -> HostTensors:
         return [each.to(device, non_blocking=True) for each in tensors]
 
-    monkeypatch.setattr("raytrain.training.batch._to_device", copied)
-    monkeypatch.setattr("raytrain.training.batch.on_host", not_pinned)
+    monkeypatch.setattr("raytrain.training.device_batches._to_device", copied)
+    monkeypatch.setattr("raytrain.training.device_batches.on_host", not_pinned)
     for method in ("to", "float"):
         monkeypatch.setattr(torch.nn.Module, method, lambda self, *place, **options: self)
 
@@ -272,8 +273,8 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
         batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.batches.source.train(0))
         steps = [HostWaits() for _ in range(3)]
         for waits in steps:
-            with waits, run.models.computing():
-                batch = run._begin_step(batches)
+            with waits, contextlib.closing(run._batches(batches, run.plan.num_steps)) as begun:
+                batch = next(begun)
                 for microbatch in batch.microbatches():
                     logits = run.models.trained[0](microbatch.images)
                     accuracy = run.accuracy(logits, microbatch)
