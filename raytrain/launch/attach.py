@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from types import CellType, FrameType, FunctionType
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +40,7 @@ from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
-from raytrain.launch.prepare import PreparedRun, TrainRequest, already_trained, check_budget, prepare, settle_options
+from raytrain.launch.prepare import PreparedRun, TrainRequest, already_trained, prepare, settle_options
 from raytrain.launch.session import RunSession
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
@@ -50,12 +50,10 @@ from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import run_store
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult
-from raytrain.runs.status import read_status
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
@@ -103,14 +101,12 @@ def attach(
         ...             optimizer.step()
         ...             run.log(loss=loss)
     """
-    request = TrainRequest(loop=_code_of(sys._getframe(1)), view=view, command="attach")  # pyright: ignore[reportPrivateUsage]
-    return _attached(config, request, trackers)
-
-
-def _code_of(frame: FrameType) -> Callable[[Run], None]:
-    """Return the code around a block of :func:`attach` as a function, which is read as a loop is, and never called."""
+    # The code around the block as a function, which is read as a loop is, and never called.
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
-    return cast(Any, FunctionType(frame.f_code, frame.f_globals, closure=closure))
+    loop = cast(Callable[[Run], None], FunctionType(frame.f_code, frame.f_globals, closure=closure))
+    request = TrainRequest(loop=loop, view=view, command="attach")
+    return _attached(config, request, trackers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +254,6 @@ def _prepare_on_first(
         if (ended := already_trained(settled)) is not None:
             _, sentence = ended
             raise UsageError(sentence)
-        if settled.resume:
-            check_budget(settled, read_status(run_store(settled.storage, settled.name or "")), f"Run {settled.name!r}")
         prepared = opened.enter_context(prepare(settled, tracked))
         _, world_size = group.rank_and_size()
         resolved = prepared.resolve(world_size, device.type, decoder_problem=lambda _: problem)

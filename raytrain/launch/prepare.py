@@ -3,7 +3,7 @@
 1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
 2. :func:`settle_options` names the run, and asks storage what few requests tell: may the run be there, are there
    images, and with which options was it started, if it resumes. After it a cluster may start.
-3. :func:`already_trained` ends a resume that has nothing to do.
+3. :func:`already_trained` ends a resume that has nothing to do, and refuses one that has spent its dollars.
 4. :func:`prepare` lists the images, which may take minutes, and makes the run this process's own.
 """
 
@@ -240,10 +240,20 @@ def check_budget(config: TrainConfig, before: RunStatus, what: str) -> None:
 def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
     """Return how a resumed run ended that would train nothing, or stop again at once, and a sentence that says so.
 
-    Return None if there is more to do.
+    Return None if there is more to do. Raise UsageError if that is so, and the dollars of ``--max-cost`` are spent.
     """
+    if not config.resume:
+        return None
     store = run_store(config.storage, config.name or "")
-    if not config.resume or not store.exists(CONFIG) or newest_checkpoint(store) is None:
+    ended = _ended_for_good(config, store)
+    if ended is None:
+        check_budget(config, read_status(store), f"Run {config.name!r}")
+    return ended
+
+
+def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str] | None:
+    """Return how a resumed run ended, and a sentence that says so; None if it would train on."""
+    if not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
     before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
     if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):

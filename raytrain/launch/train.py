@@ -26,7 +26,7 @@ from raytrain.config.values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.launch.option_checks import check_options
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
-from raytrain.launch.prepare import TrainRequest, already_trained, check_budget, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, already_trained, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
@@ -34,7 +34,7 @@ from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import SWEEP, run_store
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason, TrainResult
-from raytrain.runs.status import mark_failed, read_status
+from raytrain.runs.status import mark_failed
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
@@ -112,13 +112,10 @@ def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainRes
     while True:
         config = settle_options(config)
         # Runs of a sweep have been asked already, and a restart has work left.
-        if request.group is None and not request.restarting:
-            if (ended := already_trained(config)) is not None:
-                result, sentence = ended
-                _log.warning(sentence)
-                return result
-            if config.resume:
-                check_budget(config, read_status(run_store(config.storage, config.name or "")), f"Run {config.name!r}")
+        if request.group is None and not request.restarting and (ended := already_trained(config)) is not None:
+            result, sentence = ended
+            _log.warning(sentence)
+            return result
         try:
             return train_once(config, request)
         except CoordinatorLost as lost:
