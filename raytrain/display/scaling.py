@@ -77,11 +77,12 @@ def scaling_plots(result: SweepResult) -> RenderableType:
 def scaling_sentences(result: SweepResult) -> Iterator[Text]:
     """Yield sentences on the gain of more workers, and on how far the final values lie apart, if these are known."""
     metric = _metric(result)
+    article = "an" if metric[0] in "aeiou" else "a"
     for scaling in result.scaling:
         choice = f" with {as_typed(scaling.values)}" if scaling.values else ""
         gains = {
             "images/s": scaling.images_per_s_gain,
-            f"time to {_article(metric)} {metric} of {scaling.target or 0:.3f}": scaling.time_gain,
+            f"time to {article} {metric} of {scaling.target or 0:.3f}": scaling.time_gain,
         }
         if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
             yield Text(f"Per doubling of the workers{choice}: {', '.join(known)}.", style="bold")
@@ -173,10 +174,6 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
 def _metric(result: SweepResult) -> str:
     """Return the name of the metric that the trials are compared by, as people read it."""
     return result.scaling[0].metric.replace("_", " ")
-
-
-def _article(noun: str) -> str:
-    return "an" if noun[0] in "aeiou" else "a"
 
 
 def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:
