@@ -46,7 +46,8 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
             module = import_own_file(place)
         else:
             try:
-                module = importlib.import_module(place)
+                with _without_arguments(place):
+                    module = importlib.import_module(place)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                     raise  # the module exists, but something that it imports does not
@@ -74,8 +75,19 @@ def import_own_file(path: str | Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))
-    spec.loader.exec_module(module)
+    with _without_arguments(str(file)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _without_arguments(program: str) -> Generator[None]:
+    """Let a module of the user's read the command line of a ``program`` without arguments: this process's are ours."""
+    before, sys.argv = sys.argv, [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def own_files() -> dict[str, str]:

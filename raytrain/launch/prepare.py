@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -393,6 +394,11 @@ class PreparedRun(TrainRequest):
         if self.log is not None:
             self.log.__exit__(*exception)
         self.claim.close()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The ``sys.argv`` of the workers: that of the script whose loop this is, or of a program without arguments."""
+        return tuple(sys.argv if self.loop is not None else sys.argv[:1])
 
     def copy_log(self) -> None:
         """Copy what this process has printed, for those who follow the run: it is about to end."""

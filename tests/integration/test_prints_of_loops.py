@@ -14,14 +14,18 @@ import raytrain
 from tests.helpers.small_runs import config, make_images
 
 LOOP = """
+import argparse
 import atexit
 import sys
 
 atexit.register(print, "exits")
+parser = argparse.ArgumentParser()
+parser.add_argument("--classes", default="classes")
+words = parser.parse_args()
 
 
 def loop(run):
-    print(f"begins with {run.num_classes} classes")
+    print(f"begins with {run.num_classes}", parser.parse_args().classes, words.classes)
     for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             pass
@@ -44,7 +48,7 @@ def late(run: raytrain.Run) -> None:
 
 
 def printing(run: raytrain.Run) -> None:
-    print("begins", run.rank)
+    print(sys.argv[2], run.rank)
     atexit.register(late, run)
     file = Path(run.config.storage, f"left-open-{run.rank}").open("w")  # noqa: SIM115
     file.write("written")
@@ -59,8 +63,9 @@ def printing(run: raytrain.Run) -> None:
 @pytest.mark.usefixtures("new_agents")
 @pytest.mark.parametrize("backend", ["local", "ray"])
 def test_each_line_is_shown_with_its_worker(
-    backend: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    backend: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "--word", "begins"])  # which a loop of the script may read
     raytrain.train(config(images, tmp_path, backend=backend, epochs=1), loop=printing)
     out, err = capsys.readouterr()
     expected = [f"[worker{rank}]:{word} {rank}" for word in ("begins", "ends") for rank in (0, 1)]
@@ -88,7 +93,7 @@ def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, t
     command = [sys.executable, "-m", "raytrain", "train", "custom", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     shown = [line.partition(":")[2] for line in done.stdout.splitlines() if line.startswith("[worker0]:")]
-    assert shown == ["begins with 3 classes", "epoch 0", "epoch 1", "no line endexits"], done.stdout
+    assert shown == ["begins with 3 classes classes", "epoch 0", "epoch 1", "no line endexits"], done.stdout
     assert done.returncode == 1
     assert "[worker0]:a warning\n" in done.stderr
     assert "KeyError: 'x'" in done.stderr and "Traceback" not in done.stderr

@@ -137,6 +137,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     # neighbour has failed, and the system SIGINT once the agent has died.
     for ends_worker in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ends_worker, signal.SIG_DFL)
+    sys.argv = list(inputs.arguments)
     tempfile.tempdir = None  # what a loop keeps for itself goes where the user wants it
     # A file gets what is printed when a buffer is full, but the driver shows it at once.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)

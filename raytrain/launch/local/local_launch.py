@@ -91,6 +91,7 @@ class LocalLaunch:
                     cache=cache,
                     calls=calls.address,
                     folder=str(folder),
+                    arguments=prepared.arguments,
                     terminal=terminal_of_command() if self.num_workers == 1 and prepared.group is None else None,
                 ),
             )
@@ -140,8 +141,8 @@ class LocalLaunch:
 class WorkerInputs:
     """Images of a run's workers, and the address to which they report; all else is in the :class:`RunSpec`.
 
-    ``folder`` is a temporary one, for files of the agent and the workers. ``terminal`` is that of the command, where a
-    single worker may open a debugger.
+    ``folder`` is a temporary one, for files of the agent and the workers. ``arguments`` are ``sys.argv``, for a loop
+    that reads its options. ``terminal`` is that of the command, where a single worker may open a debugger.
     """
 
     data: Dataset
@@ -150,6 +151,7 @@ class WorkerInputs:
     cache: ImageCache
     calls: CallAddress
     folder: str
+    arguments: tuple[str, ...]
     terminal: str | None
 
 

@@ -108,6 +108,7 @@ class RayLaunch:
                 functions=self._functions,
                 module_path=tuple(sys.path),
                 threads=self._placement.threads,
+                arguments=prepared.arguments,
                 working_folder=os.getcwd() if self._cluster.own else None,
                 feeders=self._feed.feeders,
                 coordinator=coordinator,

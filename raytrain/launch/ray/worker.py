@@ -105,6 +105,7 @@ class RayWorkerInputs:
     functions: bytes  # the pickled loop and transforms of the spec, which may need modules of module_path
     module_path: tuple[str, ...]  # where the driver looks for modules: some workers have the same folders
     threads: int
+    arguments: tuple[str, ...]  # sys.argv, for a loop that reads its options
     working_folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     feeders: tuple[FeederHandle, ...]  # from which workers get what is streamed
     coordinator: CoordinatorHandle
@@ -119,6 +120,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     open_at_breakpoints(None, lambda is_open: None)
     torch.set_num_threads(inputs.threads)
+    sys.argv = list(inputs.arguments)
     if inputs.working_folder is not None:
         os.chdir(inputs.working_folder)  # a loop or a model may read files by relative paths
     missing_folders = [folder for folder in inputs.module_path if folder not in sys.path]
