@@ -235,7 +235,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     is_open = has_recipe and len(recipes) > 1
-    more = f"\n\nWithout a recipe, it is {AUTO}, or {CUSTOM} with --loop." if is_open else ""
+    more = f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}." if is_open else ""
     choice = _choice(
         subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command) + more)
         for name, command in chosen.items()

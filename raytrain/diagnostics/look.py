@@ -138,11 +138,11 @@ class LookResult:
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | None = None) -> LookResult:
-    """Look at the images that a run with these options would be trained and evaluated on. Trains and writes nothing.
+    """Look at the images that a run with these options would be trained and evaluated on. Trains and shows nothing.
 
-    No more files are read after ``limit_s`` seconds; the result says how many were. Of a run that is there, which
-    ``config`` resumes, it has the images whose labels look wrong, and ``write_labels`` is a label file to write. Raises
-    UsageError or StorageError if the data cannot be read, or no run could start with it.
+    No more files are read after ``limit_s`` seconds; the result says how many were. If ``config`` resumes a run, the
+    result has the training images whose labels look wrong to that run, and ``write_labels`` names a label file to
+    write, .csv or .parquet. Raises UsageError or StorageError if the data cannot be read, or no run could start.
 
     Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """

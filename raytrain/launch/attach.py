@@ -81,7 +81,8 @@ def attach(
 
     Args:
         config: the options. Those about processes are the launcher's: workers, device numbers, max_failures, …
-        view: called about twice a second with the run's :class:`Snapshot`, in a thread of process 0.
+        view: called about twice a second with the run's :class:`Snapshot`, in a thread of process 0; by default nothing
+            is shown.
         trackers: where else to send metrics, as for :func:`raytrain.train`.
 
     Raises:

@@ -9,9 +9,9 @@ The images come to each process as they come to a worker of a run, through the s
    processes of a machine. They are new ones, not forked: this process may have threads and a GPU in use.
 4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
 
-Listing happens when the loader is made, so that a wrong address is told at once. Meanwhile the processes that will
-decode are started, and import what they need. All else waits for the first batch: who has which rank and which device
-is often settled later, by whoever launches the processes.
+Images are listed when the loader is made, so that a wrong address is reported at once. Meanwhile the processes that
+will decode are started, and import what they need. All else waits for the first batch: who has which rank and which
+device is often settled later, by whoever launches the processes.
 """
 
 from __future__ import annotations

@@ -36,6 +36,9 @@ def mix_batch(
         batch = mix_batch(batch, run.num_classes, run.config.seed, mixup=0.2)
 
     Args:
+        batch: this worker's slice of a global batch of training images.
+        num_classes: C, the width of the new ``targets``, (m, C), which are probabilities.
+        seed: the same on all workers; ``run.config.seed`` in a loop.
         mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
             no CutMix. With both, each step draws which.

@@ -169,7 +169,10 @@ def test_the_help_lists_commands_by_purpose_and_recipes(
         main(["train", "--help"])
     out = capsys.readouterr().out
     assert [name for name in RECIPES if name not in out] == []
-    assert "Without a recipe, it is auto, or custom with --loop" in out and "(required)" not in out
+    assert (
+        "Without a recipe, the command takes auto, or, with --loop, custom." in " ".join(out.split())
+        and "(required)" not in out
+    )
 
 
 def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureFixture[str]) -> None:

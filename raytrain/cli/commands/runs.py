@@ -26,7 +26,10 @@ def runs(
     ] = (),
     sort: Annotated[
         Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"],
-        arg(help="best: by the metric of --best of each run; accuracy: the last one; of numbers, the largest first."),
+        arg(
+            help="The largest numbers first. best: the best value by each run's --best; accuracy: that of its last "
+            "evaluation."
+        ),
     ] = "heartbeat",
 ) -> CommandResult:
     """List the runs.
@@ -174,7 +177,7 @@ def logs(
     storage: Storage = "./runs",
     worker: Annotated[int | None, arg(help="Show what this worker printed, by its rank, counted from 0.")] = None,
     driver: Annotated[Flag, arg(help="Show what the process that started the run printed and logged.")] = False,
-    follow: Annotated[Flag, arg(help="Show what comes, too, until the run is over.")] = False,
+    follow: Annotated[Flag, arg(help="Go on with new lines until the run is over.")] = False,
 ) -> CommandResult:
     """Show the events of a run: starts, checkpoints, evaluations, failures; or the lines that its processes printed.
 

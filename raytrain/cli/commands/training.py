@@ -23,7 +23,10 @@ from raytrain.runs.outcome import shell_command
 RateConfig = Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)]
 TrustResumed = Annotated[
     Flag,
-    arg(help="With --resume or --config: run a stored --model and --loop even if they are code of whoever wrote them."),
+    arg(
+        help="With --resume or --config: run functions that are named there, such as --loop, even if others have "
+        "written them."
+    ),
 ]
 Watch = Annotated[Flag, arg(help="Show the run in the browser too; prints the address.")]
 
@@ -94,7 +97,9 @@ def profile(
 
 def look(
     config: TrainConfig,
-    limit_s: Annotated[float, arg(help="Seconds after which no more files are read; it says how many were.")] = 30.0,
+    limit_s: Annotated[
+        float, arg(help="Seconds after which no more files are read; the result says how many were.")
+    ] = 30.0,
     output: Annotated[str | None, arg(help="PNG file; by default NAME-look.png below --storage.")] = None,
     write_labels: Annotated[
         str | None, arg(help="With --resume: label file to write, .csv or .parquet, the most suspicious images first.")
