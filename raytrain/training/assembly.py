@@ -26,6 +26,7 @@ from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.evaluation import check_evaluation, evaluate_prepared
 from raytrain.training.gallery import Gallery
+from raytrain.training.left_behind import note_on_changes, states_of_variables
 from raytrain.training.loop_source import remember_source_lines
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -131,7 +132,12 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
         with errors_of_loop(spec, run):
             if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
                 memory.check_memory(run)
-            (spec.loop or loop.train)(run)
+            own_loop = spec.loop or loop.train
+            is_of_script = spec.loop is not None and spec.config.loop is None  # it came as a function
+            before = states_of_variables(own_loop)
+            own_loop(run)
+            if is_of_script and run.rank == 0 and (note := note_on_changes(before, states_of_variables(own_loop))):
+                run.reporter.event(Note(note))
         return run.finish()
 
 

@@ -42,6 +42,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_images(tmp_path_factory.mktemp("images"))
 
 
+SEEN: list[int] = []
+
+
 def late(run: raytrain.Run) -> None:
     time.sleep(run.rank)
     print("ends", run.rank, file=sys.stderr, end="")
@@ -58,6 +61,7 @@ def printing(run: raytrain.Run) -> None:
             pass
     time.sleep(run.rank)  # the last line of the last worker counts, too
     print("ends", run.rank)
+    SEEN.append(run.rank)
 
 
 @pytest.mark.usefixtures("new_agents")
@@ -71,6 +75,8 @@ def test_each_line_is_shown_with_its_worker(
     expected = [f"[worker{rank}]:{word} {rank}" for word in ("begins", "ends") for rank in (0, 1)]
     assert sorted(line for line in out.splitlines() if line.startswith("[")) == sorted(expected)
     assert "training on 2 workers" in out, "the run itself is shown, too"
+    assert "the loop has changed SEEN in the process of a worker" in out
+    assert SEEN == []
     assert sorted(line for line in err.splitlines() if line.startswith("[")) == sorted(expected[2:])
     assert [(tmp_path / f"left-open-{rank}").read_text() for rank in (0, 1)] == ["written"] * 2
 

@@ -1,0 +1,48 @@
+"""Variables of a script that its loop changes: in the process of a worker, so that the script does not see it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from raytrain.config.user_code import variables_of
+
+_COLLECTIONS = list, dict, set, deque, bytearray
+_VALUES = int, float, str, type(None)
+
+
+def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
+    """Return what shows a change of the variables outside of ``loop`` that it names: their value, or their length.
+
+    Those are the plain values and the collections among its global variables, the variables of a function around it,
+    the arguments of a partial function, and the attributes of the object whose method it is.
+
+    Example: ``{"history": 0}`` for a loop that calls ``history.append(...)``
+    """
+    given: dict[str, Any] = {}
+    while isinstance(loop, partial):
+        given |= loop.keywords
+        loop = loop.func
+    attributes = getattr(getattr(loop, "__self__", None), "__dict__", {})
+    of_module, of_closure = variables_of(loop)
+    variables = {**of_module, **of_closure, **given, **{f"self.{name}": value for name, value in attributes.items()}}
+    return {
+        name: len(value) if isinstance(value, _COLLECTIONS) else value
+        for name, value in variables.items()
+        if isinstance(value, (*_COLLECTIONS, *_VALUES))
+    }
+
+
+def note_on_changes(before: dict[str, object], after: dict[str, object]) -> str | None:
+    """Return a sentence on the variables whose states of :func:`states_of_variables` differ; None if none do."""
+    missing = object()
+    pairs = ((name, before.get(name, missing), state) for name, state in after.items())
+    changed = [name for name, state_before, state in pairs if state is not state_before and state != state_before]
+    if not changed:
+        return None
+    return (
+        f"the loop has changed {', '.join(changed)} in the process of a worker, and the script that started the run "
+        "does not see it; log numbers with run.log, or write a file"
+    )
