@@ -85,9 +85,10 @@ def export(
 ) -> ExportResult:
     """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
-    Weights (.safetensors) are written with a model card beside them, of the same name in .card.md: it tells the
-    classes, the preprocessing, the data's digest, the metrics, the command, and lines that use them. Their metadata
-    contain the classes as JSON under ``classes``.
+    Weights (.safetensors) are written with a model card beside them, of the same name in .card.md: it has the classes,
+    the preprocessing, the data's digest, the metrics, the command, and lines that use them. Their metadata contain the
+    classes as JSON under ``classes``. Weights of a network that raytrain has itself, such as that of the recipe digits,
+    need its code, from ``raytrain.models``.
 
     Other files are programs, preprocessing included. Such a file takes the same input as the network of
     :func:`raytrain.load`: any number of decoded images, uint8 (B, H, W, C). It returns the same logits,

@@ -246,7 +246,8 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
 def example(classifier: Classifier, file: str, suffix: str, network: str = "") -> str:
     """Return lines of Python that classify ``photo.jpg`` with the network in ``file``, without raytrain.
 
-    The scores are those of ``predict``. Weights (.safetensors) need the lines that build their ``network``.
+    The scores are those of ``predict``. Weights (.safetensors) need the lines that build their ``network``: one that
+    raytrain has itself is imported from ``raytrain.models``.
     """
     cropping, shape = classifier.cropping, classifier.shape
     values = {

@@ -405,6 +405,21 @@ def test_lines_to_copy_are_not_wrapped(
     assert capsys.readouterr().out.splitlines()[-2:] == lines
 
 
+@pytest.mark.parametrize(
+    ("line", "heading"),
+    [
+        ("import torchvision", "Without raytrain:"),
+        ("from raytrain.models import digits", "With raytrain.models alone:"),
+    ],
+)
+def test_an_export_says_whether_its_lines_need_raytrain(
+    line: str, heading: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(export=lambda *_, **__: SimpleNamespace(summary=lambda: {"output": "m.safetensors", "example": line}))
+    assert main(["export", "first", "--output", "m.safetensors"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [heading, "", line]
+
+
 def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

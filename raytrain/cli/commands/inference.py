@@ -176,8 +176,8 @@ def export(
     storage: Storage = "./runs",
     trust: Trust = False,
 ) -> CommandResult:
-    """Write a run's network into one file that works without raytrain, and check the file: a program with its
-    preprocessing, or weights with a model card.
+    """Write a run's network into one file, and check the file: a program with its preprocessing, which works without
+    raytrain, or weights with a model card.
 
     Example: raytrain export first --output first.onnx
     """
@@ -188,5 +188,6 @@ def export(
 
     document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
     # The lines are copied: a line of code is one line, however narrow the terminal is.
-    lines = Text(f"\nWithout raytrain:\n\n{document['example']}", no_wrap=True, overflow="ignore")
+    use = "With raytrain.models alone" if "from raytrain.models import" in document["example"] else "Without raytrain"
+    lines = Text(f"\n{use}:\n\n{document['example']}", no_wrap=True, overflow="ignore")
     return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)
