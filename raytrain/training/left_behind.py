@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from raytrain.config.user_code import variables_of
 
@@ -13,11 +16,18 @@ _COLLECTIONS = list, dict, set, deque, bytearray
 _VALUES = int, float, str, type(None)
 
 
-def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
-    """Return what shows a change of the variables outside of ``loop`` that it names: their value, or their length.
+@dataclass(frozen=True)
+class _Weights:
+    """State of a network: how often its parameters were written to, as torch counts it, all of them together."""
 
-    Those are the plain values and the collections among its global variables, the variables of a function around it,
-    the arguments of a partial function, and the attributes of the object whose method it is.
+    num_writes: int
+
+
+def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
+    """Return what shows a change of the variables outside of ``loop`` that it names, such as their value or length.
+
+    Those are the plain values, the collections and the networks among its global variables, the variables of a function
+    around it, the arguments of a partial function, and the attributes of the object whose method it is.
 
     Example: ``{"history": 0}`` for a loop that calls ``history.append(...)``
     """
@@ -28,11 +38,15 @@ def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
     attributes = getattr(getattr(loop, "__self__", None), "__dict__", {})
     of_module, of_closure = variables_of(loop)
     variables = {**of_module, **of_closure, **given, **{f"self.{name}": value for name, value in attributes.items()}}
-    return {
-        name: len(value) if isinstance(value, _COLLECTIONS) else value
-        for name, value in variables.items()
-        if isinstance(value, (*_COLLECTIONS, *_VALUES))
-    }
+    states: dict[str, object] = {}
+    for name, value in variables.items():
+        if isinstance(value, nn.Module):
+            states[name] = _Weights(sum(parameter._version for parameter in value.parameters()))
+        elif isinstance(value, _COLLECTIONS):
+            states[name] = len(value)
+        elif isinstance(value, _VALUES):
+            states[name] = value
+    return states
 
 
 def note_on_changes(before: dict[str, object], after: dict[str, object]) -> str | None:
@@ -42,7 +56,10 @@ def note_on_changes(before: dict[str, object], after: dict[str, object]) -> str 
     changed = [name for name, state_before, state in pairs if state is not state_before and state != state_before]
     if not changed:
         return None
+    networks = [name for name in changed if isinstance(after[name], _Weights)]
+    ways = ["raytrain.load gives it the trained network"] * bool(networks)
+    ways += ["log numbers with run.log, or write a file"] * (len(networks) < len(changed))
     return (
         f"the loop has changed {', '.join(changed)} in the process of a worker, and the script that started the run "
-        "does not see it; log numbers with run.log, or write a file"
+        f"does not see it; {'; '.join(ways)}"
     )

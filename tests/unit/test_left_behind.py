@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from raytrain.training.left_behind import note_on_changes, states_of_variables
 
@@ -43,7 +44,17 @@ def given(options: dict[str, int], limit: int) -> None:
     options["limit"] = limit
 
 
+NETWORK = torch.nn.Linear(2, 2)
+
+
+def training() -> None:
+    optimizer = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
+    NETWORK(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def nothing() -> None:
+    NETWORK(torch.ones(1, 2)).sum().backward()
     [*HISTORY, NAN, best].clear()
 
 
@@ -54,6 +65,7 @@ def nothing() -> None:
         (Trainer().train, {"self.losses"}),
         (around(), {"seen"}),
         (partial(given, options={}, limit=3), {"options"}),
+        (training, {"NETWORK"}),
         (nothing, None),
         (len, None),
     ],
@@ -68,3 +80,4 @@ def test_what_a_loop_has_changed_is_named(loop: Callable[..., Any], names: set[s
     assert note is not None
     changed = note.removeprefix("the loop has changed ").partition(" in the process of a worker")[0]
     assert set(changed.split(", ")) == names
+    assert ("raytrain.load" in note, "run.log" in note) == (names == {"NETWORK"}, names != {"NETWORK"})
