@@ -121,6 +121,11 @@ class Outcome:
 class TrainResult:
     """Result of a run; ``summary.json`` holds the same under the same names.
 
+    ``status`` is ``finished`` or ``stopped``; a run that failed raises :class:`TrainingFailed`, whose ``summary`` has
+    these fields. ``steps``, ``epochs`` and ``samples_seen`` count over all resumes; ``seconds`` is the time since the
+    run was last started or resumed. Metrics are those of the last evaluation, accuracies as fractions; None if there
+    was none.
+
     Example::
 
         result = raytrain.train(config)

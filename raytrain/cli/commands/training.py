@@ -178,7 +178,10 @@ def sweep(
     ] = True,
     target: Annotated[
         float | None,
-        arg(help="With --vary workers=1,2,4: compare the time to this value of --best; by default 5 % below the best."),
+        arg(
+            help="With --vary workers=1,2,4: compare the time to this value of --best; by default one 5 % worse than "
+            "the best."
+        ),
     ] = None,
     notify_trials: Annotated[
         Flag, arg(help="Have --notify report how each trial ends, too, not only the sweep.")
