@@ -76,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
-    sys.path.append(os.getcwd())
+    try:
+        sys.path.append(os.getcwd())
+    except FileNotFoundError:
+        print("raytrain: The current folder is gone; change to another one.", file=sys.stderr)
+        return 2
     # --debug is looked for in the words themselves: the error may be that the parser refuses them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:
@@ -167,7 +171,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         error = UsageError(
-            f"Nothing more can be written ({error.strerror}): the disk of {error.filename or 'the output'}, or that of "
+            f"Nothing more can be written ({error.strerror}): the disk of {error.filename2 or error.filename or 'the output'}, or that of "
             f"the temporary folder {tempfile.gettempdir()}, is full; make room."
         )
     if isinstance(error, RaytrainError):

@@ -7,7 +7,7 @@ with the names that a newer tyro lacks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,7 +25,7 @@ _MAX_COMMANDS = 2  # that an error names because they have an option
 
 
 @contextmanager
-def as_usage_errors(flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]) -> Generator[None]:
+def as_usage_errors(flags: Collection[str], commands_with: Callable[[str], Sequence[str]]) -> Generator[None]:
     """Raise UsageError instead of tyro's error box.
 
     ``flags`` are those that an unknown flag is compared with, ``commands_with`` gives the commands that do have it.
@@ -39,7 +39,7 @@ def as_usage_errors(flags: Iterable[str], commands_with: Callable[[str], Sequenc
 
 
 def _sentence(
-    event: events.ParseErrorEvent, flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]
+    event: events.ParseErrorEvent, flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
 ) -> str:
     """Return the sentence for a mistake in a command line, which names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
@@ -85,7 +85,7 @@ def _form(argument: ArgumentDefinition) -> str:
     return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
-def _unknown(words: Sequence[str], flags: Iterable[str], commands_with: Callable[[str], Sequence[str]]) -> str:
+def _unknown(words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]) -> str:
     """Return the sentence about the first word that is unknown; those after it may be its values."""
     if words[0] in RECIPES:
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
@@ -93,6 +93,9 @@ def _unknown(words: Sequence[str], flags: Iterable[str], commands_with: Callable
         return f"There is one argument too many: {words[0]!r}."
     name = words[0].partition("=")[0]
     others = commands_with(name)
+    if name in flags and others:
+        command = "train" if "train" in others else others[0]
+        return f"{name} is an option of a command, which comes first, as in `raytrain {command} {name} …`."
     if 0 < len(others) <= _MAX_COMMANDS:
         return f"There is no option {name} here; {' and '.join(f'`raytrain {other}`' for other in others)} " + (
             "has it." if len(others) == 1 else "have it."

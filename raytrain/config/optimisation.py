@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
@@ -185,6 +186,8 @@ def check_optimisation(options: OptimisationOptions) -> None:
     rate = options.learning_rate
     if isinstance(rate, str) and not re.fullmatch(_NUMBER + _PER_WORKER, rate):
         raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
+    if rate == math.inf:
+        raise UsageError("--learning-rate is inf; give a finite number, such as 0.1.")
     Schedule.parse(options.schedule)
     if options.max_time is not None and options.max_time_s is None:
         raise UsageError(f"--max-time is {options.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")

@@ -71,7 +71,9 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
     stated = dict.fromkeys(name for run in runs for name in names_of(storage, run))
     names = [name for name in stated if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
-        raise UsageError("raytrain compare takes two runs or more, or a sweep; `raytrain runs` lists them.")
+        raise UsageError(
+            "raytrain compare takes two runs or more, or a sweep, each named once; `raytrain runs` lists them."
+        )
     return [read_run(storage, name) for name in names]
 
 

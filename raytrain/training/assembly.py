@@ -203,6 +203,13 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
                 f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
             ) from error
 
+        # As in a script for torchrun.
+        if "initialize the default process group twice" in str(error):
+            raise UsageError(
+                f"The loop calls init_process_group ({users_line(traceback.extract_tb(error.__traceback__))}), and the "
+                "run has a process group already; leave that call out."
+            ) from error
+
         # In the first step of the built-in loop it is the network that does not fit the images.
         step = run.progress.step
         if step:

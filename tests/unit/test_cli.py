@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -682,6 +683,33 @@ def test_a_reader_that_has_seen_enough_hears_of_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_project_on_a_full_disk_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copy(source: Path, target: Path) -> None:
+        target.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    monkeypatch.setattr("raytrain.cli.commands.datasets.shutil.copyfile", copy)
+    assert main(["new", f"{tmp_path}/my project"]) == 2
+    assert capsys.readouterr().err == (
+        f"raytrain: The disk of {tmp_path}/my project is full; free space or choose another place.\n"
+    )
+    assert not [*(tmp_path / "my project").iterdir()]
+
+    monkeypatch.undo()
+    assert main(["new", f"{tmp_path}/my project"]) == 0
+    assert f"cd '{tmp_path}/my project' && " in capsys.readouterr().out
+
+
+@pytest.mark.not_quick
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from raytrain.cli.main import run; run()", "runs"]
+    line = f"rmdir {shlex.quote(str(tmp_path))}; {shlex.join(command)}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "raytrain: The current folder is gone; change to another one.\n")
 
 
 @pytest.mark.not_quick

@@ -92,7 +92,7 @@ def test_a_run_that_stopped_after_its_last_row_has_the_steps_of_its_status(stora
 
 
 def test_fewer_than_two_runs_are_refused(storage: str) -> None:
-    with pytest.raises(UsageError, match="two runs or more"):
+    with pytest.raises(UsageError, match="two runs or more, or a sweep, each named once"):
         raytrain.compare(["first"], storage=storage)
     with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean first"):
         raytrain.compare(["first", "frist"], storage=storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import asdict
 from importlib.resources import as_file, files
@@ -13,6 +14,7 @@ from tyro.conf import Positional, arg
 from raytrain.cli.command import CommandResult, Storage
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import shell_command
+from raytrain.storage.folder import explain_os_error
 from raytrain.storage.open import open_store
 
 
@@ -129,8 +131,13 @@ def new(
             raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
         open_store(folder).check_writable()
         target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            shutil.copyfile(template / name, target / name)
+        try:
+            for name in names:
+                shutil.copyfile(template / name, target / name)
+        except OSError as error:  # such as a full disk: nothing that is half written stays
+            for name in names:
+                (target / name).unlink(missing_ok=True)
+            raise explain_os_error(error, folder) from error
     command = shell_command("train.py", program="python")
-    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && {command}"
+    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {shlex.quote(folder)} && {command}"
     return CommandResult(text, {"folder": folder, "files": names})
