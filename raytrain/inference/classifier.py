@@ -231,11 +231,15 @@ def load(
     called here until it asks for its first epoch: by then it has built the network again.
 
     Args:
+        run: the run's name.
         storage: the folder or URL of the runs.
         trust: run code of the run's author that the run names: a function that builds its network, or its loop.
         loop: the loop of a run that got it as a function, ``raytrain.train(config, loop=...)``.
 
-    Raise UsageError if there is no such run, if it has no checkpoint, or if its network needs code without ``trust``.
+    Raises:
+        UsageError: there is no such run, it has no checkpoint, its network needs code without ``trust``, or that code
+            builds another network now.
+        StorageError: its storage cannot be used.
 
     Example::
 

@@ -192,10 +192,18 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
 
 
 def stop(name: str, *, storage: Location = "./runs", address: str | None = None, reason: str | None = None) -> None:
-    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
+    """Ask a run, or all trials of a sweep, to stop with a checkpoint; do not wait until they have.
 
-    Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
-    this host.
+    Args:
+        name: the name of the run or the sweep.
+        storage: where the run is stored; it looks for requests there every second.
+        address: the Ray cluster that the run, which is no sweep, trains on, to ask its coordinator at once; by default
+            the request is left in its storage alone.
+        reason: a text that the run shows as the reason of its stop; by default the name of this host.
+
+    Raises:
+        UsageError: there is no such run, or it does not train.
+        StorageError: its storage cannot be used.
 
     Example:
         >>> raytrain.stop("digits", reason="accurate enough")

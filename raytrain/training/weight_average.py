@@ -20,7 +20,9 @@ class WeightAverage:
     """Moving average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
 
     A prepared average is in the checkpoints, and the run is evaluated with it. Call :meth:`update` after each step of
-    the optimizer.
+    the optimizer. ``decay`` is the share of the average that each step keeps, at least 0 and below 1.
+
+    Raises UsageError for any other ``decay``.
 
     Example::
 

@@ -230,7 +230,7 @@ def stop(
     name: RunName,
     storage: Storage = "./runs",
     address: Annotated[
-        str | None, arg(help="Ray cluster of the run, which is asked directly; by default through --storage alone.")
+        str | None, arg(help="Ray cluster of a run, to ask it there (no sweep); by default through --storage alone.")
     ] = None,
 ) -> CommandResult:
     """Ask a run, or all trials of a sweep, to stop after writing a checkpoint.
