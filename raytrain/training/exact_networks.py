@@ -168,6 +168,7 @@ class BeforeForward:
     def __init__(self, networks: ExactNetworks | None = None) -> None:
         self.networks = networks
 
+    @torch._disable_dynamo  # pyright: ignore  # nor does it compile the functions that are called here, one by one
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.networks is not None:
             self.networks.before_forward(network, *_rows_among((*inputs, *options.values())))

@@ -410,7 +410,8 @@ def train_each(names: list[str], case: Case, folder: str) -> dict[str, tuple[Ten
 
 def right(name: str, case: Case) -> Tensors:
     plain = PlainRun(dataclasses.replace(case, options=dataclasses.replace(case.options, flip="none", translate=0)))
-    LOOPS[name](plain)
+    with torch.compiler.set_stance("force_eager"):  # what is compiled has to compute the same
+        LOOPS[name](plain)
     return [model.state_dict() for model in plain.prepared]
 
 
