@@ -63,6 +63,20 @@ REFUSED = {
     "no such run": (["--resume", "--name", "never-was"], "never-was"),
 }
 
+# Waits for each module of Ray and torch: to compile them, as a new installation does, takes seven seconds of a core.
+SLOW_IMPORTS = """
+import sys
+import time
+
+class Slow:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith(("ray.", "torch.")):
+            time.sleep(0.005)
+
+sys.meta_path.insert(0, Slow)
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -135,8 +149,9 @@ def test_bad_input_is_refused_in_a_sentence_on_ray(folder: Path, kind: str) -> N
 @pytest.mark.parametrize("kind", [pytest.param("an empty folder", marks=pytest.mark.slow), "one class"])
 def test_it_is_refused_while_imports_are_slow(folder: Path, kind: str, tmp_path: Path) -> None:
     options, says = REFUSED[kind]
-    not_compiled = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert says in refused(folder, "ray", options, **not_compiled)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    assert says in refused(folder, "ray", options, PYTHONPATH=path)
 
 
 def test_photographs_need_weights_that_can_be_had(folder: Path) -> None:
