@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import logging
@@ -71,16 +72,20 @@ def _log_level() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_process() -> Iterator[None]:
-    """Compute with one thread, as several only wait for each other with arrays this small; keep garbage collections,
-    and whatever else goes over all objects, from all that the tests have imported.
-    """
+def _quick_process() -> None:
+    """Compute with one thread, as several only wait for each other with arrays this small."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    gc.freeze()
     gc.enable()
-    yield
-    gc.unfreeze()
+    # Libraries complain of objects that exist at the very end. Pytest's own five collections come before that.
+    atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """Keep garbage collections, and whatever else goes over all objects, from all that tests before have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

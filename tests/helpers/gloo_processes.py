@@ -50,7 +50,10 @@ def forking_context() -> ForkServerContext:
     """Return what forks processes from one that has imported what they need, because the imports take seconds."""
     context = get_context("forkserver")
     context.set_forkserver_preload(
-        ["raytrain.launch.local.agent", "tests.helpers.folder_runs", "torch._dynamo", "torchvision.transforms.v2"]
+        [
+            *("raytrain.launch.local.agent", "tests.helpers.folder_runs"),
+            *("torch._dynamo", "torchvision.transforms.v2", "torchmetrics"),
+        ]
     )
     return context
 
