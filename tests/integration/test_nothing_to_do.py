@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import raytrain
+from raytrain.errors import format_count
 from raytrain.runs.outcome import StopReason
 from tests.helpers.loops_with_networks import LOOPS
 from tests.helpers.small_runs import config
@@ -44,7 +45,8 @@ def test_a_run_that_an_option_has_stopped_waits_for_another_value_of_it(
     before = documents(tmp_path)
     again = raytrain.train(config(images, tmp_path, resume=True, **{**options, "epochs": 5}, **{option: value}))
     assert (again.steps, again.status, again.stop_reason) == (first.steps, "stopped", first.stop_reason)
-    assert f"was stopped by --{option} {value} after {first.epochs:g} epochs: there is nothing to do" in caplog.text
+    after = format_count(first.epochs, "epoch")
+    assert f"was stopped by --{option} {value} after {after}: there is nothing to do" in caplog.text
     assert f"give another --{option}, or none, to train on" in caplog.text
     assert documents(tmp_path) == before
     more = raytrain.train(config(images, tmp_path, resume=True, **options, **{option: other}))

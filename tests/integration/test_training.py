@@ -259,7 +259,7 @@ def test_too_many_bad_images_end_the_run_with_a_checkpoint(
     ("options", "sentence"),
     [
         ({"workers": 9}, "--workers is 9, and the cluster has 2 CPUs"),
-        ({"device": "cuda"}, "have no GPU"),
+        ({"device": "cuda"}, "there is no GPU"),
         ({"worker_load": (1.0, 1.0, 1.0)}, "3 numbers for 2 workers"),
         ({"data": ""}, "--data is missing"),
         ({"model": "resnet1"}, "--model resnet1"),
