@@ -124,11 +124,13 @@ ON_RAY = [
 ]
 
 
-# These are refused when the options are read: the command does not get as far as a backend. They are asked once, on
-# Ray.
+# These are refused by the options alone: the command does not get as far as a backend. They are asked once, on Ray.
 OF_OPTIONS = (
     *("a bad number", "a negative seed", "a seed of many digits", "a variable that is not set"),
     *("no such policy", "a mistake in a file of options", "an option twice", "a warm-up longer than the run"),
+    *("no such network", "no such loop", "a name in a loop", "a number as a loop", "a loop without its function"),
+    *("no such weights", "an address of mail", "a GPU that decodes, without a GPU", "a metric that is not measured"),
+    *("a run without a name", "no such run"),
 )
 # As are weights that cannot be had, which the photographs below need without Ray; each time torchvision is imported.
 WITHOUT_RAY = [kind for kind in REFUSED if kind not in (*OF_OPTIONS, "weights of torchvision")]
