@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 
+import raytrain
 from raytrain.demo.demo import render_digits
+from raytrain.errors import RaytrainError
+from raytrain.recipes import digits
 from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
 
@@ -94,20 +98,28 @@ def test_who_quits_the_debugger_ends_the_run(folder: Path) -> None:
     assert "its loop was left in a debugger" in str(errors) and "Traceback" not in str(errors)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--backend", "local", "--workers", "1"],
-        ["--backend", "local", "--workers", "2"],
-        pytest.param(["--address", "local", "--workers", "1"], marks=pytest.mark.slow),
-    ],
-)
-def test_where_there_is_no_terminal_a_sentence_says_what_it_needs(folder: Path, options: list[str]) -> None:
-    name = "-".join(options).strip("-")
+NO_TERMINAL = "breakpoint() in the loop (loop.py, line 12: `breakpoint()`) needs a terminal and a single worker"
+WHERE = "in a terminal with --backend local --workers 1"
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_where_there_is_no_terminal_a_sentence_says_what_it_needs(folder: Path, backend: str) -> None:
+    words = ["--backend", "local"] if backend == "local" else ["--address", "local"]
     done = subprocess.run(
-        command(name, *options), cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=200
+        command(f"on-{backend}", *words, "--workers", "1"),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=200,
     )
-    sentence = "breakpoint() in the loop (loop.py, line 12: `breakpoint()`) needs a terminal and a single worker"
-    assert sentence in done.stderr.decode(), done.stderr.decode()
-    assert "in a terminal with --backend local --workers 1" in done.stderr.decode()
-    assert done.returncode != 0 and b"Traceback" not in done.stderr
+    said = done.stderr.decode()
+    assert NO_TERMINAL in said and WHERE in said, said
+    assert done.returncode != 0 and "Traceback" not in said
+
+
+def test_it_says_so_with_several_workers(folder: Path) -> None:
+    data = {"data": f"{folder}/digits/train", "test_data": f"{folder}/digits/test", "storage": f"{folder}/runs"}
+    options: dict[str, Any] = {**data, "name": "two", "loop": f"{folder}/loop.py:train", "max_steps": 3}
+    with pytest.raises(RaytrainError, match=re.escape(NO_TERMINAL)) as raised:
+        raytrain.train(digits(**options, device="cpu", backend="local", workers=2))
+    assert WHERE in str(raised.value)

@@ -23,7 +23,6 @@ from raytrain.runs.documents import EVALUATION, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
-from raytrain.trackers.mlflow import MLflowTracker
 from raytrain.trackers.prometheus import PrometheusTracker
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep
 from raytrain.trackers.wandb import WandbTracker
@@ -156,6 +155,8 @@ def test_mlflow_takes_odd_values_long_names_and_many_rows(store: Store, mlflow: 
 def test_trials_that_make_the_experiment_at_the_same_time_share_it(
     store: Store, mlflow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from raytrain.trackers.mlflow import MLflowTracker  # deferred: each process of the tests collects this module
+
     [place] = tracked(store, ["mlflow"], step_rows(1, 2))
     find, answers = type(mlflow).get_experiment_by_name, [None]
     monkeypatch.setattr(  # as if it were made right after the question
@@ -200,6 +201,8 @@ def test_mlflow_groups_the_trials_of_a_sweep_by_a_tag(store: Store, mlflow: Any)
 
 
 def test_a_tag_of_mlflow_stops_a_run_and_not_its_resume(store: Store, mlflow: Any) -> None:
+    from raytrain.trackers.mlflow import MLflowTracker  # deferred: each process of the tests collects this module
+
     tracker = MLflowTracker(TrackedRun("first", store))
     assert not tracker.stop_requested()
     mlflow.set_tag(tracker.run_id, "raytrain.stop", "True")
