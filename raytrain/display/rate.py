@@ -29,7 +29,7 @@ def rate_page(result: RateResult, picture: str) -> RenderableType:
     if rate is not None:
         suggested = float(np.log10(rate))
         loss = float(np.interp(suggested, rates, result.smoothed))
-        lines.append(Series(f"at {rate:g}, suggested:", "yellow", [suggested], [loss], mark="●"))
+        lines.append(Series(f"at the suggested rate {rate:g}", "yellow", [suggested], [loss], mark="●"))
     first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
     about = {
         "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",
