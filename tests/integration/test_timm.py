@@ -1,4 +1,7 @@
-"""timm's networks: which are built or refused, which head they have, and the same training on any number of workers."""
+"""timm's networks: which are built or refused, which head they have, and the same training on any number of workers.
+
+timm is imported where it is used: each process of the tests collects this module.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 import raytrain
@@ -86,6 +87,8 @@ def options(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "levit_128s"])
 @pytest.mark.parametrize("num_classes", [5, 7])
 def test_all_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path, name: str, num_classes: int) -> None:
+    import timm
+
     settings = options(model=f"timm:{name}", weights=str(tmp_path / "weights.pt"), image_size=(224, 224))
     before = timm.create_model(name, num_classes=5).state_dict()
     torch.save(before, tmp_path / "weights.pt")
@@ -134,6 +137,8 @@ def test_default_weights_decide_on_the_preprocessing_as_far_as_the_options_leave
 
 def cached_weights(folder: Path) -> dict[str, Tensor]:
     """Weights where Hugging Face's client keeps what it has downloaded."""
+    import timm
+
     model = timm.create_model("test_vit")
     repository = folder / "hub" / "models--timm--test_vit.r160_in1k"
     (repository / "refs").mkdir(parents=True)
@@ -189,11 +194,15 @@ def test_weights_that_timm_lacks_or_cannot_download_are_reported(
 
 def dropping_efficientnet(num_classes: int, channels: int) -> nn.Module:
     """A network with timm's DropPath, and its batch norm that ends with an activation."""
+    import timm
+
     return timm.create_model("test_efficientnet", num_classes=num_classes, in_chans=channels, drop_path_rate=0.5)
 
 
 def dropping_vit(num_classes: int, channels: int) -> nn.Module:
     """A network with timm's DropPath and dropout in its head, in its blocks, and behind the positions."""
+    import timm
+
     rates: dict[str, Any] = {"drop_rate": 0.3, "drop_path_rate": 0.5, "proj_drop_rate": 0.2, "pos_drop_rate": 0.1}
     return timm.create_model("test_vit", num_classes=num_classes, in_chans=channels, img_size=32, **rates)
 
@@ -207,6 +216,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["sync", "aggregate", "frozen"])
 def test_batch_norm_stays_followed_by_its_activation(kind: Literal["sync", "aggregate", "frozen"]) -> None:
+    from timm.layers.norm_act import BatchNormAct2d
+
     plain = BatchNormAct2d(4, act_layer=nn.SiLU)
     copied = copy.deepcopy(plain).train(kind != "frozen")
     ours = batchnorm.freeze(plain) if kind == "frozen" else batchnorm.convert(plain, kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import timm.optim
 from torch import nn
 
 from raytrain.config import ResolvedConfig, TrainConfig
@@ -29,6 +28,8 @@ def rates(model: nn.Module, **given: Any) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
 def test_every_parameter_learns_at_the_rate_that_timm_gives_it(name: str) -> None:
+    import timm.optim  # deferred: each process of the tests collects this module
+
     model = build_model(f"timm:{name}", 5, 3, 0)
     ours = rates(model, optimizer="adamw", weight_decay=0.05, decay_norms_and_biases=False)
     groups = timm.optim.param_groups_layer_decay(model, 0.05, layer_decay=0.75)  # pyright: ignore[reportPrivateImportUsage]
