@@ -171,7 +171,8 @@ def _print_error(error: Exception, as_json: bool) -> int:
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         error = UsageError(
-            f"Nothing more can be written ({error.strerror}): the disk of {error.filename2 or error.filename or 'the output'}, or that of "
+            f"Nothing more can be written ({error.strerror}): the disk of "
+            f"{error.filename2 or error.filename or 'the output'}, or that of "
             f"the temporary folder {tempfile.gettempdir()}, is full; make room."
         )
     if isinstance(error, RaytrainError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from contextlib import suppress
@@ -28,6 +29,7 @@ from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
 from raytrain.storage.store import Store
 
+_log = logging.getLogger(__name__)
 BALANCED = "balanced"
 _NUM_MEASURED_IMAGES = 1024
 _EVALUATION_BATCH_PER_WORKER = 250
@@ -166,6 +168,19 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
             tables |= {part: table_by_pattern(stores[part], config.label_pattern, columns, bad) for part in stores}
         manifests = labelled_parts(config, stores, tables)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
+
+    # A folder that is given twice is a slip, or a first try. Parts of one folder have labels or folders that say so.
+    for part in HELD_OUT:
+        if part in stores and stores[part].url == stores["train"].url:
+            trained = set(train.keys.to_pylist())
+            held_out = manifests.get(part, validation)  # if it is the only one, it is for validation
+            num_trained = sum(key in trained for key in held_out.keys.to_pylist())
+            if num_trained:
+                _log.warning(
+                    "%s of %s %s images are trained on, too, as --%s-data is the folder of --data: they say nothing of "
+                    "how the network does on others.",
+                    *(f"{num_trained:,}", f"{len(held_out):,}", part, part),
+                )
 
     format = evaluation_format(config)
     mean, std = config.mean, config.std

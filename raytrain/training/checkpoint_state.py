@@ -173,9 +173,9 @@ class CheckpointState:
             )
 
     @property
-    def has_optimizers(self) -> bool:
-        """True once an optimizer is prepared."""
-        return bool(self._groups)
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are prepared."""
+        return list(self._groups)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether checkpoints hold the state of ``optimizer``, or that of something around it."""

@@ -81,7 +81,7 @@ _STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear ones, if they are o
 _COMPARISONS = {
     *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
     *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
-    *("sort", "argsort", "topk", "cumsum", "prod"),
+    *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
 }
 _PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
 _LINEAR = {

@@ -52,7 +52,7 @@ def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
     """Return the error for a ``name`` that is none of those ``known`` to torchvision."""
     return UsageError(
         f"--model {name} is no classifier of torchvision{did_you_mean(name, known)}; give your own as "
-        "package.module:function, or one of timm's as timm:NAME."
+        "file.py:function or package.module:function, or one of timm's as timm:NAME."
     )
 
 

@@ -54,6 +54,9 @@ class OptimizerSteps:
     ) -> None:
         self.has_stepped = False  # since the loop got its batch
         self.learning_rates: list[float | Tensor] = []  # of the groups of the optimizers that have
+        self.num_waiting: dict[Optimizer, int] = {}  # batches for which gradients of an optimizer wait for its step
+        self._stepped: set[int] = set()  # IDs of the parameters that an optimizer has stepped since then
+        self._gradients: dict[Optimizer, dict[int, tuple[int, int]]] = {}  # ID and version, after the last batch
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
         self._step: int | None = None  # that of the batch, counted from 0
@@ -68,7 +71,26 @@ class OptimizerSteps:
         """Follow the optimizers through the batch of ``step``, counted from 0."""
         self._step = step
         self.has_stepped = False
+        self._stepped.clear()
         self.learning_rates.clear()
+
+    def end(self) -> None:
+        """Note, after a batch, which of several optimizers have gradients that wait for a step in a later batch.
+
+        They do if they have changed and no optimizer has stepped their parameters, as in a loop whose optimizers step
+        at different paces: a checkpoint would lose them.
+        """
+        if len(self._state.optimizers) < 2:
+            return
+        for optimizer in self._state.optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = {id(each): (id(each.grad), each.grad._version) for each in parameters if each.grad is not None}
+            before = self._gradients.get(optimizer, {})
+            left = [number for number in gradients if number not in self._stepped]
+            has_changed = any(gradients[number] != before.get(number) for number in left)
+            number = self.num_waiting.get(optimizer, 0)
+            self.num_waiting[optimizer] = number + 1 if left and (number or has_changed) else 0
+            self._gradients[optimizer] = gradients
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Prepare a step of ``optimizer``, of which torch's hook says the arguments, and return others or None."""
@@ -120,6 +142,7 @@ class OptimizerSteps:
         """Note a step of ``optimizer``; torch calls this after each step of each optimizer."""
         if self._step is not None and self._trains(optimizer):
             self.has_stepped = True
+            self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
             torch.set_autocast_enabled(self._worker.device.type, self._autocast_before.pop())
 
     def _trains(self, optimizer: Optimizer) -> bool:

@@ -310,6 +310,7 @@ class Steps:
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         self._num_steps_done += 1
         self._num_accumulated = 0 if self.optimizers.has_stepped else self._num_accumulated + 1
+        self.optimizers.end()
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             epoch = epoch_of(step, self._plan.steps_per_epoch)
             self.metrics.close_row(step, epoch, self.optimizers.learning_rates)
@@ -395,8 +396,9 @@ class Steps:
         """Write the checkpoint that is due, and stop if that was requested, unless gradients are being added up."""
         if self._due is Due.NOTHING:
             return
-        has_optimizers = self._state.has_optimizers or self._num_accumulated < self._num_steps_done
+        has_optimizers = bool(self._state.optimizers) or self._num_accumulated < self._num_steps_done
         adds_up = has_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
+        adds_up = adds_up or any(0 < number < _MOST_ACCUMULATED for number in self.optimizers.num_waiting.values())
         if adds_up and self.progress.step < self._plan.num_steps:
             return
         self._flush_metrics()  # a run that resumes from this checkpoint never records the step again

@@ -155,6 +155,11 @@ def after_a_step(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(torch.func.functional_call(model, moved, (batch.images.flip(3),)), batch.labels)
 
 
+def counted(model: nn.Module, batch: Any) -> Tensor:
+    weights = 1 / torch.bincount(batch.labels, minlength=4).clamp(min=1)
+    return (weights[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")).mean()
+
+
 def hardest(model: nn.Module, batch: Any) -> Tensor:
     losses = F.cross_entropy(model(batch.images), batch.labels, reduction="none")
     return losses.topk(max(1, len(losses) // 2)).values.mean()
@@ -181,6 +186,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a product of losses": (by_steps(lambda m, b: entropy(m, b) * m(b.images).square().mean(), mlp), "run.gather("),
     "a gradient in the loss": (by_steps(invariant, mlp), "run.gather("),
     "a step in the loss": (by_steps(after_a_step, mlp), "run.gather("),
+    "counts of classes": (by_steps(counted, mlp), "run.gather("),
     "the hardest images": (by_steps(hardest, mlp), "run.gather("),
     "the largest number": (by_features(lambda z, y: (z / z.detach().abs().max()).square().mean()), "run.gather("),
     "a sum": (by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp), "is a sum"),

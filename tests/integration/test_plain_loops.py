@@ -365,6 +365,72 @@ def by_hand(run: Any) -> None:
                     each.grad = None
 
 
+def two_paces(run: Any) -> None:
+    """The head steps with each batch, the rest with each second one."""
+    model = run.prepare(Normed())
+    slow = run.prepare(SGD([*model.body.parameters(), *model.block.parameters()], lr=0.05, momentum=0.9))
+    fast = run.prepare(Adam(model.head.parameters(), lr=0.01))
+    for epoch in run.epochs():
+        for batch in epoch:
+            entropy(model, batch).backward()
+            fast.step()
+            fast.zero_grad()
+            if batch.step % 2:
+                slow.step()
+                slow.zero_grad()
+
+
+def clipped_by_image(run: Any) -> None:
+    """Each image's gradient is clipped by itself, without a backward, as for differential privacy."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+
+    def loss_of(weights: dict[str, Tensor], pixels: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (pixels[None],)), label[None])
+
+    for epoch in run.epochs():
+        for batch in epoch:
+            weights = {name: weight.detach() for name, weight in model.named_parameters()}
+            by_image = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(weights, batch.images, batch.labels)
+            norms = torch.stack([each.flatten(1).norm(dim=1) for each in by_image.values()]).norm(dim=0)
+            shares = (0.5 / norms).clamp(max=1)
+            for name, weight in model.named_parameters():
+                weight.grad = run.gather(torch.einsum("b,b...->b...", shares, by_image[name])).mean(0)
+            optimizer.step()
+
+
+def projected(run: Any) -> None:
+    """Two tasks, each without what is opposite to the other one's gradient."""
+    model = run.prepare(Normed())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    trained = [each for name, each in model.named_parameters() if "spare" not in name]
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            gradients: list[list[Tensor]] = []
+            for loss in (F.cross_entropy(logits, batch.labels), -logits.softmax(1).square().sum(1).mean()):
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                gradients.append([each.grad.clone() for each in trained])
+            product, size = (sum((a * b).sum() for a, b in zip(one, gradients[1], strict=True)) for one in gradients)
+            for each, first, second in zip(trained, *gradients, strict=True):
+                each.grad = first + second - (product / size if product < 0 else 0) * second
+            optimizer.step()
+
+
+def several_at_once(run: Any) -> None:
+    """With a loss of other data, which all workers have alike."""
+    model = run.prepare(Normed())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    others = torch.linspace(-1, 1, STEPS * 3 * 192, dtype=torch.float64).sin().view(STEPS, 3, 192)
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            rehearsed = model.head(others[batch.step][:, :96])
+            torch.autograd.backward([entropy(model, batch), F.cross_entropy(rehearsed, torch.arange(3))])
+            optimizer.step()
+
+
 LOOPS: dict[str, Loop] = {
     "plain": by_steps(entropy),
     "label smoothing": by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, label_smoothing=0.1)),
@@ -380,6 +446,7 @@ LOOPS: dict[str, Loop] = {
             *(schedulers, one_cycle_clipped, over_two_batches, two_backwards, sharpness_aware, lbfgs, line_search),
             *(adversaries, freeze_unfreeze, averages, distilled, contrastive, weighted_mean, labels_left_out),
             *(hypergradient, changed_gradients, with_scaler, by_hand),
+            *(two_paces, clipped_by_image, projected, several_at_once),
         )
     },
 }

@@ -254,6 +254,12 @@ def test_one_folder_of_images_is_refused_with_what_to_do(tmp_path: Path) -> None
         opened(tree(tmp_path / "a", "data/train/images", "data/val/images"))
 
 
+def test_a_folder_of_training_images_as_test_images_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = tree(tmp_path / "a", "cat", "dog")
+    opened(data, data)
+    assert "images are trained on, too, as --test-data is the folder of --data" in caplog.text
+
+
 def test_masks_beside_training_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tree(tmp_path / "a", "train/images", "train/masks", "val/images", "val/masks"))
     assert "masks/ in" in caplog.text and "is taken for a class of this name, beside 1 others" in caplog.text
