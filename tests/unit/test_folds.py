@@ -53,7 +53,7 @@ def test_groups_are_in_one_fold_as_a_whole(images: Path) -> None:
         assert len(held_out) == 3 * len(of_fold) and abs(len(held_out) - len(manifest) / 3) <= 3
         seen += of_fold
     assert sorted(seen) == sorted({*groups})
-    sentence = "12 folds need at least 12 groups, and the 33 images in .* are of 11 groups; take at most 11 folds"
+    sentence = "12 folds need at least 12 groups, and .* has 33 images of 11 groups; take at most 11 folds"
     with pytest.raises(UsageError, match=sentence):
         hold_out_fold(manifest, (1, 12), 0, groups)
 
