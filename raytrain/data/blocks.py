@@ -333,7 +333,8 @@ class Prefetch(Iterator[T]):
     def close(self, wait_s: float = 0.0) -> None:
         """Stop producing, and wait up to ``wait_s`` seconds for the thread; the item in production may take longer."""
         self._closed.set()
-        self._thread.join(wait_s)
+        if threading.current_thread() is not self._thread:  # which collects garbage, too, such as whoever closes this
+            self._thread.join(wait_s)
 
     def _produce(self) -> None:
         """Put items into the queue until there are no more, or nobody wants them; an exception counts as the end."""

