@@ -191,7 +191,9 @@ def failure_sentence(
     """
     failed = f"Run {config.name!r} failed: {reason.rstrip('.')}."
     if not has_checkpoint and not has_step:
-        return f"{failed} It has made no step, and nothing of it is kept: start it again as before"
+        return (
+            f"{failed} It has made no step, and nothing is kept: start it again in the same way once the reason is gone"
+        )
     kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
     with_function = f"raytrain.{command}, the same loop, name={config.name!r} and resume=True"
     how = resume_command(config, command) if loop is None else with_function

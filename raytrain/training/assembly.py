@@ -21,6 +21,7 @@ from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop, transfer
 from raytrain.training.augment import Augment
+from raytrain.training.batch import Epoch
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.device_batches import DeviceBatches
@@ -208,6 +209,13 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             raise UsageError(
                 f"The loop calls init_process_group ({users_line(traceback.extract_tb(error.__traceback__))}), and the "
                 "run has a process group already; leave that call out."
+            ) from error
+
+        # As with a loader, over which one loop is enough.
+        if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
+            raise UsageError(
+                f"The loop takes an epoch for a batch ({users_line(traceback.extract_tb(error.__traceback__))}); write "
+                "`for epoch in run.epochs():`, and in it `for batch in epoch:`."
             ) from error
 
         # In the first step of the built-in loop it is the network that does not fit the images.

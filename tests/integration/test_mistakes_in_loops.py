@@ -132,6 +132,18 @@ def takes_a_mean_before_a_batch(run: Run) -> None:
     run.mean(torch.ones(()), 1.0)
 
 
+def takes_an_epoch_for_a_batch(run: Run) -> None:
+    model, _ = prepared(run)
+    for batch in run.epochs():
+        model(batch.images)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_epoch_is_no_batch(tmp_path: Path) -> None:
+    sentence = r"takes an epoch for a batch \(test_mistakes_in_loops.py, line \d+: `model.*\); write `for epoch"
+    with pytest.raises(UsageError, match=sentence):
+        train_loop(takes_an_epoch_for_a_batch, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("loop", "call"), [(logs_before_a_batch, "run.log"), (takes_a_mean_before_a_batch, "run.mean")]
 )

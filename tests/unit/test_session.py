@@ -276,7 +276,7 @@ def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_sam
 @pytest.mark.parametrize(
     ("steps", "advice"),
     [
-        (0, "It has made no step, and nothing of it is kept: start it again as before"),
+        (0, "It has made no step, and nothing is kept: start it again in the same way once the reason is gone"),
         (1, "It has no checkpoint yet: start it again with {}"),
     ],
 )
