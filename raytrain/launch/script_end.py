@@ -43,7 +43,7 @@ def ends_as_a_script() -> Iterator[None]:
             function, args, options = registered.pop()
             try:
                 function(*args, **options)
-            except Exception:
+            except (Exception, SystemExit):
                 traceback.print_exc()
         atexit.register, atexit.unregister = register, unregister
 
