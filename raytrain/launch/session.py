@@ -294,6 +294,8 @@ class RunSession:
         if self._gathering is not None:
             self._gathering.close()
         if kind is not None:
+            with suppress(RaytrainError):  # a coordinator that has died holds the last lines back
+                self._print_lines_of_workers()
             # Interrupted: the trackers end as those of a failed run, and a run without a result gets a status.
             self._tracking.abort()
             self._picturing.close(0.0)

@@ -52,27 +52,9 @@ def train(
     trackers: Trackers = (),
     started_at: float | None = None,
 ) -> TrainResult:
-    """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
+    """Train as :func:`raytrain.train` does, which says what the arguments are; without a ``view``, show nothing.
 
-    It trains on Ray, or without Ray on this machine if ``config.backend`` is ``local``.
-
-    Args:
-        config: the options; see :class:`TrainConfig`.
-        loop: a training loop to use instead of the built-in one (``raytrain/training/loop.py``) or the one that
-            ``config`` names.
-        view: called about twice a second with the run's :class:`Snapshot`.
-        signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
-        trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
-            with the methods of :class:`raytrain.trackers.tracker.Tracker`, such as Lightning's loggers.
-        started_at: when the run's time begins, by ``time.monotonic()``; now by default.
-
-    Raises:
-        UsageError, StorageError: a setting or an input is wrong; nothing was started.
-        TrainingFailed: the run ended early; the sentence says why and how to resume.
-
-    Example:
-        >>> result = raytrain.train(TrainConfig(data="s3://bucket/images", epochs=5))
-        >>> print(result.validation_accuracy)
+    Example: ``train(config, view=lambda snapshot: print(snapshot.step))``
     """
     started_at = time.monotonic() if started_at is None else started_at
     check_options(config, loop)

@@ -169,6 +169,7 @@ def killing_its_agent(run: Run, after: int = 0) -> None:
             config = Path(run.config.storage) / run.config.name / "config.json"
             while after and not config.exists():  # a run is known some steps after it has begun
                 time.sleep(0.01)
+            print("kills its agent")
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)  # cut short: a worker ends with its agent
 
@@ -178,12 +179,16 @@ def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(dat
     assert (result.status, result.samples_seen) == ("finished", 2 * 180)
 
 
-def test_an_agent_that_is_killed_too_often_fails_the_run(data: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("new_agents")
+def test_an_agent_that_is_killed_too_often_fails_the_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = (
         r"the process that starts the workers was killed by SIGKILL\. .* checkpoint is kept: resume with .*resume=True"
     )
     with pytest.raises(raytrain.TrainingFailed, match=expected):
         raytrain.train(options(data, tmp_path, max_failures=0), loop=partial(killing_its_agent, after=4))
+    assert "[worker0]:kills its agent" in capsys.readouterr().out
     assert read_run(str(tmp_path), "run").status.status == "failed"
 
 

@@ -46,7 +46,7 @@ SEEN: list[int] = []
 
 
 def late(run: raytrain.Run) -> None:
-    time.sleep(run.rank)
+    time.sleep(run.rank)  # the last line of the last worker counts, too
     print("ends", run.rank, file=sys.stderr, end="")
 
 
@@ -59,7 +59,6 @@ def printing(run: raytrain.Run) -> None:
     for epoch in run.epochs(evaluate=dict):
         for _ in epoch:
             pass
-    time.sleep(run.rank)  # the last line of the last worker counts, too
     print("ends", run.rank)
     SEEN.append(run.rank)
 

@@ -112,6 +112,7 @@ class LocalLaunch:
         if (killed_by := self._agent.killed_by) is not None and not self._coordinator.ending().has_come:
             # The workers may still train. They end before another attempt begins, and what they have reported is kept.
             self._agent.close()
+            self._logs.show_rest()
             reason = f"the process that starts the workers was killed by {killed_by}"
             self._coordinator.event(WorkerFailed(reason))
             with suppress(RaytrainError):
