@@ -6,6 +6,7 @@ from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
 from .display.look import look as look
+from .display.sweep import sweep as sweep
 from .display.train import start as start
 from .display.train import train as train
 from .errors import RaytrainError as RaytrainError
@@ -14,7 +15,6 @@ from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
 from .experiments.find_rate import find_rate as find_rate
-from .experiments.sweep import sweep as sweep
 from .experiments.trial_results import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load

@@ -1,10 +1,12 @@
-"""A sweep as people see it: a live table or plain lines while it trains, then a table of results and a figure."""
+"""`raytrain.sweep`, and a sweep as people see it: a live table or lines while it trains, then results and a figure."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,12 +16,17 @@ from raytrain.config.user_code import names_own_function
 from raytrain.display.console import UNKNOWN, format_dollars, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
+from raytrain.display.notebook import INTERRUPT, CellOutput
 from raytrain.display.run_tables import Column, command_line, resume_heading, rows_table, status_text, try_next
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name
+from raytrain.experiments.search_space import Pruner, Sampler
+from raytrain.experiments.sweep import sweep as run_sweep
+from raytrain.experiments.sweep_session import SweepView
 from raytrain.experiments.trial_results import WAITING, SweepResult, SweepSnapshot, TrialResult
 from raytrain.experiments.trials import PLAN, as_typed, shown
+from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.outcome import StopReason, resume_command, shell_command
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from raytrain.config import TrainConfig
+    from raytrain.training.run import Run
 
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
@@ -42,18 +50,103 @@ _FEW_VALUES = 5  # up to so many values, each one is labelled
 _DECADES = 1.5  # values that span more have a logarithmic axis
 
 
+def sweep(
+    config: TrainConfig,
+    *,
+    vary: str | Sequence[str] = (),
+    trials: int | None = None,
+    sampler: Sampler | None = None,
+    pruner: Pruner | None = None,
+    folds: int | None = None,
+    early_stopping: bool = True,
+    target: float | None = None,
+    notify_trials: bool = False,
+    loop: Callable[[Run], None] | None = None,
+    view: SweepView | None = None,
+    signals: StopSignals | None = None,
+    trust: bool = False,
+) -> SweepResult:
+    """Train several runs that differ in the options of ``vary``, several at once, on the same images in memory.
+
+    Args:
+        config: the options that all trials share. ``name`` is the sweep's: its trials are the runs NAME-00, NAME-01, …
+            ``workers`` is how many workers each trial trains on, 1 by default; as many trials train at once as there
+            are GPUs for, or without GPUs as leave room for reading data. ``best`` is the metric that trials are
+            compared by. With ``resume``, trials that were stopped or failed are resumed.
+        vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
+            ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
+            stopped early, and the result has their ``scaling``.
+        trials: how many points to choose; by default every combination of values.
+        sampler: how they are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
+            one of Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, whenever a trial may start, from the results so far.
+        pruner: which of Optuna's pruners stops trials early, in place of ``early_stopping``: ``median``,
+            ``successive-halving`` or ``hyperband``.
+        folds: cross-validation: train each point ``folds`` times, each with another part of the training images for
+            validation (in equal shares of each class, and whole groups with ``group_by``), one after the other on
+            ``workers`` workers (1 if it is auto); the result has mean and deviation.
+        early_stopping: stop a trial whose value is worse than the median of the trials before it after an eighth, a
+            quarter or half of the epochs.
+        target: the value of the metric of ``best`` on the validation images to which trials on different numbers of
+            workers are timed; by default the best final one, and 5 % worse.
+        notify_trials: have ``notify`` report how each trial ends, too, and not only how the sweep does.
+        loop: a training loop to use instead of the built-in one or the one that ``config`` names.
+        view: called about twice a second with how the ``trials`` stand, and the ``dollars`` that they have cost. By
+            default, in the main thread, they are shown as by ``raytrain sweep``: as a table in a terminal or below a
+            notebook's cell, else as lines; ``lambda snapshot: None`` shows nothing.
+        signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
+        trust: with ``resume``, run also a network that is a function of the sweep's author, and that neither ``config``
+            nor ``vary`` names.
+
+    Raises:
+        UsageError, StorageError: a setting or an input is wrong; nothing was started.
+        TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
+
+    Example::
+
+        config = recipes.cifar10(data="s3://bucket/train")
+        raytrain.sweep(config, vary="learning-rate=0.01,0.1,1").best
+        raytrain.sweep(config, vary="learning-rate=log:0.01..1", trials=20, sampler="tpe", pruner="median").best
+        raytrain.sweep(config, vary="workers=1,2,4").scaling
+    """
+    # A terminal has room for one table, and other threads are somebody's who looks at their sweeps in their own way.
+    is_main = threading.current_thread() is threading.main_thread()
+    terminal = SweepTerminalView() if view is None and is_main else None
+    with terminal or nullcontext():
+        result = run_sweep(
+            config,
+            vary=vary,
+            trials=trials,
+            sampler=sampler,
+            pruner=pruner,
+            folds=folds,
+            early_stopping=early_stopping,
+            target=target,
+            notify_trials=notify_trials,
+            loop=loop,
+            view=view if terminal is None else terminal.update,
+            signals=signals,
+            trust=trust,
+        )
+        if terminal is not None:
+            terminal.finish(result)
+    return result
+
+
 class SweepTerminalView(LiveView):
     """Shows one sweep: ``with SweepTerminalView() as view``, then call ``view.update(…)`` twice a second.
 
     Args:
         console: where to print, by default standard output. If it is a terminal, the view is a live table; otherwise,
             it is a plain line whenever something changes.
+
+    Example: ``with SweepTerminalView() as view: sweep(config, vary="seed=0,1", view=view.update)``
     """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console, "reading the data, starting the trials …")
         self._printed: dict[str, tuple[str, int, float | None]] = {}
         self._plan = ""
+        self._hint = f"{INTERRUPT}s" if isinstance(self._live, CellOutput) else _HINT
         self._plan_lines = startup_lines(self._keep_plan, PLAN)
 
     def __enter__(self) -> Self:
@@ -70,7 +163,8 @@ class SweepTerminalView(LiveView):
     def update(self, snapshot: SweepSnapshot) -> None:
         """Show how all trials stand."""
         if self._live is not None:
-            self._draw(live_table(snapshot, self._console.height - _LINES_BESIDE_TRIALS, self._plan), keep=False)
+            num_rows = self._console.height - _LINES_BESIDE_TRIALS
+            self._draw(live_table(snapshot, num_rows, self._plan, self._hint), keep=False)
             return
 
         # Plain lines: one for each trial that has changed since its last one.
@@ -79,6 +173,12 @@ class SweepTerminalView(LiveView):
             if trial.status != WAITING and self._printed.get(trial.name) != state:
                 self._printed[trial.name] = state
                 self._print(_trial_line(trial))
+
+    def finish(self, result: SweepResult) -> None:
+        """Leave the table with all trials, from the best to the worst, on the screen when the view ends."""
+        if self._live is not None:
+            snapshot = SweepSnapshot(trials=tuple(result.trials), dollars=result.dollars)
+            self._draw(live_table(snapshot, len(result.trials), self._plan), keep=True)
 
 
 def _trial_line(trial: TrialResult) -> str:
@@ -99,10 +199,11 @@ def _trial_line(trial: TrialResult) -> str:
     return "  ".join(parts)
 
 
-def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "") -> RenderableType:
+def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "", hint: str = "") -> RenderableType:
     """Return a table of at most ``num_rows`` trials, the sweep's ``plan``, and how many trials have each status.
 
-    With --price, the table has the dollars of each trial, and the counts those of the whole sweep.
+    ``hint`` says how to stop the sweep. With --price, the table has the dollars of each trial, and the counts those of
+    the whole sweep.
     """
     trials = snapshot.trials
 
@@ -124,12 +225,12 @@ def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "") -> Render
         *_cost_column(chosen),
     )
 
-    # Below it, on one line each: the plan, the counts, and what Ctrl-C does.
+    # Below it, on one line each: the plan, the counts, and how to stop.
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
     if snapshot.dollars is not None:
         counts += f"; {format_dollars(snapshot.dollars)} for the whole sweep"
-    lines = (line for line in (plan, counts, _HINT) if line)
+    lines = (line for line in (plan, counts, hint) if line)
     return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines))
 
 

@@ -1,6 +1,6 @@
-"""``raytrain.sweep``: runs that differ in some options, each in a thread, several at once, on the same images.
+"""Start of a sweep: what is wrong is refused, the trials are planned, and the machines divided among them.
 
-If the number of workers is among these options, one run trains after the other and reads its images itself, as
+The trials differ in some options, and train each in a thread, several at once, on the same images. If the number of workers is among these options, one run trains after the other and reads its images itself, as
 ``raytrain.train`` would have it: their images/s are compared, and the time until they are accurate.
 """
 
@@ -58,45 +58,9 @@ def sweep(
     signals: StopSignals | None = None,
     trust: bool = False,
 ) -> SweepResult:
-    """Train several runs that differ in the options of ``vary``, several at once, on the same images in memory.
+    """Sweep as :func:`raytrain.sweep` does, which says what the arguments are; without a ``view``, show nothing.
 
-    Args:
-        config: the options that all trials share. ``name`` is the sweep's: its trials are the runs NAME-00, NAME-01, …
-            ``workers`` is how many workers each trial trains on, 1 by default; as many trials train at once as there
-            are GPUs for, or without GPUs as leave room for reading data. ``best`` is the metric that trials are
-            compared by. With ``resume``, trials that were stopped or failed are resumed.
-        vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
-            ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
-            stopped early, and the result has their ``scaling``.
-        trials: how many points to choose; by default every combination of values.
-        sampler: how they are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
-            one of Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, whenever a trial may start, from the results so far.
-        pruner: which of Optuna's pruners stops trials early, in place of ``early_stopping``: ``median``,
-            ``successive-halving`` or ``hyperband``.
-        folds: cross-validation: train each point ``folds`` times, each with another part of the training images for
-            validation (in equal shares of each class, and whole groups with ``group_by``), one after the other on
-            ``workers`` workers (1 if it is auto); the result has mean and deviation.
-        early_stopping: stop a trial whose value is worse than the median of the trials before it after an eighth, a
-            quarter or half of the epochs.
-        target: the value of the metric of ``best`` on the validation images to which trials on different numbers of
-            workers are timed; by default the best final one, and 5 % worse.
-        notify_trials: have ``notify`` report how each trial ends, too, and not only how the sweep does.
-        loop: a training loop to use instead of the built-in one or the one that ``config`` names.
-        view: called about twice a second with how the ``trials`` stand, and the ``dollars`` that they have cost.
-        signals: where stop requests come from; by default Ctrl-C, SIGTERM and SIGHUP, if this is the main thread.
-        trust: with ``resume``, run also a network that is a function of the sweep's author, and that neither ``config``
-            nor ``vary`` names.
-
-    Raises:
-        UsageError, StorageError: a setting or an input is wrong; nothing was started.
-        TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
-
-    Example::
-
-        config = recipes.cifar10(data="s3://bucket/train")
-        raytrain.sweep(config, vary="learning-rate=0.01,0.1,1").best
-        raytrain.sweep(config, vary="learning-rate=log:0.01..1", trials=20, sampler="tpe", pruner="median").best
-        raytrain.sweep(config, vary="workers=1,2,4").scaling
+    Example: ``sweep(config, vary="seed=0,1", view=lambda snapshot: print(snapshot.trials))``
     """
     started_at = time.monotonic()
     check_named(config)

@@ -1,29 +1,37 @@
-"""`raytrain.train` shows a run by itself, unless somebody else does."""
+"""`raytrain.train` and `raytrain.sweep` show what they train by themselves, unless somebody else does."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
 import raytrain
-from raytrain.monitor.snapshot import Snapshot
+from raytrain.experiments.trial_results import SweepResult
 
 
 @pytest.fixture
 def views(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The views of the runs that are started; the runs themselves would take seconds each."""
+    """The views of the runs and sweeps that are started; these themselves would take seconds each."""
     views: list[Any] = []
     monkeypatch.setattr("raytrain.display.train.launch_run", lambda config, view, **others: views.append(view))
+
+    def sweep(config: raytrain.TrainConfig, view: Any, **others: Any) -> SweepResult:
+        views.append(view)
+        return SweepResult(name="rates", status="finished", best=None, trials=(), run_dir="", seconds=1.0)
+
+    monkeypatch.setattr("raytrain.display.sweep.run_sweep", sweep)
     return views
 
 
-def test_a_run_is_shown_in_the_main_thread_unless_there_is_another_view(views: list[Any]) -> None:
-    config, shown = raytrain.TrainConfig(data="images", batch_size=8), list[Snapshot]()
-    raytrain.train(config)
-    raytrain.train(config, view=shown.append)
-    thread = threading.Thread(target=raytrain.train, args=[config])
+@pytest.mark.parametrize("train", [raytrain.train, partial(raytrain.sweep, vary="seed=0,1")])
+def test_it_is_shown_in_the_main_thread_unless_there_is_another_view(train: Any, views: list[Any]) -> None:
+    config, shown = raytrain.TrainConfig(data="images", batch_size=8), list[Any]()
+    train(config)
+    train(config, view=shown.append)
+    thread = threading.Thread(target=train, args=[config])
     thread.start()
     thread.join()
     assert callable(views[0])

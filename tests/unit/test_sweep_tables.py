@@ -103,6 +103,17 @@ def test_without_a_terminal_each_change_is_one_line() -> None:
     assert lines[1].endswith("(RuntimeError: out of memory)")
 
 
+def test_a_terminal_keeps_the_last_table_alone_without_how_to_stop() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=110, height=10, legacy_windows=False)
+    with SweepTerminalView(console) as view:
+        view.update(some_started())
+        view.finish(result())
+    *_, before, last = console.file.getvalue().split("rates-04")  # type: ignore[attr-defined]
+    seen = before[before.rindex("rates-00") :] + last
+    assert "rates-03" in seen and "4 finished, 1 failed" in seen
+    assert "Ctrl-C" not in seen and "\x1b[2K" not in last, "it is not erased"
+
+
 def result() -> SweepResult:
     done = [
         TrialResult(
