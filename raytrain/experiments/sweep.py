@@ -1,7 +1,8 @@
 """Start of a sweep: what is wrong is refused, the trials are planned, and the machines divided among them.
 
-The trials differ in some options, and train each in a thread, several at once, on the same images. If the number of workers is among these options, one run trains after the other and reads its images itself, as
-``raytrain.train`` would have it: their images/s are compared, and the time until they are accurate.
+The trials differ in some options, and train each in a thread, several at once, on the same images. If the number of
+workers is among these options, one run trains after the other and reads its images itself, as ``raytrain.train`` would
+have it: their images/s are compared, and the time until they are accurate.
 """
 
 from __future__ import annotations
