@@ -50,11 +50,13 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
 
 
 def _from_file(module: str, path: str, name: str) -> Any:
+    """Return what is called ``name`` in the file ``path``, imported under the name ``module`` as on the other side."""
     _import({module: path})
     return operator.attrgetter(name)(sys.modules[module])
 
 
 def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
+    """Return what was sent by value."""
     _import(files)  # the value may refer to them
     return pickle.loads(pickled)
 

@@ -91,16 +91,18 @@ class DataOptions:
 
 def check_data(options: DataOptions) -> None:
     """Raise UsageError if options of labels do not fit together."""
-    # Options about a label file are a mistake without one.
+    # Options about a label file are a mistake without one. Two of them also apply to what a pattern finds in names.
     for name in ("key_column", "label_column", "label_separator", "group_by"):
         files = (options.labels, options.validation_labels, options.test_labels)
-        is_of_pattern = options.label_pattern is not None and name in ("label_separator", "group_by")
-        if getattr(options, name) not in (None, ()) and files == (None, None, None) and not is_of_pattern:
+        applies_to_pattern = options.label_pattern is not None and name in ("label_separator", "group_by")
+        if getattr(options, name) not in (None, ()) and files == (None, None, None) and not applies_to_pattern:
             raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
     if options.label_pattern is not None:
         _check_pattern(options, options.label_pattern)
     elif options.group_by is not None and options.labels is None:
         raise UsageError("--group-by is for the label file of the training images; give that with --labels.")
+
+    # A held-out part without images of its own is below --data: then nothing but --labels says what is trained on.
     for part in ("validation", "test"):
         labels, data = getattr(options, f"{part}_labels"), getattr(options, f"{part}_data")
         if labels is not None and options.labels is None and data is None:
@@ -108,6 +110,8 @@ def check_data(options: DataOptions) -> None:
                 f"--{part}-labels says which images are held out, and nothing which are trained on; give --labels or "
                 f"--{part}-data, too."
             )
+
+    # The validation images are given, or a fraction of the training images, or a fold of them.
     if options.validation_data is not None and options.validation_fraction is not None:
         raise UsageError("--validation-data and --validation-fraction both say what is for validation; give one.")
     if options.validation_fold is not None:
@@ -120,6 +124,7 @@ def check_data(options: DataOptions) -> None:
         for name in ("validation_data", "validation_labels", "validation_fraction"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--validation-fold and {flag(name)} both say what is for validation; give one.")
+
     # Several classes of an image are either in one column, separated, or in one column each.
     if options.label_separator is not None and len(options.label_column) > 1:
         raise UsageError(

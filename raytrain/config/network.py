@@ -131,6 +131,9 @@ def check_network(options: NetworkOptions) -> None:
             f"--image-size is {options.image_size!r}; give a side, such as 224, height and width, or a range for "
             "images that grow from epoch to epoch, such as 128..224."
         )
+
+    # Arguments of the network: each once, and none of those that another option decides. A function of the user's own
+    # may call its arguments as it likes.
     names = [word.partition("=")[0] for word in options.model_option]
     for name, word in zip(names, options.model_option, strict=True):
         if "=" not in word or not name.isidentifier():
@@ -140,6 +143,8 @@ def check_network(options: NetworkOptions) -> None:
             raise UsageError(f"--model-option {word}: {instead}; leave it out.")
         if names.count(name) > 1:
             raise UsageError(f"--model-option gives {name} {names.count(name)} times; give it once.")
+
+    # One number per channel.
     for name in ("mean", "std"):
         value = getattr(options, name)
         if value is not None and len(value) != options.channels:

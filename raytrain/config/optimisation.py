@@ -32,7 +32,11 @@ _PER_WORKER = "/worker"
 
 
 class Schedule(NamedTuple):
-    """A schedule: its shape, piecewise's ``factor`` after each ``period`` epochs, rising's first and last ``rates``."""
+    """How the learning rate changes over the epochs.
+
+    ``piecewise`` multiplies it by ``factor`` after every ``period`` epochs. ``rising`` goes from the first of ``rates``
+    to the second.
+    """
 
     shape: Shape
     factor: float = 0.1
@@ -179,6 +183,7 @@ class OptimisationOptions:
 
 def check_optimisation(options: OptimisationOptions) -> None:
     """Raise UsageError if there is no batch size, or options of the optimizer do not fit together."""
+    # Texts are numbers per worker, such as 32/worker; the types of the options have let any text pass.
     if options.batch_size is None:
         raise UsageError("--batch-size is not given; give 128 for all workers together, or 32/worker.")
     if isinstance(options.batch_size, str) and not re.fullmatch(r"[1-9]\d*" + _PER_WORKER, options.batch_size):
@@ -188,6 +193,8 @@ def check_optimisation(options: OptimisationOptions) -> None:
         raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
     if rate == math.inf:
         raise UsageError("--learning-rate is inf; give a finite number, such as 0.1.")
+
+    # How long the network learns, and how the learning rate changes meanwhile.
     Schedule.parse(options.schedule)
     if options.max_time is not None and options.max_time_s is None:
         raise UsageError(f"--max-time is {options.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
@@ -196,6 +203,8 @@ def check_optimisation(options: OptimisationOptions) -> None:
             f"--head-epochs is {options.head_epochs} and --epochs {options.epochs}, which leaves no epoch for all "
             "layers; give fewer, or --freeze all to train the head alone."
         )
+
+    # torch's SGD raises an error of its own for Nesterov without momentum, and the other optimizers do not know it.
     if options.nesterov and (options.optimizer != "sgd" or options.momentum == 0):
         raise UsageError(
             f"--nesterov is for SGD with momentum, and --optimizer is {options.optimizer} with --momentum "
@@ -204,10 +213,10 @@ def check_optimisation(options: OptimisationOptions) -> None:
 
 
 def is_per_worker(value: object) -> bool:
-    """Return True if ``value`` is a text for each worker, such as ``32/worker``, whose number is not checked."""
+    """Return True if ``value`` is a text such as ``32/worker``. What stands before the slash may be no number."""
     return isinstance(value, str) and value.endswith(_PER_WORKER)
 
 
-def total(value: N | str, kind: type[N], num_workers: int) -> N:
+def total_of_workers(value: N | str, kind: type[N], num_workers: int) -> N:
     """Resolve a per-worker value: ``"32/worker"`` with 4 workers is 128; a plain number is returned unchanged."""
     return kind(value.removesuffix(_PER_WORKER)) * num_workers if isinstance(value, str) else value

@@ -35,7 +35,7 @@ from raytrain.config.network import (
     check_network,
     first_and_full_size,
 )
-from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
+from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total_of_workers
 from raytrain.config.values import PLACE, TEXTS, PositiveInt, check_limits, hints_of, option_field, read_values, section
 from raytrain.errors import UsageError, did_you_mean, flag, format_count
 
@@ -152,8 +152,8 @@ class TrainConfig(
         rate = self.learning_rate
         return dataclasses.replace(
             self,
-            batch_size=total(cast("int | str", self.batch_size), int, num_workers),
-            learning_rate=None if rate is None else total(rate, float, num_workers),
+            batch_size=total_of_workers(cast("int | str", self.batch_size), int, num_workers),
+            learning_rate=None if rate is None else total_of_workers(rate, float, num_workers),
         )
 
     def resolve(

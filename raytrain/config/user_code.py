@@ -82,7 +82,7 @@ def import_own_file(path: str | Path) -> ModuleType:
 
 @contextmanager
 def _without_arguments(program: str) -> Generator[None]:
-    """Let a module of the user's read the command line of a ``program`` without arguments: this process's are ours."""
+    """Show a module of the user's a command line of ``program`` alone: the arguments in sys.argv are raytrain's."""
     before, sys.argv = sys.argv, [program]
     try:
         yield
@@ -240,6 +240,7 @@ def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _can_be_pickled(value: object) -> bool:
+    """Return True if ``value`` can be sent to the workers."""
     try:
         pickle_own_code(value)
     except Exception:

@@ -35,7 +35,7 @@ from raytrain.data.plan.permutation import Int64s
 class Files:
     """Files of n images, each a part of one array, in place of an array of n decoded images.
 
-    As of such an array, ``files[rows]`` are some of them, by a slice, indices or a mask, without a copy.
+    ``files[rows]`` selects some of them by a slice, indices or a mask, as in such an array, and copies no file.
 
     Example:
         >>> files = Files(np.frombuffer(b"abcde", np.uint8), np.array([0, 2]), np.array([2, 3]))
@@ -153,6 +153,7 @@ class Buffers:
         return lend(array, partial(self._keep, array))[:size].reshape(shape)
 
     def _keep(self, array: Pixels) -> None:
+        """Take back an array that nobody has any more."""
         if len(self._free) < _MAX_FREE:
             self._free.append(array)
 
@@ -173,7 +174,7 @@ class _Lent:
         self._give_back()
 
 
-_MAX_FREE = 2  # more than those that are in use keep memory from others
+_MAX_FREE = 2  # arrays that wait for the next use: more would only keep memory from others
 
 
 class CachedBlocks:
@@ -191,6 +192,8 @@ class CachedBlocks:
         # Each block is asked for once: the places in the batch, sorted by row, fall into runs of one block.
         order = np.argsort(rows, kind="stable")
         numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
+
+        # Pixels go straight to their places in the batch. Files are collected block by block, and put in order at last.
         images: Pixels | None = None
         files: list[Files] = []
         labels = np.empty(len(draws), np.int64)
@@ -270,6 +273,7 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     remaining: Block | None = None  # of the block that the last batch ended in
     buffers = Buffers()
     for step in range(first_step, partition.plan.num_steps):
+        # Take as many rows as the batch has, from the block that the last batch ended in and from the next ones.
         batch = partition.plan.batch(step)
         pieces: list[Block] = []
         num_missing = sum(partition.microbatch_sizes(batch))

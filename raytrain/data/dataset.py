@@ -39,9 +39,9 @@ _EVALUATION_BATCH_PER_WORKER = 250
 class Dataset:
     """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1.
 
-    ``train_format`` and ``evaluation_format`` say how they are decoded: those to train on, and all others.
-    ``test`` is None if the run has two parts only: what it is measured on while it trains is no test.
-    ``stored`` is the training manifest that the run has in storage; None if it is new.
+    ``train_format`` says how the training images are decoded, ``evaluation_format`` how all others are.
+    ``test`` is None if the run has two parts only: the validation images, on which it is measured while it trains, are
+    no test. ``stored`` is the training manifest that the run has in storage; None if it is new.
     """
 
     train_store: Store
@@ -85,7 +85,7 @@ class Dataset:
         return training_plan(config, self.train)
 
     def read_by(self, config: ResolvedConfig) -> Dataset:
-        """Return the same images, decoded as a run with these options decided."""
+        """Return the same images, with the decoder and the resizer that these options have decided on."""
         return replace(self, train_format=training_format(config))
 
     def treated_as(self, config: TrainConfig) -> Dataset:
@@ -135,7 +135,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
     Raises UsageError if there are no images.
     """
-    # What the options name: stores, and label files. One of held-out images below --data is a part of that of --data.
+    # Open what the options name: the stores of the parts, and their label files. The label file of a part that has no
+    # store of its own is about images below --data, so its rows join those of --labels.
     places = {"train": config.data, "validation": config.validation_data, "test": config.test_data}
     stores: dict[Part, Store] = {
         part: open_store(places[part] or config.data) for part in PARTS if places[part] or part == "train"
@@ -182,11 +183,14 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
                     *(f"{num_trained:,}", f"{len(held_out):,}", part, part),
                 )
 
+    # Measure the mean and the deviation, unless both are given: that decodes up to 1,024 images.
     format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
         measured_mean, measured_std = measure_mean_std(stores["train"], train, format, config.seed)
         mean, std = mean or measured_mean, std or measured_std
+
+    # Held-out images may be in the store of the training images, whichever way they were found there.
     store_of = {store.url: store for store in stores.values()}
     return Dataset(
         train_store=stores["train"],

@@ -45,12 +45,11 @@ class Duplicates:
 
 
 def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplicates:
-    """Compare training images, the first of ``parts``, and held-out images, each with all others, by the MD5 of their
-    files, until ``deadline_s``.
+    """Find images whose files have the same content as a training image, until ``deadline_s`` of ``time.monotonic``.
 
-    An image whose size in bytes no other has needs no reading, and neither do objects whose entity tags are such
-    hashes, as most are in S3. ``deadline_s`` is a time of ``time.monotonic``. Raises StorageError if a store refuses or
-    cannot be reached.
+    The first of ``parts`` are the training images, the others are held out. Files are compared by their MD5. An image
+    of a size in bytes that no other has is not read, nor is an object whose entity tag is such a hash, as most are in
+    S3. Raises StorageError if a store refuses or cannot be reached.
     """
     manifests = [part.manifest for part in parts]
     ends = np.cumsum([len(manifest) for manifest in manifests])  # of the numbers of each part

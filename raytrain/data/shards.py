@@ -89,6 +89,7 @@ def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
 
 
 def _metadata(images: Manifest) -> bytes:
+    """Return what a shard of ``images`` says of itself, besides their keys, labels and contents."""
     digest = hashlib.sha256("\0".join([images.digest, *images.etags.to_pylist()]).encode())
     return json.dumps({"classes": images.classes, "images": digest.hexdigest()}).encode()
 

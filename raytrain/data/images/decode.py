@@ -102,6 +102,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
     import simplejpeg
 
     try:
+        # simplejpeg is faster than Pillow, but makes no RGB of CMYK, and knows nothing of EXIF.
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
         if colour_space in ("CMYK", "YCCK"):
             return _decode_by_pillow(data, shape, crop)
@@ -137,9 +138,10 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
 
 
 def shrink(data: bytes, shorter_side: int) -> Pixels | None:
-    """Return all of an image, upright, with a shorter side of so many pixels, uint8 (H, W, C); None if it has no more.
+    """Return the whole image, upright, with a shorter side of so many pixels, uint8 (H, W, C).
 
-    C is 1 for a grey image. Raises :class:`BadImage`, as :func:`decode` does.
+    Return None if its shorter side is no longer than that. C is 1 for a grey image. Raises :class:`BadImage`, as
+    :func:`decode` does.
     """
     crop = Crop(interpolation="bicubic")
 
@@ -214,6 +216,7 @@ def turn_upright(image: Any) -> Any:
 
 
 def _turn(image: Any, orientation: int) -> Any:
+    """Return an image of Pillow as it is upright, by the ``orientation`` that EXIF gives it."""
     from PIL import Image
 
     return image.transpose(Image.Transpose[_TRANSPOSED[orientation]]) if orientation in _TRANSPOSED else image
@@ -397,6 +400,7 @@ def _is_read_in_scans(data: bytes) -> bool:
 
 
 def _is_frame(marker: int) -> bool:
+    """Return True if a segment is a frame. Of the markers between those of frames, two are of tables, one is unused."""
     return 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)
 
 

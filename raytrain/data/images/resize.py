@@ -29,6 +29,7 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
 
     Images of Pillow are resized by Pillow, whatever the box says.
     """
+    # Pixels of which all is seen, in the size that they have, are the result.
     is_array = isinstance(image, np.ndarray)
     width, height = image.shape[1::-1] if is_array else image.size
     if is_array and (height, width) == size and box[:6] == (0, 0, width, height, height, width):
@@ -43,6 +44,7 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
         seen = image[top:bottom, left:right] if is_array else image.crop((left, top, right, bottom))
         box = box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
 
+    # Resize it. The part has whole pixels, so the resizers also get the exact edges of the box within it.
     if is_array and box.resizer == "cykooz" and box.interpolation == "bilinear":
         resized = _resize_fast(seen, box)
     else:  # Pillow; bicubic pixels of the fast resizer differ from Pillow's by 2

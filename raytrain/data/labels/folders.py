@@ -53,6 +53,7 @@ def build_manifests(store: Store) -> dict[Part, Manifest]:
 
     Raises the same as :func:`build_manifest`.
     """
+    # Packed images, and those in class folders alone, are all training images.
     packed = open_packed(store)
     if packed is not None:
         return {"train": _relabelled(packed, None)}
@@ -61,6 +62,8 @@ def build_manifests(store: Store) -> dict[Part, Manifest]:
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
         return {"train": _by_folder(files, folders, None, None)}
+
+    # The classes are those of the training images. Say which folder was taken for which part: it is a guess.
     train = _by_folder(files, folders, None, "train")
     parts: dict[Part, Manifest] = {"train": train}
     parts |= {part: _by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of}
@@ -278,10 +281,13 @@ def _problem_of_part(
     paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
 ) -> str | None:
     """Return why the images of a held-out ``folder`` have none of the training images' classes; None if they have."""
+    # Images in class folders of the same names are the usual case.
     num_direct = sum(path == (folder,) for path in paths)
     in_train, in_folder = classes_in[train], classes_in[folder]
     if not num_direct and not in_train.isdisjoint(in_folder):
         return None
+
+    # Folders of other names are other classes, unless they are called images or masks: then the images have no class.
     if not num_direct and not all(map(_BESIDE_CLASSES.fullmatch, in_folder)):
         return (
             f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {folder}/ with others, "

@@ -133,7 +133,6 @@ def _held_out_groups(
     """Hold out each group, the largest first, that brings the held-out share of the classes closer to ``fraction``."""
     names, group = np.unique(groups.astype(str), return_inverse=True)
     sizes = np.bincount(group)
-
     shares = _shares_of_groups(manifest, group, len(names))
 
     # Large groups come first: the small ones after them can make up for what is lacking.

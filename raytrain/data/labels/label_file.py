@@ -48,7 +48,6 @@ TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 _log = logging.getLogger("raytrain")
 _NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if they have train and test
 _NUMBER = re.compile(r"-?\d+(\.0)?")
-_ROWS = ("keys", "labels", "groups")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
@@ -80,6 +79,7 @@ class LabelTable:
 
     def with_parts(self, others: Mapping[Part, LabelTable]) -> LabelTable:
         """Return these rows to train on, and those of ``others`` for their parts; UsageError if an image is in two."""
+        # Each table is about one part, and no image may be in two.
         tables: dict[Part, LabelTable] = {"train": self, **others}
         for part, table in tables.items():
             is_own_part = is_training if part == "train" else is_held_out
@@ -91,8 +91,11 @@ class LabelTable:
                     f"{one.url} and {other.url} both have {format_count(len(both), 'image')}, such as {both[0]!r}; "
                     "leave each in one."
                 )
-        rows = [np.concatenate([getattr(table, name) for table in tables.values()]) for name in _ROWS]
-        keys, labels, groups = rows
+
+        # The rows of all tables, sorted by key, with the names of the parts as their splits.
+        keys, labels, groups = (
+            np.concatenate([getattr(table, name) for table in tables.values()]) for name in ("keys", "labels", "groups")
+        )
         splits = np.repeat(np.array([*tables], object), [len(table.keys) for table in tables.values()])
         order = keys.argsort()
         classes = self.classes

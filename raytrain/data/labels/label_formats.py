@@ -287,6 +287,7 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
 
 
 def _listed(rows: list[Any]) -> list[_Record]:
+    """Return a list of records as it is, and the records of a list of lists, each with a value for every column."""
     if _is_list_of(rows, list):
         names = _invented_names(rows[0])
         return [dict(zip(names, row, strict=True)) for row in rows]
@@ -326,6 +327,7 @@ def _name_classes(records: list[_Record], names: dict[str, str], label_names: Se
 
 
 def _texts_in(label: Any) -> list[str]:
+    """Return the texts of a label that is one, or a list of them, without empty ones."""
     return [text for text in (label if isinstance(label, list) else [label]) if isinstance(text, str) and text]
 
 

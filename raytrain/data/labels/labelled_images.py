@@ -57,13 +57,15 @@ def labelled_parts(
         own_table = tables.get(part)
         parts[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, parts["train"].classes)
 
-    # Images that choose a checkpoint are no test of it: of two parts, the second is for validation.
     fraction = config.validation_fraction
     if config.fold is not None and "validation" in parts:
         raise UsageError(
             "--validation-fold divides the training images, and validation images are given; move these to the "
             "training images, or omit it."
         )
+
+    # Images are held out already. Those that choose a checkpoint are no test of it, so of two parts the second one is
+    # for validation.
     if "validation" in parts or ("test" in parts and fraction is None and config.fold is None):
         if fraction is not None:
             _log.warning("--validation-fraction %g is not used: the validation images are given.", fraction)
@@ -72,6 +74,7 @@ def labelled_parts(
         if config.group_by:
             _report_divided_groups(config.group_by, [(tables.get(part, table), parts[part]) for part in parts])
     else:
+        # Hold some of the training images out: a fold of them, or a fraction.
         fraction = HELD_OUT_FRACTION if fraction is None else fraction
         groups = table.groups[table.rows_of(parts["train"])] if table is not None and config.group_by else None
         if config.fold is not None:
@@ -218,6 +221,7 @@ def labelled(
     is none of them, or there is only one class. If an image may have several, the sets of them are those of all rows.
     ``are_joined`` says that each label is the names of all classes of an image, which is reported otherwise.
     """
+    # Choose the images whose row has a label, or may have none, and of these the ones in the given splits.
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
     num_left_out = len(images) - len(chosen)
@@ -244,6 +248,7 @@ def labelled(
             _report_joined(present, table.url)
     classes = classes or present
 
+    # With one class for each image, a label is the number of the class.
     label_of = {name: label for label, name in enumerate(classes)}
     left_out = {**images.left_out, "images that the label file leaves out": num_left_out}
     about: dict[str, Any] = {"classes": classes, "left_out": left_out, "labels_digest": table.digest}
@@ -251,7 +256,8 @@ def labelled(
         labels = np.array([label_of[name] for name in names], np.int32)
         return replace(images.select(chosen), labels=labels, **about)
 
-    # A label is the number of a set of classes: set_of_row is (rows,), label_sets is (K, C) for K sets of C classes.
+    # With several classes, a label is the number of a set of them: set_of_row is (rows,), label_sets is (K, C) for K
+    # sets of C classes.
     texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)
     label_sets = np.zeros((len(texts), len(classes)), bool)
     for members, text in zip(label_sets, texts.tolist(), strict=True):

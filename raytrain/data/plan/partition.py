@@ -202,6 +202,7 @@ class CacheOrder:
         return number
 
     def _in_rows(self, rows: Int64s) -> Int64s:
+        """Return the samples that are kept in ``rows``: in the order in which the first step's epoch needs them."""
         first = self.plan.batch(self.first_step)
         return self.plan.samples_once(first.epoch, (first.start + rows) % self.plan.num_samples)
 
