@@ -249,6 +249,7 @@ def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
 
 
 def _checked(value: object, hint: Any) -> Any:
+    """Return a field of an event as a value of the type ``hint``; raise ValueError if it is none."""
     if hint is StopReason:
         return StopReason.from_json(value)
     if not matches(value, hint):

@@ -295,6 +295,7 @@ class RunMonitor:
             )
 
     def _elapsed_s(self) -> float:
+        """Return the seconds on the clock of the run: of all attempts together, as long as it has not ended."""
         if self._ended_s is not None:
             return self._ended_s
         return self._elapsed_before_s + self._clock() - self._started_at

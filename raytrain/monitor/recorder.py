@@ -146,11 +146,13 @@ class RunRecorder:
                 self._num_logged = event.number + 1
 
     def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
+        """Write how the machines are used now, and since the start of the run."""
         if self._machines is not None:
             write_machines(store, snapshot.machines)
             write_json(store, MACHINE_HISTORY, self._machines.to_json())
 
     def _replace_config(self, snapshot: Snapshot) -> None:
+        """Write the options of a run that is resumed, once its workers have started."""
         if self._unwritten is not None and snapshot.num_workers:
             write_config(self._store, self._unwritten)
             self._unwritten = None

@@ -199,7 +199,10 @@ class _GrowingLines(Generic[T]):
             self.read()
 
     def _read_piece(self) -> bytes:
-        """Return the position after the parsed rows, and the bytes that follow; none if there is no such document."""
+        """Return the last bytes that were parsed, as the document has them now, and those after them; none without it.
+
+        They differ from :attr:`_end` if the document was replaced.
+        """
         start = self._num_bytes - len(self._end)
         try:
             return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)

@@ -214,6 +214,7 @@ def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
 
 
 def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
+    """Return the options in ``config.json``; raise UsageError if it is damaged."""
     try:
         return parse_config(kind, store.get(CONFIG), lambda problem: report(f"{store.url}/{problem}"))
     except ValueError as error:

@@ -137,6 +137,7 @@ class LineFile(Generic[T]):
         return 0.0 if self._folder else max(REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
 
     def _append(self, data: bytes) -> None:
+        """Add whole lines to the end of the document."""
         # An object is written again as a whole, and a file grows.
         if self._folder is None:
             self._store.put(object_path(self._path, self._number), self._object + data)
@@ -144,7 +145,9 @@ class LineFile(Generic[T]):
             return
         if self._torn:
             self._folder.truncate(self._path, self._size_bytes)
-        self._torn = True  # how much arrives of a write that fails is not known
+
+        # A write that fails may leave any part of its bytes: the next one cuts the file to what was whole.
+        self._torn = True
         write = self._folder.append if self._size_bytes else self._store.put  # which creates the folder, too
         write(self._path, data)
         self._size_bytes += len(data)

@@ -49,7 +49,7 @@ _LINE_END = re.compile(r"[\r\n]")  # a progress bar ends its lines by \r alone
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # loggers of the log at level INFO
+_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # loggers whose INFO is in driver logs
 _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 
@@ -73,7 +73,7 @@ ShowLines = Callable[[Sequence[PrintedLine]], None]
 
 
 class LogText:
-    """The text of a log that grows: without secrets, with the beginnings of long lines, and of all that the end.
+    """The text of a growing log as it is stored: without secrets, long lines cut, and only the newest 8 MiB.
 
     A secret may arrive in two parts, or go over several lines. So the latest text is redacted anew each time; what is
     before it is settled.
@@ -116,6 +116,7 @@ class LogText:
         return (bytes(self._settled) + _encoded(redact(self._latest + self.line())))[-MAX_LOG_BYTES:]
 
     def _extend_line(self, text: str) -> None:
+        """Add ``text`` to the line that is being written, of which a bounded part is kept."""
         self._line += text[: MAX_LINE + _LONGEST_SECRET - len(self._line)]
         self._line_length += len(text)
 
@@ -238,6 +239,7 @@ class LogCopies:
                     copy.is_new = False
 
     def _follow_until_closed(self) -> None:
+        """Read the files again and again, in the thread, and copy them every few seconds."""
         interval_s = COPY_EVERY_S if self._show is None else READ_EVERY_S
         next_copy_s = time.monotonic() + COPY_EVERY_S
         while not self._closed.wait(interval_s):

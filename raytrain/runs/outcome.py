@@ -185,9 +185,9 @@ def failure_sentence(
 ) -> str:
     """Return a sentence that says why a run failed, and how to resume it.
 
-    No command can name a ``loop`` that was given as a function, or that is a block of :func:`raytrain.attach`: then it
-    says how to call ``raytrain.train``, or the ``command``. A run that has neither checkpoint nor step gives its name
-    away, so that it is started again in the way that it was started.
+    No command can name a ``loop`` that was given as a function, or that is a block of :func:`raytrain.attach`: then the
+    sentence says how to call ``raytrain.train``, or the ``command``. A run without checkpoint or step has left nothing
+    to resume, and its name is free, so it is to be started as before.
     """
     failed = f"Run {config.name!r} failed: {reason.rstrip('.')}."
     if not has_checkpoint and not has_step:

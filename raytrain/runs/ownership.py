@@ -148,6 +148,7 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         return True
 
     def _renew_until_closed(self) -> None:
+        """Renew the claim, in a thread, until it is closed or another process owns the run."""
         owned = True
         while owned and not self._closed.wait(RENEW_EVERY_S):
             with suppress(StorageError):  # storage that is out of reach may be back the next time
@@ -228,11 +229,13 @@ def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
 
 
 def _is_training(name: str, claim: Claim | None) -> UsageError:
+    """Return the error for a run that the process of ``claim`` trains."""
     where = f" (process {claim.pid} on {claim.host})" if claim else ""
     return UsageError(f"Run {name!r} is training at this moment{where}; `raytrain stop {name}` stops it.")
 
 
 def _read(store: Store) -> Claim | None:
+    """Return the claim in storage; None if nobody has owned the run. Raise UsageError if it is damaged."""
     try:
         return Claim(**json.loads(store.get(CLAIM)))
     except FileNotFoundError:

@@ -84,6 +84,7 @@ class Provenance:
         return ", ".join(parts)
 
     def _commit_text(self) -> str:
+        """Return the commit and the number of changed files, such as ``commit 1a2b3c4d5e with 2 changed files``."""
         number = len(self.changed_files)
         more = " or more" if number == MAX_CHANGED_FILES else ""
         changed = f" with {number}{more} changed {'file' if number == 1 else 'files'}" if number else ""

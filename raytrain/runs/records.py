@@ -151,6 +151,7 @@ def read_unused_options(store: Store) -> tuple[str, ...]:
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
+    """Return a line of the list of runs, by the contents of three documents, or why storage refused one."""
     # Each document by itself: what is wrong with one says nothing of the others.
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)

@@ -112,6 +112,7 @@ def _escaped(text: str) -> Iterator[str]:
 
 
 def _without_user_info(rest_of_url: str) -> str:
+    """Return a URL from its ``://`` on, with "…" in place of a user or a password."""
     # No match can reach beyond the last "@". In the text before it, an attempt that fails ends at the next slash, so
     # that the attempts of all URLs in one long word take linear time together.
     before, at, after = rest_of_url.rpartition("@")
@@ -119,6 +120,7 @@ def _without_user_info(rest_of_url: str) -> str:
 
 
 def _without_private_keys(text: str) -> str:
+    """Return ``text`` with "…" in place of each private key in PEM."""
     # One pass over the first and last lines of keys. A pattern that spans a whole key would search to the end of the
     # text for each first line that has no last line.
     pieces: list[str] = []
@@ -153,5 +155,6 @@ def printable(text: str) -> str:
 
 
 def _picture(control: re.Match[str]) -> str:
+    """Return the sign that Unicode has for a control character, such as ␛ for an escape."""
     code = ord(control[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"

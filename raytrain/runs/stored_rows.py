@@ -96,6 +96,7 @@ class RowParser:
         return rows
 
     def _learn(self, rows: Iterable[MetricRow]) -> None:
+        """Add the metrics of ``rows`` to the names of columns, up to a limit."""
         for row in rows:
             for name in row.metrics:
                 if len(self._names) < _MAX_NAMES:
@@ -127,4 +128,5 @@ def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
 
 
 def _row(document: dict[str, Any]) -> MetricRow:
+    """Return a row of a table, in which a column that the row lacks is null."""
     return MetricRow.from_json({name: value for name, value in plain(document).items() if value is not None})

@@ -270,6 +270,8 @@ class BucketStore(Store):
             except UnusableNames as error:
                 folders = []
                 objects += self._list_any_names(folder and f"{folder}/", unusable_names, error)
+
+        # What lies on the way there, then each of the branches with all that is below it.
         for listed_objects in (objects, *request_threads().map(self._list_folder, folders, repeat(unusable_names))):
             for meta in listed_objects:
                 if meta["path"] != prefix:  # consoles create an empty object as a marker for the folder itself
@@ -310,6 +312,7 @@ class BucketStore(Store):
         client.pages_are_checked = True
 
     def _list_folder(self, folder: str, unusable_names: list[str]) -> Sequence[ObjectMeta]:
+        """List all objects below ``folder``, and add names that cannot be used to ``unusable_names``."""
         objects: list[ObjectMeta] = []
 
         def resume(client: ObjectStore) -> None:
@@ -360,6 +363,7 @@ class BucketStore(Store):
         return usable
 
     def _s3_keys(self) -> Credentials | None:
+        """Return the keys for requests by boto3; None if the bucket is read without any."""
         assert isinstance(self.cloud, S3)
         keys = None if self.cloud.unsigned else require_credentials(self.credentials())
         assert keys is None or isinstance(keys, Credentials)

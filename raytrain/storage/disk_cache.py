@@ -60,6 +60,7 @@ class DiskCache:
             return content
 
     def _read(self, path: Path) -> bytes | None:
+        """Return the content of an entry; None if there is none, or a damaged one, which is removed."""
         with suppress(OSError):
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -162,6 +163,8 @@ _room = cache(_Room)  # one for each cache and process
 
 
 class _Entry(NamedTuple):
+    """A file in a cache: when the last run used it, in seconds since 1970, and what it takes on the disk."""
+
     used_at: float
     num_bytes: int
     path: str

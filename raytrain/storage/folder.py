@@ -196,12 +196,14 @@ class FolderStore(Store):
             os.rmdir(self.url)
 
     def _content(self, path: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist."""
         try:
             return self.get(path)
         except FileNotFoundError:
             return None
 
     def _check_owner(self) -> None:
+        """Raise OwnerChanged if the store has a guard, and its file names another owner."""
         if self.guard is not None:
             self.guard.check(self._content(self.guard.path), self.url)
 
@@ -251,6 +253,7 @@ class FolderStore(Store):
 
     @contextmanager
     def _explained(self, path: str) -> Generator[None]:
+        """Raise every OSError as a StorageError that says what is wrong with ``path``."""
         try:
             yield
         except OSError as error:

@@ -130,15 +130,18 @@ class Scope:
 
     def policy(self, partition: str) -> dict[str, Any]:
         """Return the session policy. ``partition`` is a part of AWS: aws, aws-cn or aws-us-gov."""
+        # Objects, to read or also to write.
         allowed = [(_READ, _buckets_and_roots(self.reads)), (_WRITE, _buckets_and_roots(self.writes))]
         objects = [
             _allow(actions, [_arn(partition, bucket, root) for bucket, root in roots])
             for actions, roots in allowed
             if roots
         ]
+
+        # Listings of the same prefixes, a statement for each bucket. Without s3:ListBucket, S3 answers that access is
+        # denied where an object does not exist. Requests for objects have no prefix, so the condition must not ask for
+        # one.
         listed = sorted({root for _, roots in allowed for root in roots})
-        # Without s3:ListBucket, S3 answers that access is denied where an object does not exist. Requests for objects
-        # have no prefix, so the condition must not ask for one.
         listings: list[dict[str, Any]] = []
         for bucket in sorted({bucket for bucket, _ in listed}):
             prefixes = [f"{_literal(root)}*" for name, root in listed if name == bucket]
@@ -205,6 +208,7 @@ def _buckets_and_roots(urls: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _allow(actions: list[str], resources: list[str], condition: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the statement of a policy that allows ``actions`` on ``resources``."""
     statement = {"Effect": "Allow", "Action": actions, "Resource": resources}
     return {**statement, "Condition": condition} if condition else statement
 

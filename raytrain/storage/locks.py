@@ -55,7 +55,7 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
                     raise
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 exclusive = waited = True
-            except OSError:
+            except OSError:  # the disk knows no locks
                 exclusive = False
             # Who held the lock may have deleted the file meanwhile, and another process made one of the same name.
             try:

@@ -188,6 +188,7 @@ class S3(Cloud):
 
 @lru_cache(maxsize=4)
 def _configured(_: object) -> S3:
+    """Return S3 as boto3 is configured; found once for each state of the configuration, for boto3 takes its time."""
     from botocore.exceptions import BotoCoreError
 
     try:

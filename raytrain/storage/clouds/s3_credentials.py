@@ -79,6 +79,7 @@ def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
 
 @lru_cache(maxsize=1)
 def _chain(_: object) -> Any:
+    """Return boto3's credentials, which renew themselves; the same ones while the configuration stays as it is."""
     return aws_session().get_credentials()
 
 
