@@ -137,6 +137,8 @@ class Archive:
                 metadata = json.loads((schema.metadata or {})[b"huggingface"])
                 classes = [str(name) for name in metadata["info"]["features"][label]["names"]]
 
+        # Read a few rows at a time. Without a column of splits, that of the images stands in for it, whose values are
+        # not used twice.
         keys = self._keys(parquet, image)
         split = self._split_column(parquet, label) or image
         row = num_empty = 0
@@ -223,7 +225,7 @@ class Archive:
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images of a tar, with a label file beside each, or else in class folders."""
         with tarfile.open(fileobj=file, mode="r:*") as tar:
-            # Read the names of all files first: a tar has no list of them.
+            # Go through all headers first: a tar has no list of its files.
             members: list[tarfile.TarInfo] = []
             suffixes: Counter[str] = Counter()  # of all files, in the tar's order
             for member in tar:
@@ -237,7 +239,6 @@ class Archive:
                     self.left_out[reason] += 1
                 else:
                     members.append(member)
-
             _check_end(tar)
 
             # An image and its label file have names that differ by their suffixes.
@@ -311,11 +312,14 @@ class Archive:
         self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
     ) -> ArchivedImages:
         """Yield the images of a tar without label files: their folders are the labels."""
+        # Leave out hidden files, but not for a hidden folder that holds all of the tar.
         named = [(str(PurePosixPath(member.name)).lstrip("/"), member) for member in images]
         shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
         reasons = [why_left_out(name[shared:].lstrip("/")) for name, _ in named]
         self.left_out.update(filter(None, reasons))
         named = [pair for pair, reason in zip(named, reasons, strict=True) if reason is None]
+
+        # The folders must be of classes, and not of parts.
         folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
             first, second, *_ = folders.folder_of.values()
@@ -374,6 +378,7 @@ def _sample_key(name: str) -> str:
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Return the content of a file, or of the one that a hard link names; raise TarError if there is none."""
     try:
         opened = tar.extractfile(member)
     except KeyError as error:  # of a link

@@ -113,6 +113,7 @@ def pack(
         dataset = ray.data.read_images("s3://photos/birds", include_paths=True).add_column("label", species)
         raytrain.pack(dataset, "s3://photos/birds-packed")
     """
+    # What is wrong with the options is said before anything is listed.
     if shorter_side is not None and not (shorter_side > 0 < quality <= 100):
         raise UsageError(
             f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "
@@ -122,6 +123,8 @@ def pack(
         check_label_pattern(label_pattern)
     if label_pattern is not None and labels is not None:
         raise UsageError("--label-pattern and --labels both say the classes of the images; give one of them.")
+
+    # A source is a place, or a data set of Ray, which has no name.
     if isinstance(source, (str, os.PathLike)):
         source, source_name = os.fspath(source), os.fspath(source)
     elif is_ray_dataset(source):
@@ -140,6 +143,8 @@ def pack(
         max_bad_fraction=max_bad_fraction,
         image_suffix=image_suffix,
     )
+
+    # Neither the source nor the destination may hold what the other one should.
     console = console or Console(stderr=True)
     packed_store = open_store(os.fspath(destination))
     with labelled_source(source, labelling) as (images_store, images), ExitStack() as opened:

@@ -111,6 +111,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
 
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
     """Return the images with the table's labels, which are their own from now on."""
+    # A shard has one label for each image: several classes become one text.
     are_joined = table.classes is not None
     if are_joined:
         texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
@@ -120,6 +121,8 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
             max(texts, key=len),
             table.url,
         )
+
+    # One split is packed at a time: training and held-out images would become one data set.
     splits = sorted(set(table.splits) - {""})
     if len(splits) > 1 and labels.split is None:
         raise UsageError(
@@ -140,6 +143,7 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     They are directly in a folder, or, as in repositories of Hugging Face's hub, in ``data`` below it. A file called
     ``label_file`` beside others is none of them.
     """
+    # A pattern names archives itself, and so does the name of one.
     files = _filesystem(source)
     if "*" in source:
         if "://" in source:  # s3fs has no sentences, and does not notice that a listing breaks off
@@ -307,6 +311,7 @@ def _write(file: Path, image: ArchivedImage, archive: str) -> None:
 
 
 def _filesystem(source: str) -> AbstractFileSystem:
+    """Return the file system in which archives are looked for: that of a bucket, or this machine's."""
     if "://" in source:
         from raytrain.storage.filesystem import filesystem  # s3fs takes a second to import
 

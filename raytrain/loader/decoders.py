@@ -187,6 +187,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._next = cycle(self._connections)
 
     def _fork(self, num_threads: int, open_readers: OpenReaders) -> Callable[[], int | None]:
+        """Fork a process of ``num_threads`` threads; return a function that waits for its end, and returns its code."""
         ours, theirs = Pipe()
 
         def serve() -> None:
@@ -233,6 +234,9 @@ class Decoders(AbstractContextManager["Decoders"]):
                 number, answer = connection.recv()
             except (EOFError, OSError):
                 break
+
+            # A report has no number. The answer to a block is an exception, or the places of files, or the shape of
+            # the pixels, each with the labels.
             try:
                 if number is None:
                     self.report(*answer)
@@ -250,8 +254,10 @@ class Decoders(AbstractContextManager["Decoders"]):
             if number is None:
                 with self._sending, suppress(OSError):
                     connection.send(_HEARD)
+
+        # The process has ended. If it was not asked to, a forked one takes this process with it.
         exit_code = wait() or 0
-        if self._broken is None:  # it was not asked to end
+        if self._broken is None:
             if exit_code < 0 and self._new_processes is None:
                 os.kill(os.getpid(), -exit_code)
             killed = exit_code < 0 and DecoderKilled(signal.Signals(-exit_code).name)
@@ -265,6 +271,7 @@ class Decoders(AbstractContextManager["Decoders"]):
             self._reporter.skip(skipped)
 
     def _fail(self, error: Exception) -> None:
+        """Give ``error`` to whoever waits for a block, or asks for one from now on."""
         self._broken = error
         with suppress(KeyError):  # all are gone, of which other threads may have taken some
             while True:
@@ -281,7 +288,7 @@ class Decoders(AbstractContextManager["Decoders"]):
 
 
 class _Server:
-    """What a process beside a worker does: read the blocks that the worker asks for, and send back their labels."""
+    """The loop of a process beside a worker: it reads the blocks that the worker asks for, and sends the labels."""
 
     def __init__(self, connection: Connection, memory: SharedMemory, open_readers: OpenReaders) -> None:
         self._connection, self._memory = connection, memory
@@ -308,6 +315,7 @@ class _Server:
             reader.read_ahead()
 
     def _read(self, number: int, which: int, draws: Int64s, epoch: int, part: int) -> None:
+        """Read a block into its part of the memory, in a thread, and send the answer."""
         try:
             block = self._readers[which].read(draws, epoch, self._memory.part(part))
         except Exception as error:
@@ -324,6 +332,7 @@ class _Server:
         self._send(number, answer)
 
     def _report(self, skipped: list[SkippedImage], num_retries: int) -> None:
+        """Send a report to the worker, and wait until it has been taken: see :data:`Report`."""
         if skipped or num_retries:
             with self._reporting:
                 self._heard.clear()
@@ -331,6 +340,7 @@ class _Server:
                 self._heard.wait()
 
     def _send(self, number: int | None, message: Any) -> None:
+        """Send an answer to the block ``number``, or a report if that is None."""
         with self._sending, suppress(OSError):  # the worker has ended
             self._connection.send((number, message))
 

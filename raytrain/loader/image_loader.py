@@ -109,7 +109,7 @@ class ImageLoader:
         transforms: Callable[..., Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self._group = ProcessGroup(_given_place(rank, world_size))
+        self._group = ProcessGroup(_given_rank_and_size(rank, world_size))
         self._device = _given_device(device)
         self._drop_last = drop_last
         self._transforms = transforms
@@ -287,13 +287,15 @@ class ImageLoader:
             self._open_nothing()
         if self._source is not None:
             return self._batches
+
+        # By now the launcher has settled which process this is, and which device it has.
         config, data, group = self._config, self._data, self._group
         rank, world_size = group.rank_and_size()
         device = self._device
         if device is None:
             gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        group.everywhere(lambda: _check_there(device))
+        group.everywhere(lambda: _check_gpu_exists(device))
 
         # What differs between the processes now would give each of them other batches, or another number of them.
         digests = {part: images.digest for part, (_, images, _) in data.parts.items()}
@@ -302,18 +304,20 @@ class ImageLoader:
         others = config.to_json(), digests, self._drop_last, own_name
         group.check_equal("a loader of other images or options", *others)
         group.check_equal("its loader at another step", self._next_step)
-
         if (config.mixup or config.cutmix) and world_size > 1 and not group.can_talk:
             raise UsageError(
                 f"mixup and cutmix mix the images of all {world_size} processes, which cannot talk to each other here: "
                 "call torch.distributed.init_process_group() first, and leave out rank and world_size."
             )
 
+        # Open the source: processes that decode, which may be waiting already, and what this machine keeps.
         config, data = self._with_decoder(device)
         cache = machine_cache(config, data, self._next_step, group, self._opened)
         processes, self._processes = self._processes or start_decoding(config.data, self._opened), []
         images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
         self._source = self._opened.enter_context(images)
+
+        # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.
         own = own or load_optional("transforms", config.transforms)
         source = self._opened.enter_context(transformed(images, config, own, _log.warning))
         augment = Augment(config, crops=own is None)
@@ -376,7 +380,7 @@ class HeldOutImages:
         local_images.expect_nothing()
 
 
-def _given_place(rank: object, world_size: object) -> tuple[int, int] | None:
+def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:
     """Return the rank and the number of processes that were given; None if that is neither."""
     if rank is None and world_size is None:
         return None
@@ -393,13 +397,14 @@ def _given_place(rank: object, world_size: object) -> tuple[int, int] | None:
 
 
 def _given_device(device: torch.device | str | None) -> torch.device | None:
+    """Return the device that was given; None without one. Raise UsageError if torch knows none of this name."""
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise UsageError(f"device is {device!r}, which torch does not know; give cpu, cuda or cuda:1.") from None
 
 
-def _check_there(device: torch.device) -> None:
+def _check_gpu_exists(device: torch.device) -> None:
     """Raise UsageError if ``device`` is a GPU that this process does not have."""
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

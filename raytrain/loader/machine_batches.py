@@ -107,11 +107,13 @@ class SharedBlocks:
             _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
 
     def _rows(self, number: int) -> slice:
+        """Return which rows of the data set block ``number`` has."""
         start = number * self.order.rows_per_block
         return slice(start, start + self.order.rows_per_block)
 
 
 def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
+    """Write all of an array at a byte of a file; the system may take several calls for it."""
     remaining = np.ascontiguousarray(values).data.cast("B")
     while remaining:
         written = os.pwrite(file, remaining, offset)

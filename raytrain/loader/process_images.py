@@ -81,6 +81,7 @@ class ProcessImages:
         self._start(processes, isolated=isolated)
 
     def _start(self, processes: Sequence[NewProcess], *, isolated: bool) -> None:
+        """Have ``processes`` decode from now on."""
         plan = training_plan(self._config, self._data.train)
         self._is_isolated = isolated
         self._batches = MachineBatches(

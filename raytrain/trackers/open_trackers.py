@@ -55,6 +55,7 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
 
 
 def _named(tracker: object) -> NamedTracker:
+    """Return a tracker with its name; raise UsageError if ``tracker`` is neither the name of one nor an object."""
     # An object of the user's own.
     if not isinstance(tracker, str):
         if isinstance(tracker, type) or not isinstance(tracker, Tracker):
@@ -148,11 +149,14 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
         raise UsageError(f"Run {run!r} is training; `raytrain train … --track` sends it while it trains.")
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
-    events: list[Event] = []
+
     # A trial is shown with the others of its sweep.
     of_sweep: TrackedSweep | None = None
     if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(storage, trial[1]).exists(SWEEP):
         of_sweep = TrackedSweep(trial[1], run_store(storage, trial[1]))
+
+    # Each tracker gets the rows in a thread of its own, as while a run trains; what goes wrong there becomes an event.
+    events: list[Event] = []
     tracked = TrackedRun(run, store, sweep=of_sweep)
     threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:

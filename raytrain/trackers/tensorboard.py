@@ -68,5 +68,6 @@ class TensorBoardTracker:
             self._local.remove()
 
     def _upload(self) -> None:
+        """Copy the event files to the bucket; do nothing for a run in a folder, where they are written at once."""
         for file in self._local.path.glob("events.*") if self._local else ():
             self._store.put(f"{self._path}/{file.name}", file.read_bytes())

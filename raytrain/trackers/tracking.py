@@ -107,6 +107,7 @@ class Tracking:
         self._end(End("failed"), _ABORT_WITHIN_S)
 
     def _end(self, end: End, within_s: float) -> None:
+        """End all trackers, the first time that this is called, and wait ``within_s`` seconds for all together."""
         with self._lock:
             threads = [] if self._has_ended else self._threads or []
             self._has_ended = True
@@ -318,10 +319,12 @@ class TrackerThread:
         self._move(dataclasses.replace(self._position, network=checkpoint))
 
     def _move(self, position: Position) -> None:
+        """Write down how far the tracker is."""
         self._position = position
         write_json(self._run.store, self._document, dataclasses.asdict(position))
 
     def _move_back(self, position: Position) -> None:
+        """Write down that the tracker is at an earlier position, after it has failed, if storage takes it."""
         with suppress(RaytrainError):  # why sending failed matters more
             self._move(position)
 
