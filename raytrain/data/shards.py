@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.permutation import Packing, permute
+from raytrain.data.labels.manifest import Manifest, Packing
+from raytrain.data.plan.permutation import permute
 from raytrain.storage.retries_and_hedges import fetch_each
 from raytrain.storage.store import Store
 

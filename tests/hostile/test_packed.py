@@ -19,8 +19,7 @@ from rich.console import Console
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
-from raytrain.data.plan.permutation import Packing
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Packing, list_images
 from raytrain.data.shards import encode_shard, shard_path
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -20,7 +21,7 @@ from raytrain.data.images.image_format import ImageShape
 from raytrain.data.labels.listing import Listing, check_folder, list_files, report_left_out
 from raytrain.data.parquet_size import check_memory, read_columns
 from raytrain.data.plan.partition import BLOCK_BYTES, rows_per_block
-from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
+from raytrain.data.plan.permutation import ShardShuffle
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.store import Store, StoredObject
 
@@ -30,6 +31,29 @@ PACKED_INDEX = "packed.parquet"  # the manifest of a packed data set, stored bes
 _METADATA = b"raytrain.manifest"
 _COLUMNS = ["key", "label", "size_bytes", "etag", "shard", "row"]
 _DIGEST_ROWS = 1 << 20  # at a time
+_SHARD_PATH = re.compile(r"shards/\d{6,}-[0-9a-f]{16}\.parquet")  # as pack names them; never outside the folder
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The locations of N images in packed shards."""
+
+    shards: tuple[str, ...]  # paths relative to the manifest's url
+    shard: npt.NDArray[np.int32]  # (N,), indices into shards
+    row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
+
+    def select(self, indices: npt.NDArray[np.integer]) -> Packing:
+        """Return the locations of the images at ``indices``."""
+        return replace(self, shard=self.shard[indices], row=self.row[indices])
+
+    def check(self) -> None:
+        """Raise ValueError unless these are locations that ``raytrain pack`` could have written."""
+        if bad := [path for path in self.shards if not _SHARD_PATH.fullmatch(path)]:
+            raise ValueError(f"{bad[0]!r} is not the path of a shard")
+        _check_range("shard", self.shard, 0, len(self.shards))
+        _check_range("row", self.row, 0)
+        if (np.diff(self.shard) < 0).any():
+            raise ValueError("the shards are not in order")
 
 
 class Shrinking(NamedTuple):
@@ -166,9 +190,12 @@ class Manifest:
                 check_memory(len(metadata["label_sets"]) * len(classes), data)
                 label_sets = np.zeros((len(metadata["label_sets"]), len(classes)), bool)
                 for members, indices in zip(label_sets, metadata["label_sets"], strict=True):
-                    check_range("class", np.array(indices, np.int64), 0, len(members))
+                    _check_range("class", np.array(indices, np.int64), 0, len(members))
                     members[np.array(indices, np.int64)] = True
 
+            packing = None
+            if "shards" in metadata:
+                packing = Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
             manifest = cls(
                 keys=_column_of_strings(table["key"]),
                 labels=table["label"].to_numpy(),
@@ -177,16 +204,18 @@ class Manifest:
                 classes=classes,
                 url=metadata["url"],
                 left_out={str(reason): int(count) for reason, count in metadata["left_out"].items()},
-                packing=read_packing(table, metadata),
+                packing=packing,
                 labels_digest=metadata["labels_digest"],
                 label_sets=label_sets,
                 shrinking=Shrinking(*map(int, metadata["shrinking"])) if "shrinking" in metadata else None,
             )
+
+            # Labels must be indices of classes, or of sets of them, and shards indices of their paths.
             num_labels = len(classes if label_sets is None else label_sets)
-            check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, num_labels)
-            check_range("size_bytes", manifest.sizes_bytes, 0)
-            if manifest.packing is not None:
-                manifest.packing.check()
+            _check_range("label", manifest.labels, UNLABELLED if packing is None else 0, num_labels)
+            _check_range("size_bytes", manifest.sizes_bytes, 0)
+            if packing is not None:
+                packing.check()
             digest = metadata["digest"]
         except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
             sentence = f"The manifest is damaged ({error}); delete it, and the images will be listed again."
@@ -257,3 +286,9 @@ def _column_of_strings(column: pa.ChunkedArray) -> pa.LargeStringArray:
     if column.type not in (pa.string(), pa.large_string()) or column.null_count:
         raise ValueError(f"a column of strings holds {column.type}")
     return pa.concat_arrays(column.cast(pa.large_string()).chunks or [pa.array([], pa.large_string())])
+
+
+def _check_range(name: str, values: npt.NDArray[Any], start: int, stop: int = 1 << 62) -> None:
+    """Raise ValueError unless all ``values`` of the column ``name`` are integers from ``start`` to ``stop - 1``."""
+    if values.dtype.kind != "i" or ((values < start) | (values >= stop)).any():
+        raise ValueError(f"a {name} is out of range")
