@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.batch_plan import GlobalBatch, samples_of
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s

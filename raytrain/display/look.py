@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raytrain.config import TrainConfig
     from raytrain.config.values import Location
     from raytrain.data.duplicates import Duplicate, Duplicates
-    from raytrain.data.images.resize import Pixels
+    from raytrain.data.images.crop_box import Pixels
     from raytrain.diagnostics.look import ImageSample, MinMedianMax
 
 _NUM_FILES_SHOWN = 5

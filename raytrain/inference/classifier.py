@@ -22,9 +22,9 @@ from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import load_optional, stored_function_error
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode import decode, pixels_of, turn_upright
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.resize import Pixels
 from raytrain.errors import UsageError
 from raytrain.inference.loop_network import loop_network
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds

@@ -18,8 +18,8 @@ import torch
 
 from raytrain.config.extras import extra
 from raytrain.config.values import Location
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.image_reader import readable_images
-from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load

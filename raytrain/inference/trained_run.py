@@ -23,7 +23,7 @@ from raytrain.config.evaluation import TestView
 from raytrain.config.values import matches
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.images.resize import Pixels
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place

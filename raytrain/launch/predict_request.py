@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from raytrain.data.blocks import Prefetch, string_array
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.image_format import ImageFormat
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.placement import Placement

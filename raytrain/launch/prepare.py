@@ -22,7 +22,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.marks import Mark
 from raytrain.config.network import Precision, Resizer, timm_name
 from raytrain.config.options import options_with
-from raytrain.data.images.resize import fastest_resizer
+from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import UsageError, flag, format_count
 from raytrain.launch.notification import check_notify
 from raytrain.launch.option_checks import check_recordable, choose_decoder, useless_lengths

@@ -12,10 +12,10 @@ from contextlib import suppress
 import numpy as np
 
 from raytrain.data.dataset import Dataset
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.images.png_url import png_url
-from raytrain.data.images.resize import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import SUSPICIOUS_LABELS, plain, write_json

@@ -44,8 +44,8 @@ import numpy.typing as npt
 
 from raytrain.config.user_code import describe
 from raytrain.data.blocks import Block, Files, lend
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.malloc import keep_freed_memory
-from raytrain.data.images.resize import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.loader.machine import cores

@@ -32,7 +32,7 @@ from raytrain.config.data import AugmentationOptions, DataOptions
 from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch, Prefetch
 from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, training_plan
-from raytrain.data.images.resize import fastest_resizer
+from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.loader.decoders import NewProcess

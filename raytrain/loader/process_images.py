@@ -12,7 +12,7 @@ from itertools import islice
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, training_plan
-from raytrain.data.images.resize import fastest_resizer
+from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.loader.decoders import DecoderKilled, ImageReporter, NewProcess, start_processes
 from raytrain.loader.image_cache import ImageCache, image_cache

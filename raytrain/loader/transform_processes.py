@@ -29,7 +29,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.user_code import import_missing_files, own_files, pickle_own_code, sending
 from raytrain.data.blocks import Block, LocalBatch
 from raytrain.data.dataset import training_format
-from raytrain.data.images.resize import Pixels
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.decoders import Decoders, Report, num_decoders, start_processes

@@ -33,11 +33,10 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import Interpolation, Size
 from raytrain.data.blocks import Files, LocalBatch
 from raytrain.data.dataset import training_format
-from raytrain.data.images.crop_box import Crop, CropBox
+from raytrain.data.images.crop_box import Crop, CropBox, Pixels
 from raytrain.data.images.decode import plain_jpeg_size
 from raytrain.data.images.decode_process import DecodeProcesses
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.resize import Pixels
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.protocols import BatchSource, DecodeReporter

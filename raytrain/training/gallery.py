@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.png_url import png_url
-from raytrain.data.images.resize import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import DocumentLost, Event
 from raytrain.runs.documents import EVALUATION, plain, write_json

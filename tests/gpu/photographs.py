@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import raytrain
-from raytrain.data.images.crop_box import Cropping
+from raytrain.data.images.crop_box import Cropping, fastest_resizer
 from raytrain.data.images.decode import decode
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.resize import fastest_resizer
 from raytrain.loader.decoders import num_decoders
 from raytrain.loader.machine import cores, gpu_decoder_problem
 from raytrain.monitor.snapshot import Snapshot

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from raytrain.data.blocks import Block
-from raytrain.data.images.resize import Pixels
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.loader.decoders import Decoders, Report, start_processes

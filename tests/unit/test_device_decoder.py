@@ -21,10 +21,9 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import Interpolation
 from raytrain.data.blocks import Block, CachedBlocks, Files, LocalBatch, batches_from_stream, to_block, to_table
 from raytrain.data.dataset import evaluation_format, open_dataset, training_format
-from raytrain.data.images.crop_box import Cropping
+from raytrain.data.images.crop_box import Cropping, cut
 from raytrain.data.images.decode import decode, plain_jpeg_size
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.resize import cut
 from raytrain.data.plan.batch_plan import BatchPlan, GlobalBatch
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s

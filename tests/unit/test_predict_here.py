@@ -21,9 +21,8 @@ from PIL import Image
 import raytrain
 from raytrain.cli.main import main
 from raytrain.data.dataset import write_manifests
-from raytrain.data.images.crop_box import STRETCHED
+from raytrain.data.images.crop_box import STRETCHED, Pixels
 from raytrain.data.images.image_format import ImageFormat, ImageShape
-from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import list_images
 from raytrain.data.plan.permutation import Int64s

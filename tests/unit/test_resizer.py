@@ -14,10 +14,9 @@ from PIL import Image
 
 from raytrain.config.network import Interpolation
 from raytrain.data.dataset import evaluation_format, training_format
-from raytrain.data.images.crop_box import Cropping
+from raytrain.data.images.crop_box import Cropping, fastest_resizer
 from raytrain.data.images.decode import decode
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch import prepare
 from raytrain.launch.local.local_launch import LocalLaunch

@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from raytrain.config.network import Size
-from raytrain.data.images.crop_box import STRETCH, Crop, CropBox
+from raytrain.data.images.crop_box import ROUNDING, STRETCH, Crop, CropBox, Pixels, cut
 from raytrain.data.images.image_format import MAX_IMAGE_BYTES, BadImage, ImageHeader, ImageShape, too_large
-from raytrain.data.images.resize import ROUNDING, Pixels, cut
 
 _JPEG = b"\xff\xd8\xff"
 """The first bytes of a JPEG."""

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain.data.images.crop_box import STRETCH, Crop
+from raytrain.data.images.crop_box import STRETCH, Crop, Pixels
 from raytrain.data.images.decode import decode
 from raytrain.data.images.image_format import BadImage, ImageShape
-from raytrain.data.images.resize import Pixels
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
 _MAX_S = 60.0  # for one image

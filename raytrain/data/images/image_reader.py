@@ -9,7 +9,7 @@ The way of an image, in the order of the calls:
 3. :func:`raytrain.data.images.decode.decode` makes pixels of them: a JPEG by libjpeg-turbo, at the size that the
    crop needs, if it is stored upright; anything else by Pillow.
 4. :class:`raytrain.data.images.crop_box.Crop` gives the crop box for the size in the file's header.
-5. :func:`raytrain.data.images.resize.cut` cuts that out and resizes it.
+5. :func:`raytrain.data.images.crop_box.cut` cuts that out and resizes it.
 6. The pixels go into one array, which a ``Block`` and :func:`raytrain.data.blocks.to_table` take without a copy.
 """
 
@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raytrain.data.blocks import Block, Files
-from raytrain.data.images.crop_box import STRETCHED, Crop, Cropping
+from raytrain.data.images.crop_box import STRETCHED, Crop, Cropping, Pixels
 from raytrain.data.images.decode import decode
 from raytrain.data.images.decode_process import DecodeProcesses
 from raytrain.data.images.image_format import BadImage, ImageShape
-from raytrain.data.images.resize import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s

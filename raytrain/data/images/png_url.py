@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 
-from raytrain.data.images.resize import Pixels
+from raytrain.data.images.crop_box import Pixels
 
 
 def png_url(pixels: Pixels) -> str:

@@ -30,9 +30,9 @@ from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.resize import Pixels
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import ServedModel

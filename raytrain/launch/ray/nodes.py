@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from raytrain.config.network import Precision, Resizer
-from raytrain.data.images.resize import fastest_resizer
+from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
 from raytrain.launch.ray.head_queries import object_store_use
