@@ -56,11 +56,17 @@ class Confusion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluatedRun:
-    """The run whose best checkpoint was measured. ``skipped`` images could not be read and are not in the metrics.
+    """The run whose best checkpoint was measured, and on what.
 
-    ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
-    images that the run itself held out, and if that is not known. ``all_compared`` is False if there may be more: the
-    time to read files for it was over after 10 s, or they could not be read.
+    Attributes:
+        run: the run's name.
+        data: the folder or URL of the images.
+        checkpoint: the path of the checkpoint within the run.
+        skipped: number of images that could not be read; the metrics leave them out.
+        trained_on: number of images that the run was trained on: they have the key or the content of a training image.
+            None for images that the run itself held out, and if the run does not store its training images.
+        all_compared: False if ``trained_on`` may be too small: files are compared for at most 10 s, and some could not
+            be compared. None if ``trained_on`` is.
     """
 
     run: str
@@ -148,9 +154,9 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
     )
 
 
-# The interval in which an accuracy lies. An accuracy of n images is one draw: other images of the same kind would give
-# another number. Images of one group, such as those of a patient, are alike, so that they say less than as many images
-# of different ones; then whole groups are drawn.
+# The interval in which an accuracy lies. The accuracy on n images is a random number: n other images of the same kind
+# would give another one. Images of one group, such as those of a patient, are alike, so n of them say less than n
+# images of different groups; then whole groups are resampled.
 
 
 def wilson_interval(num_right: float, num_images: int) -> Interval:
@@ -176,9 +182,9 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
         is_right: (n,), whether each image was predicted right.
         groups: (n,), the name of each image's group.
 
-    The percentiles are of 2,000 data sets that are drawn from the groups with replacement; their random numbers are
-    always the same. Groups that are all equally accurate, or a single one, would give an interval without a width: then
-    it is Wilson's, of as many images as there are groups.
+    The interval has the percentiles of the accuracies of 2,000 data sets, each drawn from the groups with replacement,
+    with random numbers that are always the same. With a single group, or if all groups are equally accurate, it would
+    have no width: then it is Wilson's interval for as many images as there are groups.
     """
     _, group = np.unique(groups.astype(str), return_inverse=True)
     counts = np.bincount(group)  # (G,)
@@ -186,7 +192,7 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
     if np.all(right * counts.sum() == counts * right.sum()):
         return wilson_interval(float(right.sum() / counts.sum()) * len(counts), len(counts))
 
-    # A part of the data sets at a time, since each has a number for each group.
+    # The data sets are drawn in parts, because each takes a number for each group.
     random, even = np.random.default_rng(0), np.full(len(counts), 1 / len(counts))
     accuracies: list[npt.NDArray[np.float64]] = []
     at_once = max(1, _MAX_DRAWN // len(counts))
@@ -202,7 +208,7 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
 
 @dataclass(frozen=True)
 class LabelScore:
-    """Metrics of a class that ``images`` have, among several per image; None where no image has it."""
+    """Metrics of one class, which ``images`` of the images have; metrics that cannot be computed are None."""
 
     name: str
     images: int
@@ -216,8 +222,8 @@ class LabelScore:
 class LabelEvaluation(EvaluatedRun):
     """The metrics of a run's best checkpoint on images that may have several classes each.
 
-    ``accuracy`` and ``loss`` are over all images and classes; ``accuracy`` and ``macro_f1`` are by the thresholds. What
-    is not known without images is None.
+    ``accuracy`` and ``loss`` are means over all pairs of an image and a class. ``accuracy`` and ``macro_f1`` depend on
+    the thresholds. All of them are None without images.
     """
 
     images: int
@@ -231,8 +237,8 @@ class LabelEvaluation(EvaluatedRun):
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:
     """Return the threshold of each class, (num_classes,): those of the user, or else those of the run.
 
-    Raise UsageError if the user gave thresholds for a run of one class per image, a wrong number of them, or one that
-    is no probability.
+    Raise UsageError if the user gave thresholds for a run of one class per image, a wrong number of thresholds, or one
+    that is not between 0 and 1.
     """
     num_classes = len(trained.classes)
     if threshold and not trained.config.multi_label:

@@ -1,4 +1,4 @@
-"""Embeddings of images: what the body of a network gives to its head, which makes the logits of it."""
+"""Embeddings of images: what the body of a network gives to its head, which computes the logits from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NetworkWithEmbeddings(nn.Module):
 
     Both are one tensor, so that whoever averages the outputs over views of an image averages both with the same
     weights. The D numbers of an image are the input of the head: of a fully connected layer, the mean over the tokens
-    or places if there are several; of a convolution, the mean over its pixels; of two heads, one after the other.
+    if there are several; of a convolution, the mean over its pixels. Those of two heads are concatenated.
 
     Raises UsageError if the network has no head. Example: ``NetworkWithEmbeddings(network, 10)(images)[:, 10:]``
     """

@@ -94,7 +94,7 @@ def evaluate(
         images = open_store(os.fspath(data))
         manifest = _labelled_images(trained, images, labels)
 
-    # Each image is predicted in the run's precision, so that the numbers are those that the run itself measured.
+    # Images are predicted in the run's precision, so that the metrics agree with those that the run itself measured.
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
     if trained.config.multi_label:
         result = score_labels(trained, manifest, table, thresholds)
@@ -125,14 +125,17 @@ def evaluate(
 
 
 def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) -> npt.NDArray[np.object_] | None:
-    """Return the name of each image's group, (n,); None unless the run keeps images together and it is known how."""
+    """Return the name of each image's group, (n,).
+
+    None if the run has no --group-by, or if neither a label pattern nor a label file gives the groups of these images.
+    """
     config = trained.config
     if config.group_by is None:
         return None
     if config.label_pattern is not None and labels is None:
         return groups_in_names(manifest.keys.to_pylist(), config.label_pattern, config.group_by)
     for file in filter(None, [labels] if labels else [config.labels, config.validation_labels, config.test_labels]):
-        with suppress(StorageError, UsageError):  # it is gone, or lacks the column
+        with suppress(StorageError, UsageError):  # the file is gone, or lacks the column
             table = read_label_file(os.fspath(file), label_columns(config), [manifest.url])
             rows = table.rows_of(manifest)
             if (rows >= 0).all():
@@ -141,7 +144,7 @@ def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) ->
 
 
 def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> dict[str, float | None]:
-    """Return the metrics that the run's options name, of the predictions for images of ``manifest`` in a ``table``."""
+    """Return the metrics that the run's options name, for the predictions in ``table`` of images of ``manifest``."""
     config = trained.config
     if not config.named_metrics:
         return {}
@@ -163,7 +166,7 @@ def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> 
 
 
 def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
-    """Return the run's own test images, or, if it has two parts only, its validation images."""
+    """Return the run's own test images, or, if it has none, its validation images."""
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own; give those with --data.")
     for document in (TEST_MANIFEST, VALIDATION_MANIFEST):
@@ -174,7 +177,7 @@ def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Ma
 
 
 def _labelled_images(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
-    """List the images of the user's own with their labels, which are of the run's classes."""
+    """List the images that the user gave, with their labels; raise UsageError if the run lacks one of their classes."""
     pattern = trained.config.label_pattern
     if labels is None and pattern is None and trained.config.multi_label:
         raise UsageError(
@@ -195,11 +198,12 @@ def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifes
     except (FileNotFoundError, StorageError):
         return {"trained_on": None}
 
-    # In the same place: the keys say it, and no file is read.
+    # Images in the same folder or bucket are compared by their keys, and no file is read.
     training_keys = set(training.keys.to_pylist()) if training.url == manifest.url else set[str]()
     is_same_place = np.array([key in training_keys for key in manifest.keys.to_pylist()], bool)
 
-    # Elsewhere: only images with as many bytes as an image of the other side can have its content. Those are read.
+    # Other images are compared by their content. Only images with the size of a training image in bytes are read, and
+    # only those training images.
     candidates = _with_sizes_of(training, manifest.select(np.flatnonzero(~is_same_place)))
     num_same_content, is_complete = 0, True
     if len(candidates):
@@ -207,7 +211,7 @@ def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifes
             originals = StoredImages(open_store(trained.config.data), _with_sizes_of(candidates, training))
             duplicates = find_duplicates([originals, StoredImages(images, candidates)], time.monotonic() + _COMPARE_S)
             num_same_content, is_complete = len(duplicates.held_out), duplicates.compared == duplicates.images
-        except (StorageError, UsageError):  # the training images are gone, or others may not read them
+        except (StorageError, UsageError):  # the training images are gone, or this user may not read them
             is_complete = False
     return {"trained_on": int(is_same_place.sum()) + num_same_content, "all_compared": is_complete}
 

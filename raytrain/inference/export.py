@@ -88,7 +88,7 @@ def export(
     Weights (.safetensors) are written with a model card beside them, of the same name in .card.md: it has the classes,
     the preprocessing, the data's digest, the metrics, the command, and lines that use them. Their metadata contain the
     classes as JSON under ``classes``. Weights of a network that raytrain has itself, such as that of the recipe digits,
-    need its code, from ``raytrain.models``.
+    need the module ``raytrain.models``.
 
     Other files are programs, preprocessing included. Such a file takes the same input as the network of
     :func:`raytrain.load`: any number of decoded images, uint8 (B, H, W, C). It returns the same logits,
@@ -134,7 +134,7 @@ def export(
     same_answers, largest_difference = _compare(run_file, classifier, images, output)
     write_output(output, content)
 
-    # Weights say nothing of preprocessing and classes: a card beside them does.
+    # A file of weights does not say how images are preprocessed; the card beside it does.
     card = None
     if suffix != SUFFIX:
         lines = example(classifier, file, suffix)
@@ -147,8 +147,8 @@ def export(
         else:
             network = network_lines(config, classifier.network, len(classifier.classes))
         lines = example(classifier, file, suffix, network)
-        made_of = provenance_at(read_provenance(store), checkpoint.progress.step)
-        write_output(card, model_card(run, file, config, checkpoint, lines, made_of).encode())
+        provenance = provenance_at(read_provenance(store), checkpoint.progress.step)
+        write_output(card, model_card(run, file, config, checkpoint, lines, provenance).encode())
 
     shape = classifier.shape
     return ExportResult(
@@ -177,7 +177,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
     store = check_folder(output, run, config, is_own_network=checkpoint.progress.is_own_network)
     classifier = load(run, storage=storage, trust=trust)
 
-    # It is compared as timm loads it: from a folder that is complete.
+    # The network that is compared is the one that timm loads from the complete folder.
     images = _check_images(classifier, data)
     with TemporaryFolder() as folder:
         other = copy.deepcopy(classifier)
@@ -185,8 +185,8 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
         same_answers, largest_difference = _compare(partial(_logits_of, other), classifier, images, output)
         contents = {name: (folder / "network" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     lines = lines_with_timm(output, classifier)
-    made_of = provenance_at(read_provenance(stored), checkpoint.progress.step)
-    contents[CARD] = model_card(run, WEIGHTS, config, checkpoint, lines, made_of).encode()
+    provenance = provenance_at(read_provenance(stored), checkpoint.progress.step)
+    contents[CARD] = model_card(run, WEIGHTS, config, checkpoint, lines, provenance).encode()
     for name, content in contents.items():
         store.put(name, content)
 
@@ -214,7 +214,7 @@ def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
         size = (_NUM_CHECK_IMAGES, *classifier.shape)
         return np.random.default_rng(0).integers(0, 256, size, np.uint8)
 
-    # Images of the user's own are spread over all classes if they are in class folders.
+    # Evenly spaced images of a listing, which is sorted by folders, are of all classes.
     store = open_store(os.fspath(data))
     manifest = list_images(store)
     chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
@@ -224,7 +224,7 @@ def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
 def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> tuple[int, float]:
     """Return how many images have the same predicted class, and the largest difference of a logit.
 
-    Raise RaytrainError if that is more than rounding explains.
+    Raise RaytrainError if the logits differ more than rounding explains.
     """
     # One image alone and the others together, so that a file for a fixed batch size does not pass.
     logits = np.concatenate([run_file(batch) for batch in (images[:1], images[1:]) if len(batch)])
@@ -265,7 +265,7 @@ def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
         )
     import onnxruntime
 
-    # ONNX has metadata, texts by name, for the same two.
+    # ONNX keeps the names of the classes and the preprocessing as texts in its metadata.
     program = _trace(classifier, run)
     exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
     assert exported is not None
@@ -281,7 +281,7 @@ def _as_weights(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
     content = to_safetensors(classifier.network.state_dict(), classifier.classes)
     weights, _ = from_safetensors(content)
 
-    # The file has weights alone: it is tried in a copy of the network, preprocessing included.
+    # The file has nothing but weights, so they are tried in a copy of the classifier, which preprocesses the images.
     other = copy.deepcopy(classifier)
     other.network.load_state_dict(weights or {})
     return content, partial(_logits_of, other)

@@ -47,7 +47,7 @@ transform.transforms[1].fill = 0  # the network knows images on black; timm puts
 def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
     """Return the store of a new folder for the network of ``run``.
 
-    Raises UsageError if that is no network of timm, or if there are files in the folder.
+    Raises UsageError if the network is none of timm's, or if there are files in the folder.
     """
     if timm_name(config.model) is None or is_own_network:
         network = "built by its loop" if is_own_network else f"--model {config.model}"
@@ -82,11 +82,11 @@ def write_network(folder: Path, config: ResolvedConfig, classifier: Classifier) 
         model_args=timm_arguments(config, network),
         safe_serialization=True,
     )
-    # With the names of the classes in the file, too, so that `raytrain train --weights` knows them.
+    # The weights are written again with the names of the classes, which `raytrain train --weights` reads there.
     (folder / WEIGHTS).write_bytes(to_safetensors(network.state_dict(), classifier.classes))
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except AssertionError as error:  # of timms that know no such place
+    except AssertionError as error:  # older versions of timm know no local-dir:
         raise UsageError(f"timm {timm.__version__} loads no folder ({error}); install a newer one.") from None
 
 

@@ -91,11 +91,11 @@ class _Preparing:
 def loop_network(
     config: ResolvedConfig, classes: tuple[str, ...], loop: Callable[[Any], None], name: str | None
 ) -> nn.Module:
-    """Return the network that ``loop`` prepares under ``name``, as in checkpoints, with weights that nobody trained.
+    """Return the network that ``loop`` prepares, with untrained weights; ``name`` is its name in checkpoints.
 
     Raise UsageError if the loop fails before it asks for its epochs, or prepares no such network.
     """
-    # The plan has one image: schedules are built by its number of epochs, and no batch is ever asked for.
+    # The plan has one image: the loop may ask for the number of epochs and steps, but never gets a batch.
     plan = BatchPlan(1, config.batch_size, config.epochs, config.seed)
     run = _Preparing(config, classes, plan)
     failed = "The loop, run as far as its first epoch for its network, failed"
@@ -103,8 +103,8 @@ def loop_network(
         send_own_code()  # to processes that the loop starts
         loop(run)
 
-    # Runs are evaluated with the average of their weights, if there is one. If an evaluation had weights that the
-    # network has lost since, checkpoints keep them under the network's name with a suffix.
+    # A run is evaluated with the average of its weights, if its loop keeps one. Checkpoints may have the weights of the
+    # last evaluation beside the newest ones, under the network's name with a suffix.
     wanted = (name or ("average" if "average" in run.networks else "model")).removesuffix(MEASURED)
     if wanted not in run.networks:
         raise UsageError(

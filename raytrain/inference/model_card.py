@@ -73,13 +73,17 @@ _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, o
 
 
 def model_card(
-    run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str, made_of: Provenance | None = None
+    run: str,
+    file: str,
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    lines: str,
+    provenance: Provenance | None = None,
 ) -> str:
     """Return the card of the weights in ``file``, those that ``checkpoint`` of ``run`` was evaluated with.
 
-    ``made_of`` is what the attempt that wrote them was made of, if that is known.
-
-    ``lines`` of Python, those of :func:`example`, classify an image with the network.
+    ``provenance`` is that of the attempt that wrote the checkpoint, None if it is not known. ``lines`` of Python, such
+    as those of :func:`example`, classify an image with the network.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
 
@@ -113,7 +117,7 @@ def model_card(
         step=progress.step,
         samples=progress.samples_seen,
         result=result + "".join(_TEST_VIEWS[view] for view in config.test_views),
-        made_of=one_line(made_of.summary()) if made_of else "not known",
+        made_of=one_line(provenance.summary()) if provenance else "not known",
         digest=one_line(identity.manifest_digest),
         preprocessing=preprocessing,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
@@ -122,9 +126,9 @@ def model_card(
     )
 
 
-# The lines of Python that :func:`example` puts together. They repeat what data/images/decode.py does: a JPEG is decoded
-# at a fraction of its size (draft) if that is still large enough, and turned as its EXIF data say; then the part that
-# the network sees is resized to its input.
+# The lines of Python that :func:`example` puts together. They do what data/images/decode.py does: a JPEG is decoded at
+# a fraction of its size (draft) if that is still large enough, and turned upright as its EXIF data say; then the part
+# that the network sees is resized to the size of its input.
 
 _DRAFT = """\
 width, height = image.size[:: -1 if image.getexif().get(274, 1) > 4 else 1]
@@ -227,7 +231,7 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
         build = f"timm.create_model({in_timm!r}, {keywords})"
         return f"import timm\n\nmodel = {build}"
     if ":" in name:
-        # A function of a file or a package. What of the two numbers it takes is known by its parameters.
+        # A function in a file or a package. Its parameters say whether it takes num_classes and channels.
         place, _, function = name.rpartition(":")
         numbers = network_arguments(load_function("--model", name), num_classes, channels)
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**numbers, **config.model_options}.items())
@@ -237,7 +241,7 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
 
     options = "".join(f", {key}={value!r}" for key, value in {**OPTIONS.get(name, {}), **config.model_options}.items())
     lines = [f"import torchvision\n\nmodel = torchvision.models.{name}(num_classes={num_classes}{options})"]
-    if channels != 3:  # the first convolution, of RGB, is replaced
+    if channels != 3:  # torchvision's networks begin with a convolution of 3 channels, which is replaced
         path, conv = next((path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Conv2d))
         lines.append(f"model.set_submodule({path!r}, torch.nn.{conv!r})")
     return "\n".join(lines)

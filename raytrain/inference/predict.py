@@ -113,7 +113,7 @@ def predict(
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)
 
-    # The network sees all images, here or on a cluster.
+    # Predict all images, in this process or on a cluster.
     images, manifest = _open_images(data)
     options: dict[str, Any] = {"test_views": test_views, "top_k": top_k, "embeddings": embeddings}
     table = trained.predict(images, manifest, workers=workers, address=address, **options)

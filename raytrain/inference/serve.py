@@ -93,7 +93,7 @@ def serve(
 
 
 def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floats) -> ServedModel:
-    """Return the description of a run's network that each replica loads it by, from ``store``.
+    """Return the description of a run's network by which each replica loads it from ``store``.
 
     ``thresholds`` (C,) are the probabilities from which on an image has a class, if it may have several.
     """

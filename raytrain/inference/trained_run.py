@@ -112,37 +112,42 @@ class Predictor:
         logits, embeddings = outputs.tensor_split([len(self._classifier.classes)], dim=1)
         probabilities = self._classifier.probabilities_of(logits).numpy()
 
-        # Of several classes per image, thresholds decide later: the table has all probabilities.
+        # Several classes per image: the caller compares the probabilities with thresholds.
         lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
-        more: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         if size := embeddings.shape[1]:
             numbers = number_array(embeddings.float().numpy().ravel())
-            more["embedding"] = pa.FixedSizeListArray.from_arrays(numbers, size)
+            columns["embedding"] = pa.FixedSizeListArray.from_arrays(numbers, size)
         if self._classifier.thresholds is not None:
-            return pa.table({"truth": number_array(labels), "probabilities": lists, **more})
+            return pa.table({"truth": number_array(labels), "probabilities": lists, **columns})
 
         # One class per image: two columns for each of the likeliest classes; equal scores are in the order of classes.
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
         rows = np.arange(len(images))
         names = string_array(self._classifier.classes)
-        columns: dict[str, Any] = {}
+        likeliest_columns: dict[str, Any] = {}
         for rank in range(self._top_k):
             suffix = f"_{rank + 1}" if rank else ""
             chosen = likeliest[:, rank]
-            columns[f"label{suffix}"] = names.take(number_array(chosen))
-            columns[f"score{suffix}"] = number_array(probabilities[rows, chosen].astype(np.float32))
+            likeliest_columns[f"label{suffix}"] = names.take(number_array(chosen))
+            likeliest_columns[f"score{suffix}"] = number_array(probabilities[rows, chosen].astype(np.float32))
 
-        # What an evaluation needs; the loss of an image whose class is unknown means nothing, and nobody reads it.
+        # Columns for an evaluation. The loss of an image whose class is unknown has no meaning, and is not read.
         loss = cross_entropy(logits, torch.from_numpy(labels.clip(min=0)), reduction="none").numpy()
-        about = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
+        measured = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
         if self._gives_all:
-            more["probabilities"] = lists
-        return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}, **more})
+            columns["probabilities"] = lists
+        measured_columns = {name: number_array(values) for name, values in measured.items()}
+        return pa.table({**likeliest_columns, **measured_columns, **columns})
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run with a checkpoint, the best one's path; ``trust`` allows a network that is a function of its author."""
+    """A stored run that has a checkpoint.
+
+    ``checkpoint`` is the path of its best checkpoint within the run. ``trust`` allows code of the run's author, such as
+    a function that builds the network.
+    """
 
     name: str
     store: Store
@@ -165,9 +170,10 @@ class TrainedRun:
     ) -> pa.Table:
         """Predict the manifest's images, which are in the store ``images``: a row for each, in the manifest's order.
 
-        The work is done by the cluster at ``address``, or by one that a command here would join; without any, by this
-        process. The columns are those of :func:`raytrain.launch.predict_request.predict_here`. ``as_measured`` predicts
-        in the precision in which the run evaluated itself. ``embeddings`` adds a column ``embedding``.
+        The cluster at ``address``, or else a running cluster that commands on this machine join, does the work; without
+        any, this process does. The columns are those of :func:`raytrain.launch.predict_request.predict_here`. With
+        ``as_measured``, images are predicted in the precision in which the run evaluated itself. ``embeddings`` adds a
+        column ``embedding``.
         """
         views = replace(self.config, test_views=test_views).test_views  # the options check them
         options: dict[str, Any] = {"top_k": top_k, "test_views": views, "as_measured": as_measured}
@@ -176,15 +182,15 @@ class TrainedRun:
         load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
 
-        # Without a cluster: a network on each GPU of this machine, or one on its CPUs. A cluster that nobody has named
-        # is used if it could share the work: a single block of images is here, too.
+        # Without a cluster: a network on each GPU of this machine, or one on its CPUs. That is also so for a single
+        # block of images, which a cluster could not share out, unless the user has named the cluster.
         is_shared = len(manifest) > manifest.rows_per_block(request.format.shape)
         if not uses_cluster(address) or not (is_shared or names_cluster(address)):
             hardware = machine_hardware()
             placement = self.placement(max(1, int(hardware.gpus)) if workers is None else workers, hardware)
             return pa.concat_tables(predict_here(request, placement))
 
-        # On a cluster: actors, as many as there is room for.
+        # On a cluster: as many actors as it has room for.
         with Connection(address) as cluster:
             cluster.connect()
             from raytrain.launch.ray.predict_images import predict_images  # imports Ray
@@ -207,7 +213,7 @@ def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
     config = read_trusted_config(store, trust=trust)
     checkpoint = require_checkpoint(store, run)
 
-    # The document may be somebody else's, or damaged.
+    # Somebody else may have written the document, or it may be damaged.
     try:
         classes: object = json.loads(store.get(CLASSES))
     except (FileNotFoundError, ValueError, RecursionError):
