@@ -1,7 +1,7 @@
-"""Flags as people write them, made into those that tyro takes: switches alone, and options that are given twice.
+"""Rewrites the flags that people type into those that tyro takes.
 
-For tyro, an option that is a switch and may be a word besides has a value, and of a flag that is there twice it keeps
-the last one without a word.
+Some options are a switch or a word: ``--compile`` and ``--compile reduce-overhead``. To tyro such an option always
+needs a value. And if a flag is given twice, tyro silently drops the values of the first one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raytrain.errors import UsageError, flag
 def complete_switches(argv: Sequence[str]) -> list[str]:
     """Return ``--compile`` alone as ``--compile True``, and ``--no-compile`` as ``--compile False``.
 
-    That is for all options that are a switch and may be a word besides: for tyro, those have a value.
+    So it is with each option that is either a switch or a word; for tyro, it needs a value.
     """
     completed: list[str] = []
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
@@ -38,14 +38,14 @@ def complete_switches(argv: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _switches_with_words() -> set[str]:
-    """Return the flags of the options that are a switch, and may be a word besides."""
+    """Return the flags of the options that are either a switch or a word."""
     return {flag(name) for name, hint in get_type_hints(TrainConfig).items() if bool in get_args(hint)}
 
 
 def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
-    """Return ``--tag a --tag b`` as ``--tag a b``, for all options with several values: tyro keeps the last flag's.
+    """Return ``--tag a --tag b`` as ``--tag a b``, for all options of several values; tyro would drop ``a``.
 
-    Raises UsageError if an option of one value is there twice, of which tyro would keep the last, too.
+    Raises UsageError if an option of one value is given twice; tyro would drop the first one.
     """
     single, several, appending = _flags_by_number(command)
     groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
@@ -73,7 +73,7 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
         if typed in single and option not in appending:
             group_of.setdefault(option, group)
 
-    # Two groups of one option: each but the first is a repetition.
+    # Options of several values have one group now. Of any other option, a second group is a repetition.
     for group in groups[1:]:
         typed = group[0].partition("=")[0].replace("_", "-")
         first = group_of.get(single.get(typed, typed), group)
@@ -87,13 +87,17 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
 
 @functools.cache
 def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str]]:
-    """Return the flags of a command: of one value, with all their spellings, of several, and those that append."""
+    """Return the flags of a command by the number of their values.
+
+    Those of one value are a dict from each of their spellings to the flag. Those of several values and those that may
+    be repeated (``UseAppendAction``) are sets.
+    """
     hints: dict[str, Any] = {"json": bool, "debug": bool}
     for name, hint in hints_of_command(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
             hints |= get_type_hints(section, include_extras=True)
-        hints[name] = str if section is TrainConfig else hint  # of the options themselves it is --config FILE
+        hints[name] = str if section is TrainConfig else hint  # `config` is also the flag --config FILE
 
     single: dict[str, str] = {}
     several, appending = set[str](), set[str]()

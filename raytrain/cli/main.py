@@ -36,8 +36,8 @@ _GARBAGE_THRESHOLD = 10_000  # new objects between two collections; with Python'
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
-    # Help and tables have dashes, dots of curves and names of any alphabet. Standard output of Latin-1 or ASCII gets a
-    # question mark for what it cannot hold.
+    # Help and tables have characters of all alphabets. If standard output is encoded as Latin-1 or ASCII, it gets a
+    # question mark for each that it lacks.
     _open_closed_streams()
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="replace")
@@ -47,7 +47,7 @@ def run() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`
         code = 128 + signal.SIGPIPE
-    except OSError as error:  # main has made a sentence of all others
+    except OSError as error:  # standard output failed: main itself reports all other errors
         code = 1
         with suppress(OSError):
             print(f"raytrain: The output cannot be written ({error.strerror or error}).", file=sys.stderr, flush=True)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         print("raytrain: The current folder is gone; change to another one.", file=sys.stderr)
         return 2
-    # --debug is looked for in the words themselves: the error may be that the parser refuses them.
+    # --debug is looked for in the words themselves, because the parser may refuse them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_map()
         return 0
 
-    # Every end of a command is an exit code: what it returns, Ctrl-C, or an exception as one sentence. The commands and
-    # the parser are imported here, so that Ctrl-C meanwhile is no traceback.
+    # However a command ends, it gives an exit code. The commands and the parser are imported inside this block, so that
+    # Ctrl-C during the import prints no traceback.
     try:
         from raytrain.cli.commands import COMMANDS
         from raytrain.cli.parser import parse
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_map() -> None:
-    """Print all commands, by what people want to do."""
+    """Print all commands, grouped by what people want to do."""
     from rich.table import Table
     from rich.text import Text
 
@@ -141,7 +141,7 @@ def _print_map() -> None:
 
 
 def _end_ray() -> None:
-    """End the Ray of this process, if the command has started one; other commands do not import Ray for that."""
+    """End the Ray that this process has started, if any; a command that has none does not import Ray for it."""
     if "raytrain.launch.ray.connection" in sys.modules:
         from raytrain.launch.ray.connection import end_own_ray  # imported to its end, also if another thread began it
 
@@ -177,11 +177,11 @@ def _print_error(error: Exception, as_json: bool) -> int:
         )
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))
-        # Whoever reads it sits at another machine, whose keys, variables and files are not those of the job.
+        # In a job, the sentence says where it was written: the reader's own machine has other keys and files.
         if _JOB_SETTINGS in os.environ and error.exit_code == 2:
             sentence = f"On the cluster's head, {socket.gethostname()}, where this job runs: {sentence}"
     else:
-        # It was not foreseen, and the run may have taken hours: the traceback is kept in a file.
+        # This exception is our own mistake, and the run may have taken hours: the traceback is kept in a file.
         with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
             log.write(redact("".join(traceback.format_exception(error))))
         message = (str(error).strip().splitlines() or ["no message"])[-1]

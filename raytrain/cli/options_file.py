@@ -62,7 +62,7 @@ class OptionsFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An option as a file has it; ``where`` is the file and, in YAML, the line. ``words`` is the value as text."""
+    """An option in a file: its ``value``, and the same as text in ``words``; ``where`` names the file and the line."""
 
     where: str
     name: str
@@ -73,11 +73,11 @@ class _Entry:
 def read_options_file(place: str) -> OptionsFile:
     """Read the options in a file, or in an object of a bucket.
 
-    Of a run's ``config.json``, in which everything is decided, only what the run computes is taken: not its name and
-    place, what describes it, where else its metrics went, and its machines, which are decided anew.
+    The ``config.json`` of a run has all options. Only those are taken that decide what the run computes: not its name
+    and storage, its description, its trackers and its machines.
 
-    Raises StorageError if it cannot be read. Raises UsageError, with the line or the key, if it is no such file, if it
-    has an option that does not exist or that is there twice, or a value that an option cannot have.
+    Raises StorageError if the file cannot be read. Raises UsageError, with the line or the key, if it is no file of
+    options, has an option that does not exist or is given twice, or a value that the option cannot have.
 
     Example: ``read_options_file("run.yaml").values["epochs"]``
     """
@@ -92,14 +92,14 @@ def read_options_file(place: str) -> OptionsFile:
         raise UsageError(f"--config {place} is no text in UTF-8; save it as such.") from None
     entries = list(_json_entries(place, text) if place.lower().endswith(".json") else _yaml_entries(place, text))
 
-    # What is written for every run alone, such as its resolved device, is no choice of whoever uses the file.
+    # The config.json of a run is recognised by the fields that only a resolved config has, such as its device.
     decided = {field.name for field in dataclasses.fields(ResolvedConfig) if field.default is dataclasses.MISSING}
     is_of_run = decided <= {entry.name for entry in entries}
     if is_of_run:
         marks = (Mark.DESCRIBES_RUN, Mark.OF_COMMAND, Mark.DECIDED_ANEW)
         left_out = {name for mark in marks for name in options_with(mark)}
         entries = [entry for entry in entries if entry.name not in left_out]
-        # Another version of raytrain may have written it.
+        # A newer version of raytrain may have written options that this one lacks.
         if unknown := [entry.name for entry in entries if entry.name not in hints_of(TrainConfig)]:
             warn_once(f"{place} has options that this version of raytrain does not know and ignores: {unknown}")
             entries = [entry for entry in entries if entry.name not in unknown]
@@ -116,7 +116,7 @@ def read_options_file(place: str) -> OptionsFile:
 
 
 def _value_of(entry: _Entry, name: str) -> Any:
-    """Return the value of an option as a plain one; raise UsageError if there is no such option, or value of it."""
+    """Return the value of an option as a plain value; raise UsageError if the option or such a value does not exist."""
     hint = hints_of(TrainConfig).get(name)
     if hint is None and is_secret_name(name):
         raise UsageError(
@@ -134,7 +134,7 @@ def _value_of(entry: _Entry, name: str) -> Any:
             f"{entry.where}: there is no recipe {entry.value!r}{similar}; the recipes are {', '.join(RECIPES)}."
         )
 
-    # As on the command line: none is None where an option may be that, and 128 is text where it must be text.
+    # As on the command line, `none` is None if the option may be None, and 128 is a text if the option must be one.
     def fits(value: Any) -> bool:
         with suppress(UsageError):
             read_value(name, value, hint, numbers_as_text=False)
@@ -151,7 +151,7 @@ def _value_of(entry: _Entry, name: str) -> Any:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The names and values of a JSON object, in which a name may be there twice."""
+    """The names and values of a JSON object, in which a name may occur twice."""
 
 
 def _json_entries(place: str, text: str) -> Iterator[_Entry]:
@@ -197,7 +197,7 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
 
 
 def _node_value(where: str, node: Any) -> Any:
-    """Return a node of YAML as a plain value: a number, a text and so on, or several of them."""
+    """Return a node of YAML as a plain value: None, a truth value, a number, a text, or a list or dict of these."""
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [_node_value(where, item) for item in node.value]
     if node.id == "mapping" and all(part.id == "scalar" for pair in node.value for part in pair):
@@ -215,7 +215,7 @@ def _node_value(where: str, node: Any) -> Any:
 
 
 def _node_words(node: Any) -> Any:
-    """Return a node of YAML with each value as the text that the file has; None if it is no text or list."""
+    """Return a node of YAML as the text in the file, or as a list of texts; None for a mapping."""
     if node.id == "sequence":
         return [_node_words(item) for item in node.value]
     return node.value if node.id == "scalar" else None

@@ -1,4 +1,4 @@
-"""Errors of the parser as one sentence, by a hook of tyro that gives typed events instead of a box of text.
+"""Errors of the parser as one sentence each, by a hook of tyro that gives typed events instead of a box of text.
 
 The hook is private: pyproject.toml limits tyro to 1.0, only this file uses it, and ``tests/unit/test_parser.py`` fails
 with the names that a newer tyro lacks.
@@ -28,7 +28,8 @@ _MAX_COMMANDS = 2  # that an error names because they have an option
 def as_usage_errors(flags: Collection[str], commands_with: Callable[[str], Sequence[str]]) -> Generator[None]:
     """Raise UsageError instead of tyro's error box.
 
-    ``flags`` are those that an unknown flag is compared with, ``commands_with`` gives the commands that do have it.
+    For the sentence about an unknown flag, ``flags`` are those that it may be a misspelling of, and ``commands_with``
+    returns the commands that have it.
     """
 
     def refuse(event: events.ParseErrorEvent) -> NoReturn:
@@ -43,10 +44,10 @@ def _sentence(
 ) -> str:
     """Return the sentence for a mistake in a command line, which names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
-        return _unknown(event.tokens, flags, commands_with)
+        return _sentence_on_unknown(event.tokens, flags, commands_with)
     if isinstance(event, events.MissingArgs):
-        if event.unrecognized_tokens:  # a misspelt name of the argument that is missing
-            return _unknown(event.unrecognized_tokens, flags, commands_with)
+        if event.unrecognized_tokens:  # probably the name of the missing argument, misspelt
+            return _sentence_on_unknown(event.unrecognized_tokens, flags, commands_with)
         command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
         names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
         return f"`{command}` needs {names}; see `{command} --help`."
@@ -63,14 +64,14 @@ def _sentence(
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
-        # The value is not of its type. The message ends with Python's words for it: invalid literal for …: 'x'.
+        # The value has the wrong type. The message ends with Python's reason: invalid literal for …: 'x'.
         name, form = _name(event.argument), _form(event.argument)
         reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
         if "input length " in reason:
             return f"{name} must be {form}."
         kinds = {"INT": "a whole number", "FLOAT": "a number"}
         kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
-        words = form.lower().split(",")  # of an option that may be none besides, tyro quotes them, too
+        words = form.lower().split(",")  # if the option may be None, the message quotes these words besides the value
         typed = " ".join(word for word in re.findall(r"'([^']*)'", reason) if word not in words)
         return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
@@ -85,8 +86,10 @@ def _form(argument: ArgumentDefinition) -> str:
     return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
-def _unknown(words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]) -> str:
-    """Return the sentence about the first word that is unknown; those after it may be its values."""
+def _sentence_on_unknown(
+    words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
+) -> str:
+    """Return the sentence about the first of the unknown words; the others may be its values."""
     if words[0] in RECIPES:
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
     if not words[0].startswith("-"):

@@ -1,12 +1,14 @@
 """Parse a command line into a function and its arguments.
 
 Each command is a plain function; tyro makes the parser from its annotations. Three things make this more than a call of
-``tyro.cli``. A ``config: TrainConfig`` becomes the choice of a recipe, whose options start from the recipe's defaults:
-tyro gets the sections of options as dataclasses with these defaults, made for one parse. With ``--config`` they start
-from a file instead, and those of a run that is resumed from its stored options. Where these are is known only after a
-parse, so the same words are parsed again, up to three times: what is typed wins.
-And a command line must start at once, so tyro gets to know only the command and the recipe that are chosen, and words
-without a recipe, as in ``train --data X``, are completed before it sees them.
+``tyro.cli``:
+
+- A parameter ``config: TrainConfig`` becomes the choice of a recipe, whose options start from the recipe's defaults:
+  tyro gets the sections of options as dataclasses with these defaults, made for one parse.
+- With ``--config`` the options start from a file instead, and with ``--resume`` from the stored options of the run.
+  Which file or run that is, only a parse tells, so the same words are parsed up to three times. What is typed wins.
+- A command must start at once. So tyro gets only the command and the recipe that are chosen, and a command line without
+  a recipe, as in ``train --data X``, gets one before tyro sees it.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def _none_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] |
 
 @dataclass(frozen=True)
 class Without:
-    """Marks the TrainConfig of a command that decides itself on the options with ``mark``: they have no flags."""
+    """Annotates the ``config`` of a command that sets the options with ``mark`` itself: they get no flags there."""
 
     mark: Mark
 
@@ -92,13 +94,13 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     argv = list(argv)
     _refuse_empty(argv)
 
-    # A command whose first own word is an option, as in `train --data X`, has the recipe auto there. Who gives a loop
-    # has decided how to train, and auto would change the network, the rate and more of it.
+    # Without a recipe, as in `train --data X`, the recipe auto is inserted, or custom with a loop of the user's own:
+    # auto would also choose the network and the learning rate, on which the loop has decided.
     given = _given_options(argv)
     default = CUSTOM if "loop" in given else AUTO
-    missing_at = None
+    missing_at = None  # index of the recipe that was inserted
     if len(argv) >= 2 and argv[0] in commands and "config" in hints_of_command(commands[argv[0]]):
-        first = next((place for place, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
+        first = next((index for index, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
         if first < len(argv) and argv[first].startswith("--") and argv[first] not in (*_HELP, _ALL_HELP):
             missing_at = first
             argv.insert(first, default)
@@ -110,7 +112,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     recipe = typed["recipe"] if missing_at is None else None  # as typed
     values: Mapping[str, Any] = {}
 
-    # Parse a second time with --config: what was not typed is now as the file has it, instead of as the recipe has it.
+    # With --config, parse a second time: options that were not typed start from the file, no longer from the recipe.
     if (place := typed.pop(_CONFIG_FILE)) is not None:
         file = read_options_file(place)
         if None not in (recipe, file.recipe) and recipe != file.recipe:
@@ -128,12 +130,12 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         typed = command.keywords["config"]
         del typed[_CONFIG_FILE]
 
-    # Whoever resumes a run need not give --data; with it, --resume may also start a run that does not exist yet.
+    # A run that is resumed has its stored options. With --data, --resume may also start a run that does not exist yet.
     is_resumed = bool(typed["resume"] and typed["name"]) and (
         not typed["data"] or run_store(typed["storage"], typed["name"]).exists(CONFIG)
     )
     if is_resumed:
-        # Parse once more: what neither was typed nor is in the file is now as the run has it.
+        # Parse once more: options that were neither typed nor in the file start from those of the run.
         stored = _stored_options(command.func.__name__, typed, recipe, recipes)
         if missing_at is not None:
             argv[missing_at] = stored.recipe
@@ -150,17 +152,17 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Raise UsageError if a word is empty, as a shell makes it of a variable that is not set; only a note may be."""
-    for before, word in zip(["", *words], words, strict=False):
-        name, has_value, value = word.partition("=")
-        if not word or (word.startswith("--") and has_value and not value):
-            option = name or (before if before.startswith("--") else "an argument")
+    """Raise UsageError if a value is empty, as of a shell variable that is not set; only --note may be empty."""
+    for previous, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if not word or (word.startswith("--") and equals and not value):
+            option = name or (previous if previous.startswith("--") else "an argument")
             if option != "--note":
                 raise UsageError(f"The value of {option} is empty; give one, or leave it out.")
 
 
 def _given_options(words: Sequence[str]) -> set[str]:
-    """Return the names of the options whose flags are among the words of a command, with any value."""
+    """Return the names of the options whose flags are among the words of a command line."""
     option_of = {flag(name): name for name in hints_of(TrainConfig)}
     option_of |= {flag(name).replace("--", "--no-", 1): name for name in hints_of(TrainConfig)}
     for name, hint in hints_of(TrainConfig).items():
@@ -172,9 +174,9 @@ def _given_options(words: Sequence[str]) -> set[str]:
 def _stored_options(
     command: str, typed: Mapping[str, Any], recipe: str | None, defaults: Mapping[str, TrainConfig]
 ) -> TrainConfig:
-    """Return the stored options of the run to resume, but for those that each attempt decides anew.
+    """Return the stored options of the run to resume; those that each attempt decides anew have their defaults.
 
-    ``recipe`` is what was typed, if anything. Raises UsageError if the run was started from another.
+    ``recipe`` is the one that was typed, if any. Raises UsageError if the run was started from another one.
     """
     stored = read_config(open_run(typed["storage"], typed["name"]))
     if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
@@ -187,7 +189,7 @@ def _stored_options(
 
 
 def _check_functions(typed: Mapping[str, Any], started: Mapping[str, Any], document: str) -> None:
-    """Raise UsageError if a function would run that was not typed: one that only ``document`` names."""
+    """Raise UsageError if a function of a user's would run that was not typed, and that only ``document`` names."""
     for option in options_with(Mark.OWN_CODE):
         for name in map(str, set(as_tuple(started[option])).difference(as_tuple(typed[option]))):
             if names_own_function(name):
@@ -222,14 +224,14 @@ class _CommandLine(Generic[C]):
 
 def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Any]) -> functools.partial[T]:
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
-    # --help-all is tyro's help with all options; with --help, those that few people use are hidden from tyro.
+    # tyro's help shows all options, as --help-all should; with --help, those that few people use are hidden from tyro.
     is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
     argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
     if named := next((commands[word] for word in argv if word in commands), None):
         argv = join_repeated(argv, named)
     argv = complete_switches(argv)
 
-    # Only what the first words name is made known to tyro: all commands and recipes would delay each command.
+    # tyro gets only the command and the recipe that the first words name: all of them would delay each command.
     chosen = _chosen("command", commands, argv[:1])
     has_recipe = len(chosen) == 1 and all("config" in hints_of_command(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
@@ -241,7 +243,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
         for name, command in chosen.items()
     )
 
-    # An unknown flag is compared with those of the commands that are possible here, and of all others.
+    # What an error about an unknown flag needs: the flags that are possible here, and the commands that do have it.
     flags = [flag(name) for name in ("json", "debug", "help", *(["config"] if has_recipe else []))]
     if argv and argv[0].startswith("-"):
         flags.append(flag("version"))
@@ -270,9 +272,10 @@ def _flags_of(command: Callable[..., Any]) -> list[str]:
 
 
 class _WrappedOutput:
-    """Standard output while tyro prints help: it wraps what tyro does not, the usage and the description.
+    """Standard output while tyro prints help: wraps the usage and the description, which tyro leaves in one line.
 
-    ``is_optional``: tyro calls the recipe required, for it does not know that words without one are completed.
+    With ``is_optional``, the recipe is called optional. tyro calls it required, because it does not know that a command
+    line without a recipe gets one.
     """
 
     def __init__(self, output: TextIO, *, is_optional: bool) -> None:
@@ -303,7 +306,7 @@ class _WrappedOutput:
 
 
 def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[str, T]:
-    """Return the one of ``known`` that ``words`` names; all of them if no word or a flag is there instead of a name."""
+    """Return the command or recipe, one of ``known``, that the first word names; all if it is missing, or a flag."""
     if not words or words[0].startswith("-"):
         return known  # the help of all of them, or an error that names them
     if words[0] not in known:
@@ -314,21 +317,22 @@ def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[
     return {words[0]: known[words[0]]}
 
 
-# What tyro calls, and what the help shows.
+# The functions and dataclasses that tyro builds its parser from.
 
 
 def _choice(subcommands: Iterable[Any]) -> Any:
-    """Return the union of ``subcommands`` as tyro takes it; the hidden None keeps a union of one a union."""
+    """Return the union of ``subcommands`` that tyro takes. A hidden None keeps it a union if there is only one."""
     return Union[(*(Annotated[Any, choice] for choice in subcommands), Annotated[None, Suppress])]
 
 
 def _bound(
     command: Callable[..., T], recipes: Mapping[str, Any], is_short: bool
 ) -> Callable[..., functools.partial[T]]:
-    """Return the function that tyro calls instead of ``command``, whose ValueError it would take for a mistake.
+    """Return a function that binds ``command`` to its arguments, for tyro to call.
 
-    Its annotations are those of the command as tyro takes them: a choice of recipes, a section of options, or one
-    option. ``is_short`` leaves out the options that few people use.
+    tyro does not call the command itself, because it would take a ValueError there for a mistake in the command line.
+    The annotations are those of the command in the form that tyro needs: a choice of recipes, a section of options, or
+    one option. ``is_short`` leaves out the options that few people use.
     """
 
     def bind(**arguments: Any) -> functools.partial[T]:
@@ -373,7 +377,7 @@ _ConfigFile = Annotated[
 
 
 def _options(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Return the function that tyro calls with the sections of a recipe's options; it gives all options in one dict."""
+    """Return the function that tyro calls with the sections of a recipe's options: it merges them into one dict."""
 
     def merge(config_file: str | None, **sections: object) -> dict[str, Any]:
         options = {name: value for section in sections.values() for name, value in vars(section).items()}
@@ -388,8 +392,8 @@ def _options(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str,
 
 
 def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
-    """Return a section of the options, with these defaults, as the help shows it."""
-    # A hidden option keeps its default: tyro does not know a flag for it, but fills it in.
+    """Return the dataclass of a section of options, with these defaults, as the help shows it."""
+    # A hidden option keeps its default: tyro has no flag for it, but fills it in.
     hints = get_type_hints(section, include_extras=True)
     open_options: Sequence[str] = getattr(defaults, "open_options", ())
     fields = [
@@ -404,11 +408,11 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
 
 
 def _shown(hint: Any, *, is_open: bool = False) -> Any:
-    """Return an annotation as the help shows it: without the word none, and without a default that says nothing.
+    """Return an annotation as the help shows it: without the word none, and without defaults such as False.
 
-    ``is_open``: the images decide on the option, so that its default is none.
+    ``is_open``: the option has no default, because the images decide on it.
     """
-    # The form of the values: the text in the annotation, or the type, if the option may only be none besides.
+    # The form of the values: a text in the annotation, or else the type of an option that is a number, a text or None.
     marks = marks_of(hint)
     forms = [text for text in marks if isinstance(text, str)]
     bare = get_args(hint)[0] if marks else hint
@@ -426,7 +430,7 @@ def _shown(hint: Any, *, is_open: bool = False) -> Any:
 
 
 def _hidden(hint: Any) -> tuple[str, ...]:
-    """Return the options that have no flag in a command whose ``config`` is annotated so."""
+    """Return the names of the options without a flag in a command whose ``config`` has the annotation ``hint``."""
     left_out = [Mark.SUBCOMMAND, *(mark.mark for mark in marks_of(hint) if isinstance(mark, Without))]
     return tuple(name for mark in left_out for name in options_with(mark))
 

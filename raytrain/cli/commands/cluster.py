@@ -1,4 +1,4 @@
-"""Commands that look at machines, and that are carried out on a cluster."""
+"""Commands that look at machines, and the one that sends a command to a cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def submit(
 
     Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
     """
-    # The options are checked here, rather than minutes later on the cluster.
+    # The options are checked here and now, not minutes later on the cluster.
     commands = {"train": train, "sweep": sweep}
     if not command or command[0] not in commands:
         wrong = f", not {command[0]}{did_you_mean(command[0], commands)}" if command else ""
@@ -153,7 +153,7 @@ def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, addr
         for node in report["nodes"]:
             problems = node["report"]["problems"] if node["report"] else [node["error"]]
             is_ready = is_ready and not problems
-            rows += [("", f"{node['address']}: {said}") for said in problems or [_reach(node["report"], config)]]
+            rows += [("", f"{node['address']}: {line}") for line in problems or [_reach(node["report"], config)]]
     else:
         rows.append(("cluster", "not checked: give --address http://HOST:8265"))
     end = "Nothing was trained." if is_ready else "Nothing was trained, and nothing could be."
@@ -168,7 +168,7 @@ def _size(files: JobFiles) -> str:
 
 
 def _reach(report: dict[str, Any], config: TrainConfig) -> str:
-    """Return the line of a node without problems: where it reads and writes, and with whose keys."""
+    """Return the line about a node without problems: where it reads and writes, and with whose keys."""
     read = f"reads {config.data} ({report['read_speed']['images_per_s']:,.0f} images/s), " if config.data else ""
     # The doctor's driver is the job, which runs on the head.
     identity = (report["identity"] or "").replace("driver's", "the keys of the head:")

@@ -1,4 +1,4 @@
-"""Commands for a first try, and those that bring images to where they are read."""
+"""Commands for a first try (demo, new), and those that fetch, upload and pack images."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def new(
     target = Path(folder)
     with as_file(files("raytrain.cli") / "project_template") as template:
         names = sorted(path.name for path in template.iterdir() if path.is_file())
-        # Nothing of the user's is overwritten, and nothing is written beside it.
+        # If one of the files exists already, none is written.
         existing = [name for name in names if (target / name).exists()]
         if existing:
             raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
@@ -134,7 +134,7 @@ def new(
         try:
             for name in names:
                 shutil.copyfile(template / name, target / name)
-        except OSError as error:  # such as a full disk: nothing that is half written stays
+        except OSError as error:  # such as a full disk; the files written so far are removed
             for name in names:
                 (target / name).unlink(missing_ok=True)
             raise explain_os_error(error, folder) from error

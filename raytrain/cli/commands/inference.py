@@ -73,7 +73,7 @@ def evaluate(
     from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.storage.open import check_output
 
-    # Classes of which an image may have several are not confused with one another, so they have no figure.
+    # If images may have several classes, no class is taken for another, and there is no figure of confusions.
     picture = output or f"{prediction.storage.rstrip('/')}/{run}/{CONFUSION_PICTURE}"
     if output is not None:
         check_output(output, (".png",))
@@ -87,7 +87,7 @@ def evaluate(
     try:
         save_png(confusion_figure(result), picture)
     except StorageError as error:
-        # Whoever may only read somebody's runs may measure them, too.
+        # A user who may only read the storage of the runs can still measure them.
         if output is not None:
             raise
         logging.getLogger("raytrain").warning("no picture of the confusions (--output names another place): %s", error)
@@ -187,7 +187,7 @@ def export(
     from raytrain.display.console import key_value_table
 
     document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
-    # The lines are copied: a line of code is one line, however narrow the terminal is.
+    # People copy these lines, so the terminal must not wrap them.
     use = "With raytrain.models alone" if "from raytrain.models import" in document["example"] else "Without raytrain"
     lines = Text(f"\n{use}:\n\n{document['example']}", no_wrap=True, overflow="ignore")
     return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)

@@ -195,7 +195,7 @@ def logs(
             workers = format_count(num_workers, "worker")
             raise UsageError(f"--worker is {worker}, and run {run!r} has {workers}, counted from 0.")
     lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
-    # Without --driver and --worker, these are the events of the run; with them, what these processes printed.
+    # The processes whose output is shown; without --driver and --worker, the events of the run are.
     processes = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
     logs = [LogReader(reader.store, process) for process in processes]
 
@@ -243,9 +243,9 @@ def watch(
     from raytrain.runs.documents import run_names
     from raytrain.storage.open import open_store
 
-    # A sweep stands for its trials; without names, the page begins with the list of all.
+    # The name of a sweep stands for its trials; without names, the page begins with the list of all runs.
     if not runs:
-        run_names(open_store(storage))  # refuses storage that cannot be listed
+        run_names(open_store(storage))  # raises StorageError if the storage cannot be listed
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
         print_address(server)

@@ -57,7 +57,7 @@ def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[
             yield terminal.update
         return
 
-    # The page has its address before the run has a name: until then it shows what the command is doing.
+    # The page opens before the run has a name; until then it shows what the command is doing.
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import WatchedRuns
 
@@ -88,7 +88,7 @@ def profile(
     from raytrain.diagnostics.profile import profile
     from raytrain.display.diagnostics_tables import profile_page
 
-    # torch writes the traces itself, so that they cannot be in a bucket.
+    # torch writes the traces, and cannot write to a bucket.
     folder = f"{config.name or config.recipe}-profile"
     beside_runs = folder if "://" in config.storage else f"{config.storage.rstrip('/')}/{folder}"
     result = profile(config, output=output or beside_runs)
@@ -217,7 +217,7 @@ def sweep(
             view=view.update,
             trust=trust,
         )
-    # Without any evaluation, or a history of a trial whose speed is compared, there is nothing to plot.
+    # A sweep in which no trial was evaluated, and no trial of a comparison of speeds has finished, has nothing to plot.
     has_curves = result.histories or any(trial.evaluations for trial in result.trials)
     picture = (png or f"{result.run_dir}/{SWEEP_PICTURE}") if has_curves else None
     if picture is not None:
