@@ -77,8 +77,9 @@ def sweep(
             ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
             stopped early, and the result has their ``scaling``.
         trials: how many points to choose; by default every combination of values.
-        sampler: how they are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
-            one of Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, whenever a trial may start, from the results so far.
+        sampler: how points are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
+            a sampler of Optuna's, ``tpe``, ``cmaes``, ``gp`` or ``qmc``, which chooses by the results so far whenever a
+            trial may start.
         pruner: which of Optuna's pruners stops trials early, in place of ``early_stopping``: ``median``,
             ``successive-halving`` or ``hyperband``.
         folds: cross-validation: train each point ``folds`` times, each with another part of the training images for
@@ -87,7 +88,7 @@ def sweep(
         early_stopping: stop a trial whose value is worse than the median of the trials before it after an eighth, a
             quarter or half of the epochs.
         target: the value of the metric of ``best`` on the validation images to which trials on different numbers of
-            workers are timed; by default the best final one, and 5 % worse.
+            workers are timed; by default a value 5 % worse than the best final one.
         notify_trials: have ``notify`` report how each trial ends, too, and not only how the sweep does.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the ``trials`` stand, and the ``dollars`` that they have cost. By
@@ -161,7 +162,7 @@ class SweepTerminalView(LiveView):
         self._plan = line
 
     def update(self, snapshot: SweepSnapshot) -> None:
-        """Show how all trials stand."""
+        """Show the state of all trials."""
         if self._live is not None:
             num_rows = self._console.height - _LINES_BESIDE_TRIALS
             self._draw(live_table(snapshot, num_rows, self._plan, self._hint), keep=False)
@@ -182,7 +183,7 @@ class SweepTerminalView(LiveView):
 
 
 def _trial_line(trial: TrialResult) -> str:
-    """Return how a trial stands, as one line of plain text."""
+    """Return the state of a trial as one line of plain text."""
     parts = [trial.name, as_typed(trial.values), trial.status]
     if trial.num_epochs:
         parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
@@ -225,7 +226,7 @@ def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "", hint: str
         *_cost_column(chosen),
     )
 
-    # Below it, on one line each: the plan, the counts, and how to stop.
+    # Below the table, on one line each: the plan, the counts, and how to stop.
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
     if snapshot.dollars is not None:
@@ -278,7 +279,7 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
 
 
 def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
-    """Return the trial, the varied options, whose names may be wrapped, and the status."""
+    """Return the columns of the trials' names, varied options and status; the names of options may be wrapped."""
     names = list(trials[0].values) if trials else []
     headings = [Text(option_name(name).replace("-", "-\n"), overflow="fold") for name in names]
     return [
@@ -292,7 +293,7 @@ def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
 
 
 def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
-    """Return what each trial has cost, as a run of its own; nothing if no trial knows."""
+    """Return the column of what each trial has cost, as if no other used its machines; no column without --price."""
     if all(trial.dollars is None for trial in trials):
         return []
     costs = (trial.dollars for trial in trials)
@@ -300,12 +301,12 @@ def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
 
 
 def _heading(trials: Sequence[TrialResult]) -> str:
-    """Return the heading of the trials' best values: ``best`` and the metric that they are compared by."""
+    """Return the heading of the trials' best values: ``best``, and the metric by which they are compared."""
     return "best\n" + (trials[0].metric.replace("_", " ") if trials else "accuracy")
 
 
 def _validation_metric(trial: TrialResult) -> str:
-    """Return the metric that trials are compared by, as a label of an axis or in a sentence."""
+    """Return the metric by which trials are compared, as a label: ``validation accuracy``."""
     return f"validation {trial.metric.replace('_', ' ')}"
 
 
@@ -322,7 +323,7 @@ def _reason_text(trial: TrialResult) -> str:
 
 
 def _conclusion(result: SweepResult, about: str, storage: str, picture: str | None) -> Iterator[RenderableType]:
-    """Yield where the curves of all trials are, the best of them with its checkpoints, and commands that use it.
+    """Yield where the curves of all trials are, the best trial with its checkpoints, and commands that use it.
 
     ``about`` is added to the name of the best trial.
     """
@@ -336,17 +337,17 @@ def _conclusion(result: SweepResult, about: str, storage: str, picture: str | No
         if checkpoint := best_checkpoint(store):
             newest = newest_checkpoint(store)
             yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
-        # As in the page of a single run: the user's own code is trusted, which the user has just run.
+        # As on the page of a single run, the commands trust the user's own code, which the user has just run.
         config = read_config(store) if store.exists(CONFIG) else None
         own_code = any(map(names_own_function, (config.model, config.loop) if config else ()))
         yield try_next(result.best, storage, trust=own_code)
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """Return the curves of all trials, the best in orange, and a plot for each option.
+    """Return a figure with the curves of all trials, the best in orange, and a plot for each varied option.
 
-    If --vary has workers, they are accuracy over time and images/s over workers, of the finished trials. Raise
-    UsageError if there is nothing to draw: no trial was evaluated.
+    If --vary has workers, the figure shows accuracy over time and images/s over workers, for the finished trials. Raise
+    UsageError if no trial was evaluated, so that there is nothing to draw.
     """
     if result.histories:
         return scaling_figure(result)
@@ -357,7 +358,7 @@ def sweep_figure(result: SweepResult) -> Figure:
             "--evaluate-every epochs."
         )
 
-    # Above the curves, 4.5 inches high; below a plot for each varied option, in rows that are 3 inches high.
+    # The curves above are 4.5 inches high; below them are the plots of the options, in rows 3 inches high.
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
     best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
@@ -407,7 +408,7 @@ def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str,
         elif all(isinstance(number, int) for number in numbers):
             whole_ticks(axes)
     else:
-        # Anything else: a tick for each different value, in the order of the trials.
+        # Other values: a tick for each different value, in the order of the trials.
         different = list(dict.fromkeys(map(shown, values)))
         xs = [different.index(shown(value)) for value in values]
         axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)

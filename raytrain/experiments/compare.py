@@ -27,12 +27,12 @@ from raytrain.training.evaluation_metrics import is_lower_better
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One run of a comparison. What is not known yet is None.
+    """One run of a comparison. Values that are not known yet are None.
 
-    ``options`` are those in which the runs differ. ``best_value`` is the best that an evaluation has measured of
-    ``best_metric``, that of ``--best``; ``validation_accuracy`` and ``validation_loss`` are from the last evaluation.
-    ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of training, and
-    ``skipped`` counts images.
+    ``options`` has only those in which the runs differ. ``best_value`` is the best value of the metric of ``--best``,
+    ``best_metric``, in any evaluation; ``validation_accuracy`` and ``validation_loss`` are from the last one. ``loss``
+    is that of the last row of training steps, ``images_per_s`` the median over all rows, ``seconds`` the time in
+    training, and ``skipped`` the number of images that could not be used.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ComparedRun:
     seconds: float | None
     skipped: int
     metrics: dict[str, float | None]
-    """What the loop logs or measures besides loss and accuracy, by name: as it was last."""
+    """The last value of each metric that the loop logs or measures besides loss and accuracy, by name."""
 
     def summary(self) -> dict[str, Any]:
         """Return the run as a dictionary of plain values."""
@@ -78,8 +78,8 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
-    """Compare runs, as :func:`compare` does, whose documents have been read already."""
-    # What a loop does not use is no difference between its run and others.
+    """Compare runs whose documents have been read already, as :func:`compare` does."""
+    # Options that a run's loop does not use make no difference.
     used = [
         {name: value for name, value in vars(record.config).items() if name not in record.unused_options}
         if record.config
@@ -89,11 +89,11 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     options = differing_options(used)
     compared: list[ComparedRun] = []
     for record, values in zip(records, used, strict=True):
-        # All is from the history alone: a run that still trains has no summary.
+        # Everything is read from the history, because a run that still trains has no summary.
         rows = record.metrics
         test, train = last_row(rows, "evaluation"), last_row(rows, "step")
         speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
-        # Not each step has a row, so the last one may be before the step at which the run stopped.
+        # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
         metric = compared_by(record.config)
         measured = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
@@ -149,10 +149,10 @@ _NUMBERS: dict[SortKey, Callable[[RunInfo], float | None]] = {
 
 
 def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
-    """Return the runs in another order: words as in a dictionary, of numbers the largest first, unknown ones last.
+    """Return the runs sorted by ``key``: words alphabetically, numbers from the largest down, unknown values last.
 
-    By ``best``, the best one is the first. Values of different metrics do not compare: the runs of each metric stand
-    together, those of the most frequent one first.
+    With the key ``best``, the best run comes first. Values of different metrics cannot be compared, so runs with the
+    same metric of --best stand together, those with the most frequent metric first.
 
     Example:
         >>> sort_runs(list_runs("./runs"), "best")[0].name
@@ -174,9 +174,9 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
 
 
 def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the options in which the runs that use them differ, by the options that each run uses.
+    """Return the names of the options in which runs differ; ``used`` has the options that each run uses.
 
-    Those that change nothing that runs compute are left out.
+    Options that do not change what a run computes are left out.
     """
     ignored = {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ignored]
@@ -184,5 +184,5 @@ def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
-    """Return the last row of this kind; None if there is none."""
+    """Return the last row of the ``kind``; None without any."""
     return next((row for row in reversed(rows) if row.kind == kind), None)

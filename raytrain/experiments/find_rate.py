@@ -31,16 +31,17 @@ _MANY_EPOCHS = 1000  # --max-steps ends the run
 _NEIGHBOURS = 1 / 20  # of the steps, on each side, that a loss is averaged over
 _DIVISOR = 10
 _FALLS_BY = 0.05  # of the loss of the first steps, at least
-_BY_SOMEBODY = ("signal", "command", "page", "caller")  # kinds of stops; a run that diverged has seen what it needs
+_BY_SOMEBODY = ("signal", "command", "page", "caller")  # kinds of stops by a person; a run that diverged is complete
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RateResult:
-    """What a run with a rising learning rate says: ``rates``, ``losses`` and ``smoothed``, each (num_steps,).
+    """The learning rates and losses of a run with a rising rate, and the rate that they suggest.
 
-    ``suggestion`` is None if the losses suggest none; ``reason`` is the sentence for either.
+    ``rates``, ``losses`` and ``smoothed`` (the losses averaged over neighbouring steps) are (num_steps,) each.
+    ``suggestion`` is None if the losses suggest no rate; ``reason`` says why this rate, or why none.
     """
 
     run: TrainResult
@@ -86,7 +87,7 @@ def find_rate(
     short = _short_run(config)
     result = train(short, loop=loop, view=view, signals=signals)
 
-    # The history has a row of each step, whose loss may have become infinite or NaN at high rates.
+    # The history has a row for each step. At high rates, the loss may be infinite or NaN.
     store = run_store(short.storage, result.name)
     rates, losses = losses_over_rates(read_metrics(store))
     if len(losses) < _FEWEST_STEPS and _is_cut_short(result.stop_reason):
@@ -105,7 +106,7 @@ def find_rate(
 
 
 def stored_suggestion(rows: Sequence[MetricRow], stop_reason: StopReason | None = None) -> tuple[float | None, str]:
-    """Return the learning rate, or None, that the history of a run with a rising rate suggests, and the reason."""
+    """Return the learning rate that the history of a run with a rising rate suggests, or None, and the reason."""
     rates, losses = losses_over_rates(rows)
     if len(losses) < _FEWEST_STEPS:
         return (
@@ -124,7 +125,10 @@ def losses_over_rates(rows: Sequence[MetricRow]) -> tuple[Floats, Floats]:
 
 
 def _short_run(config: TrainConfig) -> TrainConfig:
-    """Return the run with the rising rate, without anything beside its steps; UsageError if they are too few."""
+    """Return the options of a run whose rate rises, and which does nothing but its steps: no evaluation, no early end.
+
+    Raises UsageError if its steps are too few.
+    """
     schedule = config.schedule if config.is_range_test else "rising"
     num_steps = config.max_steps or _NUM_STEPS
     if num_steps < _FEWEST_STEPS:
@@ -149,15 +153,15 @@ def _short_run(config: TrainConfig) -> TrainConfig:
 
 def smooth(losses: Floats) -> Floats:
     """Average each of ``losses``, (num_steps,), with its neighbours: a twentieth of all steps on each side."""
-    # Dividing by the number of neighbours that there are, which is smaller at both ends.
+    # The sum over the window is divided by the number of losses in it, which is smaller at both ends.
     window = np.ones(2 * max(1, round(len(losses) * _NEIGHBOURS)) + 1)
     return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
 
 
 def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = None) -> tuple[float | None, str]:
-    """Return a learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,).
+    """Return the suggested learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,).
 
-    Of a run that somebody stopped, only losses that have fallen and risen again suggest one.
+    If somebody stopped the run, there is a suggestion only if the loss has fallen and risen again.
     """
     # At the lowest loss the rate is on the verge of being too high; a tenth of it is the usual choice.
     lowest = int(smoothed.argmin())

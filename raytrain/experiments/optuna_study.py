@@ -1,14 +1,13 @@
 """A sweep's study in Optuna, whose sampler chooses points and whose pruner stops trials.
 
-The study is in memory. What is stored is a log of plain values, ``study.jsonl`` in the sweep's folder: which points the
-sampler has chosen, what was measured of which trial, and how trials ended, in the order in which that happened. A sweep
-that resumes plays the log to a new study, which is then as the old one was: each point is chosen by a sampler with a
-seed of its own, so that it depends on nothing but the log. Optuna's own storages are not used, for two reasons: none of
-them is made for a bucket, and they hold pickled objects, in whose place whoever can write to the storage could put code
-of theirs.
+The study is kept in memory. Storage has a log of plain values, ``study.jsonl`` in the sweep's folder: the points that
+the sampler chose, the values that trials measured, and how trials ended, in the order of these events. A sweep that
+resumes replays the log into a new study, which is then equal to the old one: each point is chosen by a sampler with a
+seed of its own, so that it depends on nothing but the log. Optuna's own storages are not used, for two reasons. None of
+them works with a bucket, and they hold pickled objects, in whose place anyone who can write there could put code.
 
-The documents of the trials are the truth. What a process that was killed had not yet logged is added from them, and
-what is in the log already is not counted again.
+Where log and documents of the trials disagree, the documents count: events that a killed process had not logged yet are
+added from them, and events that are in the log are not counted twice.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ def check_optuna(sampler: Sampler | None, pruner: Pruner | None) -> None:
 
 
 class SweepStudy:
-    """The study of a sweep, from any thread; with the trials of its log, if the sweep resumes.
+    """The study of a sweep, which any thread may use; if the sweep resumes, it has the trials of the stored log.
 
-    Trials have numbers from 0 on, values are those of the metric that the sweep compares its trials by.
+    Trials are numbered from 0. Their values are those of the metric by which the sweep compares trials.
 
     Args:
-        store: the sweep's place in storage.
-        space: what its trials differ in.
-        sampler: who chooses its points; None if the sweep :meth:`give`-s them.
-        pruner: who stops trials early; None if nobody of Optuna's does.
+        store: the sweep's folder in storage.
+        space: the options in which trials differ, with their values.
+        sampler: the sampler that chooses points; None if the sweep gives all points by :meth:`give`.
+        pruner: the pruner that stops trials early; None if none of Optuna's does.
         seed: the seed of the sampler.
         is_lower_better: True if the smallest value is the best.
-        num_epochs: the epochs of its longest trial.
-        is_resumed: True if it goes on from the stored log, which is emptied otherwise.
+        num_epochs: the epochs of the longest trial.
+        is_resumed: True to replay the stored log; otherwise the log is emptied.
 
     Example::
 
@@ -88,7 +87,6 @@ class SweepStudy:
         self._space = space
         self._sampler: Sampler | None = sampler
         self.pruner: Pruner | None = pruner
-        """The pruner that stops trials early; None if none of Optuna's does."""
         self._seed = seed
         self._lock = threading.RLock()
         self._log: LineFile[dict[str, Any]] = LineFile(store, STUDY, dict, dict)
@@ -103,7 +101,7 @@ class SweepStudy:
                 distribution = optuna.distributions.FloatDistribution(domain.low, domain.high, log=domain.log)
             self._distributions[name] = distribution
 
-        # Optuna says on standard error that a study was made, where the picture of the sweep is.
+        # Optuna would report the new study on standard error, into the sweep's picture in the terminal.
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(
@@ -115,24 +113,26 @@ class SweepStudy:
         optuna.logging.set_verbosity(verbosity)
         self._trials: list[optuna.Trial] = []
         self.points: list[Point] = []
-        """The points of its trials, by number."""
+        """The point of each trial, in the order of their numbers."""
         self._decisions: dict[tuple[int, int], bool] = {}  # by trial and epoch
         self._ended: set[int] = set()
-        self._num_choices = 0  # of the sampler, also those that were not taken
-        self._is_playing = is_resumed
+        self._num_choices = 0  # of the sampler, those that were refused included
+
+        # Replay the log of a sweep that resumes. Events that are replayed are not logged again.
+        self._is_replaying = is_resumed
         if not is_resumed:
             self._log.cut(lambda event: False)
         else:
             lines = (line for block in StoredLines(store, STUDY).blocks() for line in block.splitlines())
             for event in parse_lines(dict, lines):
-                with suppress(KeyError, IndexError, TypeError, ValueError):  # whoever wrote the storage made it up
-                    self._play(event)
-        self._is_playing = False
+                with suppress(KeyError, IndexError, TypeError, ValueError):  # an impossible event, of a damaged log
+                    self._replay(event)
+        self._is_replaying = False
 
     def choose(self, accepts: Callable[[Point], bool]) -> Point | None:
-        """Return the point of the next trial, which differs from all before it and which ``accepts`` lets pass.
+        """Return the point of the next trial, one that is new and for which ``accepts`` returns True.
 
-        If the sampler insists on others, chance chooses in its place. Return None if there is no further point.
+        If the sampler keeps choosing other points, a random one is drawn. Return None if there is no further point.
         """
         with self._lock:
             for _ in range(_CHOICES_PER_POINT):
@@ -143,10 +143,10 @@ class SweepStudy:
                     break
                 self._refuse(trial, point)
             else:
-                # Of one point more than there are, at least one is new.
+                # If one point more is drawn than there are trials, at least one is new.
                 try:
                     drawn = points(self._space, len(self.points) + 1, self._seed_of_choice())
-                except UsageError:  # there are not so many
+                except UsageError:  # the space has no further point
                     return None
                 new = next((point for point in drawn if point not in self.points and accepts(point)), None)
                 if new is None:
@@ -156,17 +156,17 @@ class SweepStudy:
         return point
 
     def give(self, point: Point) -> None:
-        """Take a point that the sampler has not chosen as that of the next trial."""
+        """Make ``point``, which the sampler has not chosen, the point of the next trial."""
         with self._lock:
             self._study.enqueue_trial(dict(point))
             self._add("given", self._study.ask(self._distributions), point)
 
     def is_worse(self, number: int, epoch: int, value: float) -> bool:
-        """Note a trial's ``value`` after ``epoch``; True if the pruner stops the trial.
+        """Note a trial's ``value`` after ``epoch``; return True if the pruner stops the trial.
 
-        What a trial that was interrupted measures again changes nothing: the pruner says what it has said before.
+        A resumed trial may measure the same epoch again: that changes nothing, and the decision is the earlier one.
         """
-        value = value if math.isfinite(value) else math.nan  # as the log has it, in which an infinite one is null
+        value = value if math.isfinite(value) else math.nan  # the log stores both as null
         with self._lock:
             if (number, epoch) not in self._decisions and number not in self._ended:
                 self._trials[number].report(value, epoch)
@@ -177,7 +177,7 @@ class SweepStudy:
             return self._decisions.get((number, epoch), False)
 
     def end(self, number: int, value: float | None, *, is_pruned: bool) -> None:
-        """Note that a trial has nothing left to do, and its best ``value``; without one, only if it was pruned."""
+        """Note that a trial is over, with its best ``value``. Without a value, only a pruned trial is noted."""
         from optuna.trial import TrialState
 
         with self._lock:
@@ -191,17 +191,17 @@ class SweepStudy:
             self._record({"event": "ended", "trial": number, "value": value, "pruned": is_pruned})
 
     def write(self) -> None:
-        """Append new trials and values to the log, unless storage is to be left alone for now; raise StorageError."""
+        """Append new events to the log, unless the last write was too recent; raise StorageError if that fails."""
         if time.monotonic() >= self._write_after_s:
             self._log.write()
             self._write_after_s = time.monotonic() + self._log.pause_s()
 
     def close(self) -> None:
-        """Append the rest to the log; raise StorageError."""
+        """Append all events that are left to the log; raise StorageError if that fails."""
         self._log.write()
 
     def _ask(self) -> optuna.Trial:
-        """Ask the sampler for the point of a trial, with the seed of this choice."""
+        """Ask the sampler for the point of a trial; each choice has a seed of its own."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as that a sampler is experimental
             self._study.sampler = _sampler(self._sampler, self._seed, self._seed_of_choice())
@@ -212,7 +212,7 @@ class SweepStudy:
         return random.Random(f"{self._seed}/{self._num_choices}").getrandbits(32)
 
     def _refuse(self, trial: optuna.Trial, point: Point) -> None:
-        """Say that the point of a trial cannot be tried."""
+        """Tell the sampler that the point of a trial is not tried."""
         from optuna.trial import TrialState
 
         self._study.tell(trial, state=TrialState.FAIL)
@@ -224,11 +224,11 @@ class SweepStudy:
         self._record({"event": event, "values": point})
 
     def _record(self, event: dict[str, Any]) -> None:
-        if not self._is_playing:
+        if not self._is_replaying:
             self._log.extend([event])
 
-    def _play(self, event: dict[str, Any]) -> None:
-        """Repeat the events of the log. Raise KeyError, IndexError, TypeError or ValueError if one is impossible."""
+    def _replay(self, event: dict[str, Any]) -> None:
+        """Repeat an event of the log. Raise KeyError, IndexError, TypeError or ValueError if it is impossible."""
         kind = event["event"]
         if kind == "measured":
             value = event["value"]
@@ -242,7 +242,7 @@ class SweepStudy:
         if kind == "given":
             self.give(point)
             return
-        # Only these samplers keep something of each point that they have chosen; others know it from the trials alone.
+        # These samplers have a state that each choice changes, so they must choose again; others look at trials alone.
         if self._sampler in ("cmaes", "qmc"):
             trial = self._ask()
         else:
@@ -253,12 +253,12 @@ class SweepStudy:
             self._refuse(trial, point)
         elif trial.params == point:
             self._add(kind, trial, point)
-        else:  # another version of Optuna chooses another one
+        else:  # another version of Optuna may choose another point
             self._refuse(trial, point)
             self.give(point)
 
     def _point_of(self, values: dict[str, Any]) -> Point:
-        """Return the point that the log names; raise ValueError if it is not in the space."""
+        """Return the point with these ``values``; raise ValueError if it is not in the space."""
         for name, domain in self._space.items():
             value = values[name]
             in_domain = domain.low <= value <= domain.high if isinstance(domain, Range) else value in domain
@@ -277,7 +277,7 @@ def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.sam
         return samplers.CmaEsSampler(seed=seed_of_choice, warn_independent_sampling=False)
     if name == "gp":
         return samplers.GPSampler(seed=seed_of_choice)
-    if name == "qmc":  # a sequence: its seed is that of all points
+    if name == "qmc":  # a sequence of points with one seed
         by_chance = samplers.RandomSampler(seed=seed_of_choice)
         return samplers.QMCSampler(
             scramble=True, seed=seed, independent_sampler=by_chance, warn_independent_sampling=False

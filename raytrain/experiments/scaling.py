@@ -1,6 +1,6 @@
-"""How training scales: what more workers gain in images/s and in time to an accuracy, by the histories of runs.
+"""How training scales: what more workers gain in images/s and in time to an accuracy or another metric.
 
-In place of the accuracy, it may be any metric.
+All figures are computed from the histories of runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
 
     @property
     def better(self) -> str:
-        """Which of two values is the better one, as a word."""
+        """``smaller`` or ``larger``: which of two values is the better one."""
         return "smaller" if self.is_lower_better else "larger"
 
     @property
@@ -42,7 +42,7 @@ class Compared(NamedTuple):
         return is_fraction(self.name)
 
     def score(self, value: float) -> float:
-        """Return a number that is larger for a better ``value``; of one that is NaN, the worst."""
+        """Return a number that is larger for a better ``value``; NaN has the lowest, -inf."""
         return -math.inf if math.isnan(value) else -value if self.is_lower_better else value
 
 
@@ -51,11 +51,11 @@ ACCURACY = Compared()
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A run on some number of workers, and its figures. An unknown one is None.
+    """A run on some number of workers, and its figures. Unknown figures are None.
 
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
-    ``seconds`` are those of training, and ``value`` is the last one of the metric. The gains are fractions per doubling
-    of the workers since the next smaller size: 0.7 is 70 % more.
+    ``seconds`` the time in training, and ``value`` the last value of the metric. A gain is the relative change per
+    doubling of the workers since the next smaller size: 0.7 is 70 % more.
 
     Example::
 
@@ -78,10 +78,11 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Runs that differ in their number of workers, ascending; the gains are fractions per doubling, over all sizes.
+    """Runs that differ in their number of workers, from the fewest up. Gains are relative changes per doubling.
 
-    ``values`` are those of the other options in which a sweep varies: each choice of them has a scaling of its own.
-    ``target`` is the value of ``metric`` that the runs are timed to, ``spread`` is how far their last values lie apart.
+    ``values`` are those of the other options that a sweep varies: each combination of them has a scaling of its own.
+    ``target`` is the value of ``metric`` up to which runs are timed; ``spread`` is the difference between the largest
+    and the smallest of their last values.
 
     Example::
 
@@ -112,7 +113,7 @@ def scaling(
     values: Mapping[str, Any] | None = None,
     metric: Compared = ACCURACY,
 ) -> Scaling:
-    """Compare runs by their rows in ``histories``, which has those of the finished ones, by name.
+    """Compare runs by ``histories``, which has the rows of each finished run by its name.
 
     ``target`` is a value of ``metric`` on the validation images, by default :func:`default_target` of these runs.
 
@@ -123,7 +124,7 @@ def scaling(
     if target is None:
         target = default_target((histories[size.run] for size in finished), metric)
 
-    # Two figures of each finished size, images/s and the seconds to the target, and how they change from size to size.
+    # The images/s and the seconds to the target of each finished run, and how they change from size to size.
     workers = [size.workers for size in finished]
     tests = [curve(histories[size.run], "evaluation", metric.name) for size in finished]
     speeds = [images_per_s(histories[size.run]) for size in finished]
@@ -154,7 +155,7 @@ def scaling(
 
 
 def default_target(histories: Iterable[Sequence[MetricRow]], metric: Compared = ACCURACY) -> float | None:
-    """Return a value 5 % worse than the best final one, which all but poor runs reach; None if no run was tested."""
+    """Return a value 5 % worse than the best final one, so that most runs reach it; None if no run was evaluated."""
     final = [test.values[-1] for rows in histories if (test := curve(rows, "evaluation", metric.name)).values]
     if not final:
         return None
@@ -165,8 +166,8 @@ def default_target(histories: Iterable[Sequence[MetricRow]], metric: Compared = 
 def curve(rows: Sequence[MetricRow], kind: Kind, metric: str = "accuracy") -> Curve:
     """Return the values of a metric in the rows of one kind over the seconds of training.
 
-    The seconds are those of the steps, including the time that they wait for data and for the first batch after a
-    start. They do not include evaluations, nor the time between an interruption and the next start.
+    These seconds are the time in steps, which includes waiting for data, also for the first batch of an attempt. They
+    do not include evaluations, nor the time between two attempts.
     """
     values = [(row.step, row.metrics.get(metric)) for row in rows if row.kind == kind]
     measured = [(step, value) for step, value in values if value is not None]
@@ -196,8 +197,8 @@ def seconds_to(target: float, measured: Curve, metric: Compared = ACCURACY) -> f
 def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:
     """Return the relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
 
-    It is the slope of the least-squares line through their logarithms, so that the numbers of workers may be any. None
-    if fewer than two values are known.
+    It is the slope of the least-squares line through the logarithms of workers and values, so the numbers of workers
+    need not be powers of two. None if fewer than two values are known.
     """
     known = [(math.log2(size), math.log2(value)) for size, value in zip(workers, values, strict=True) if value]
     if len(known) < 2:
@@ -212,9 +213,9 @@ def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]
 
 
 def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
-    """Return steps, and the seconds of training up to each.
+    """Return the steps that have a speed, and the seconds of training up to each.
 
-    The seconds of a row are the images since the row before, divided by the row's images/s.
+    A row took as many seconds as there were images since the row before it, divided by its images/s.
     """
     steps, seconds, samples = [0], [0.0], 0
     for row in rows:

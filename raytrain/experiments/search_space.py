@@ -1,4 +1,4 @@
-"""The search space of a sweep: parses ``--vary``, and lists or draws the points that are tried."""
+"""The search space of a sweep: parses ``--vary``, and lists or draws the points, one for each trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Pruner = Literal["median", "successive-halving", "hyperband"]
 """A pruner of Optuna's, which stops trials that are worse than others."""
 
 Value = float | int | bool | str
-Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`
+Point = dict[str, Value]
+"""A value for each option that a sweep varies, by the name of its field in TrainConfig."""
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
@@ -41,7 +42,7 @@ class Range:
 
     def draw(self, generator: random.Random) -> Value:
         """Return a random number of the range, rounded to four digits, so that it is easy to read and to type."""
-        # A whole number is rounded, so the first and the last one need half a unit more to be as likely as others.
+        # Rounding gives each whole number an interval of one unit, so the first and the last need half a unit more.
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
         drawn = math.exp(generator.uniform(math.log(low), math.log(high))) if self.log else generator.uniform(low, high)
         rounded = round(drawn) if self.whole else float(f"{drawn:.4g}")
@@ -125,7 +126,7 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
         cards[name] = cards[name] or generator.sample(domain, len(domain))
         return cards[name].pop()
 
-    # Points that were drawn already are drawn again; how many there are is not known if a range is rounded.
+    # A point that was drawn before is dropped. How many points rounded ranges have is unknown, so draws are limited.
     drawn: dict[tuple[Value, ...], Point] = {}
     for _ in range(_DRAWS_PER_POINT * trials):
         point = {name: draw(name, domain) for name, domain in space.items()}
@@ -159,7 +160,7 @@ def num_points(space: Space) -> float:
 
 
 def outermost_points(space: Space) -> list[Point]:
-    """Return points with each value of a list and both ends of a range: if any value is refused, one of these is.
+    """Return points that have each value of a list and both ends of a range: if TrainConfig refuses any, it is in one.
 
     Example: ``outermost_points({"epochs": (1, 2)}) == [{"epochs": 1}, {"epochs": 2}]``
     """
@@ -175,7 +176,7 @@ def outermost_points(space: Space) -> list[Point]:
 
 
 def are_points(value: object) -> bool:
-    """Return True if a stored value is a list of points, which give sweepable options values of the right types."""
+    """Return True if a stored ``value`` is a list of points: options that may vary, with values of their types."""
     kinds = _sweepable_kinds()
     return matches(value, list[dict[str, Any]]) and all(
         name in kinds and (matches(option, kinds[name]) or (is_per_worker(option) and _takes_text(name)))
@@ -187,7 +188,7 @@ def are_points(value: object) -> bool:
 def _sweepable_kinds() -> dict[str, Any]:
     """Return the options that may vary, each with the type of its values, or the Literal that lists them.
 
-    That is the one type that the annotation allows besides None, other Literals, and texts such as 32/worker.
+    An annotation may also allow None, words for which a number stands, or texts such as 32/worker: those are left out.
     """
     hints = get_type_hints(TrainConfig)
     kinds: dict[str, Any] = {}
@@ -208,8 +209,8 @@ def _takes_text(name: str) -> bool:
 
 
 def _value(flag: str, text: str, kind: Any) -> Value:
-    """Return the value that ``text`` is of ``kind``, a type or a Literal; raise UsageError if it is none."""
-    if bool in get_args(kind):  # beside words, such as those of compile
+    """Return ``text`` as a value of ``kind``, a type or a Literal; raise UsageError if it is no such value."""
+    if bool in get_args(kind):  # a switch that may also be a word, such as compile
         if text.lower() in _WORDS:
             return _WORDS[text.lower()]
         kind = next(part for part in get_args(kind) if get_origin(part) is Literal)

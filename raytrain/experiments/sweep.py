@@ -1,8 +1,8 @@
-"""Start of a sweep: what is wrong is refused, the trials are planned, and the machines divided among them.
+"""Start of a sweep: mistakes are refused, the trials are planned, and the machines are divided among them.
 
-The trials differ in some options, and train each in a thread, several at once, on the same images. If the number of
-workers is among these options, one run trains after the other and reads its images itself, as ``raytrain.train`` would
-have it: their images/s are compared, and the time until they are accurate.
+The trials differ in some options. Each trains in a thread, several at once, on the same images. If the number of
+workers is among these options, they train one after the other, and each reads its images itself, as with
+``raytrain.train``, because their speeds are compared: images/s, and the time to an accuracy.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sweep(
     """
     started_at = time.monotonic()
     check_named(config)
-    open_trackers(config.track)  # refuses one that no trial could open
+    open_trackers(config.track)  # raises UsageError if no trial could open them
     if loop is not None:
         check_loop(loop)
     vary = [vary] if isinstance(vary, str) else [*vary]
@@ -89,13 +89,16 @@ def sweep(
             f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
             "such as --vary workers=1,2,4."
         )
-    # Whatever is wrong with a trial is refused before anything starts.
+
+    # A mistake in the options of any trial is refused before anything starts.
     examples = examples_of(planned, config, config.name or new_name(config.recipe))
     for trial in examples:
         check_options(trial.config, loop)
         if loop is None and config.loop is None:
             check_compared(trial)
     config = settle_options(config)
+
+    # The sweep is prepared as a run is: images are listed and checked once for all trials.
     with (
         open_machines(config) as join,
         prepare(_with_most_folds(config, examples), TrainRequest(started_at=started_at)) as prepared,
@@ -109,6 +112,8 @@ def sweep(
         else:
             check_names_free(planned, prepared.config.storage, prepared.name)
         examples = runs if planned.sampler is None else examples_of(planned, prepared.config, prepared.name)
+
+        # Once the machines are known, it is clear how many trials they have room for.
         hardware = join()
         at_once, placement = _place_trials(planned, prepared.config, hardware)
         for trial in runs:
@@ -133,31 +138,31 @@ def sweep(
 
 
 def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:
-    """Return the options with the fold of that trial which divides the images into the most folds, if any does.
+    """Return the options with the fold of the trial that has the most folds, if trials have folds.
 
-    Listing the images with these refuses folds that the images, or their groups, are too few for.
+    Listing the images with these options raises UsageError if the images, or their groups, are too few for the folds.
     """
     folds = [(trial.config.fold[1], trial.config.validation_fold) for trial in trials if trial.config.fold]
     return dataclasses.replace(config, validation_fold=max(folds)[1]) if folds else config
 
 
 def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tuple[int, Placement]:
-    """Return how many trials train at once, and the layout of the workers of all of these.
+    """Return how many trials train at once, and the placement of the workers of all of these.
 
-    Raises UsageError if the machines have too little for one.
+    Raises UsageError if the machines have too little room for one trial.
     """
     workers = 1 if planned.varies_workers or config.workers == "auto" else int(config.workers)
     check_room(dataclasses.replace(config, workers=workers), hardware)
     fitting = place(dataclasses.replace(config, workers="auto"), hardware).num_workers
-    # More workers than those of all trials would take cores from reading.
+    # Workers beyond those of all trials would only take cores from reading.
     at_once = 1 if planned.trains_alone else max(1, min(fitting // workers, planned.num_trials))
     return at_once, place(dataclasses.replace(config, workers=at_once * workers), hardware)
 
 
 def check_compared(trial: Trial) -> None:
-    """Raise UsageError if a trial, whose own --best or --metrics may differ, does not measure what all are compared by.
+    """Raise UsageError if a trial does not measure the metric that trials are compared by.
 
-    The sweep would take it for one that was never evaluated.
+    A sweep may vary --best or --metrics. It would take a trial without that metric for one that was never evaluated.
     """
     if trial.metric not in measured_metrics(trial.config):
         raise UsageError(
@@ -167,10 +172,10 @@ def check_compared(trial: Trial) -> None:
 
 
 def resumed_trials(trials: Sequence[Trial], before: TrainConfig) -> list[Trial]:
-    """Return the trials of a sweep that resumes, whose options were ``before``: each keeps its own tags and its note.
+    """Return the trials of a sweep that resumes; ``before`` are the options that the sweep had.
 
-    Somebody may have changed them since the trial started; those that are new in the sweep are new in each trial, too.
-    Raises UsageError if a trial that has started before was started with another model, batch size or seed.
+    Each trial keeps its own tags and note, which somebody may have changed since it started, and gets those that are
+    new in the sweep. Raises UsageError if a trial was started with another model, batch size or seed.
     """
     resumed: list[Trial] = []
     for trial in trials:

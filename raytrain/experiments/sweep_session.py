@@ -1,4 +1,4 @@
-"""A sweep from its first trial to its last: which trial trains when, the documents, and the end."""
+"""A sweep from its first trial to its last: which trial trains when, the sweep's documents, and its result."""
 
 from __future__ import annotations
 
@@ -46,18 +46,25 @@ from raytrain.runs.status import RunStatus, read_status
 from raytrain.training.evaluation_metrics import measured_metrics
 
 SweepView = Callable[[SweepSnapshot], None]
-"""Shows a sweep: called about twice a second with how all of its trials stand, and what they have cost."""
+"""Shows a sweep: called about twice a second with the state of all trials, and what they have cost."""
 
 _log = logging.getLogger("raytrain")
 _POLL_EVERY_S = 0.5
 
 
 class SweepSession:
-    """A sweep that trains while the session is open. Raises UsageError if the machines have too little,
-    or the dollars of --max-cost are spent.
+    """A sweep that trains while the session is open.
 
-    ``trials`` are those whose points are known, ``examples`` what is known of all, ``placement`` is the layout of those
-    that train ``at_once``.
+    Args:
+        prepared: the sweep, prepared like a run: its options, storage and images. planned: the points that it tries.
+        trials: the trials whose points are known already: all, or with a sampler those that it has chosen so far.
+        examples: trials with the options that any trial may have, by which steps and epochs are counted. at_once: how
+        many trials train at once. placement: the workers of all of these together. loop: the training loop, if the user
+        gave one as a function. early_stopping: whether a trial is stopped that is worse than the median of the others.
+        target: the value of the metric up to which trials on different numbers of workers are timed; None for a
+        default. notify_trials: whether --notify also reports how each trial ends.
+
+    Raises UsageError if the dollars of --max-cost are spent already.
     """
 
     def __init__(
@@ -82,7 +89,9 @@ class SweepSession:
         self._target = target
         self._notify_trials = notify_trials
         self._notification = Notification(notify_target(prepared.config))
-        # The plan of each trial, by its options as its run will have them, apart from how it computes.
+
+        # Count the steps of all trials by their batch plans. Plans do not depend on how a run computes, so precision
+        # and decoder may be any.
         configs: list[ResolvedConfig] = []
         for trial in examples:
             run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
@@ -99,28 +108,28 @@ class SweepSession:
         plans = [prepared.data.plan(config) for config in configs]
         self._num_steps = sum(plan.num_steps for plan in plans) * planned.num_trials // len(plans)
 
-        # All trials read the same images, and are compared as they go; but for those whose speed is compared, each of
-        # which reads its own, and trains to its end.
+        # Trials read the same images, and are compared while they train. Trials whose speed is compared read their own
+        # images, and train to their end.
         self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
         compares = early_stopping and planned.pruner is None and not planned.trains_alone
-        early = EarlyStopping(num_epochs if compares else 0)  # which compares nothing in 0 epochs
+        early = EarlyStopping(num_epochs if compares else 0)  # 0 epochs: it never stops a trial
         metric = Compared(examples[0].metric, examples[0].is_lower_better)
         self._judge = Judge(metric, early, self._open_study(metric, num_epochs, trials))
 
-        # A trial that has documents already goes on, or counts as it ended. The others wait in a queue.
+        # Trials that have nothing left to do count as they ended. All others wait in a queue.
         self._lock = threading.Lock()
         self._runs: list[TrialRun] = []
         self._waiting: deque[TrialRun] = deque()
         if self._judge.study is not None and len(self._judge.study.points) > len(trials):
-            # A point that was chosen right before the sweep was killed is in the study's log alone.
+            # If a sweep is killed right after a point was chosen, only the study's log has the point.
             self._planned = planned = dataclasses.replace(planned, points=tuple(self._judge.study.points))
             trials = [*trials, *trials_of(planned, prepared.config, prepared.name)[len(trials) :]]
         for trial in trials:
             self._add(trial)
         self._is_stopping = False
 
-        # The sweep costs what the machines of all trials cost: two trials on one machine pay for it once.
+        # The cost of the sweep is that of the machines of all trials; a machine on which two trials train counts once.
         before = RunStatus(status="starting")
         if prepared.config.resume:
             with suppress(StorageError):
@@ -131,7 +140,7 @@ class SweepSession:
         self._recorder = RunRecorder(prepared.store, self._num_steps, before=before)
         self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._is_concluded = False
-        self._gpus: SimpleQueue[str | None] = SimpleQueue()  # of each trial that trains at the same time
+        self._gpus: SimpleQueue[str | None] = SimpleQueue()  # GPUs that no trial uses now
         for chosen_gpus in self._divide_gpus():
             self._gpus.put(chosen_gpus)
 
@@ -140,9 +149,10 @@ class SweepSession:
         return self._placement.num_workers // self._at_once
 
     def _divide_gpus(self) -> list[str | None]:
-        """Return the numbers of the GPUs of this machine for each trial that trains at the same time.
+        """Return the numbers of this machine's GPUs for each trial that trains at the same time.
 
-        None where others decide: Ray on its own ones, and a trial that trains alone takes as many as it needs.
+        They are None if nothing is to be divided: Ray assigns the GPUs of a cluster, and a trial that trains alone
+        takes as many as it needs.
         """
         config, workers = self._prepared.config, self._workers_per_trial
         if config.backend == "ray" or self._placement.device == "cpu" or self._planned.trains_alone:
@@ -152,9 +162,9 @@ class SweepSession:
         return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
 
     def _open_study(self, metric: Compared, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
-        """Return the study of a sweep that uses Optuna, which knows the points of all ``trials``.
+        """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps.
 
-        That of a sweep that resumes has all that it had, unless its log does not fit the sweep.
+        If the sweep resumes, the study is restored from its log, unless the log does not fit the sweep.
         """
         planned, prepared = self._planned, self._prepared
         if planned.sampler is None and planned.pruner is None:
@@ -184,7 +194,7 @@ class SweepSession:
         return study
 
     def _add(self, trial: Trial) -> TrialRun:
-        """Add a trial that will train, unless it is over."""
+        """Add a trial, and have it wait for its turn unless it is over."""
         run = TrialRun(len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._notify_trials)
         self._runs.append(run)
         if not is_over(run.result):
@@ -192,7 +202,7 @@ class SweepSession:
         return run
 
     def __enter__(self) -> SweepSession:
-        """Make the sweep known, and start reading the images and as many trials as there is room for."""
+        """Start reading the images, write the sweep's documents, and start as many trials as there is room for."""
         with ExitStack() as opened:
             self._images: Any
             if self._config.backend == "local":
@@ -208,7 +218,7 @@ class SweepSession:
             write_sweep(self._prepared.store, self._planned)
             self._recorder.begin(self._prepared.config)
 
-            # A thread for each trial that trains at once, which takes the next one after it.
+            # One thread for each trial that trains at once; when that trial ends, the thread takes the next one.
             PLAN.info("%s", self._plan_text())
             threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="trial")
             self._ended = [threads.submit(self._train_in_turn) for _ in range(self._at_once)]
@@ -217,7 +227,7 @@ class SweepSession:
         return self
 
     def _plan_text(self) -> str:
-        """Return how the sweep will go, in one line."""
+        """Return the line that is printed at the start: the number of trials, on what, and how they are compared."""
         planned, workers, config = self._planned, self._workers_per_trial, self._prepared.config
         kind = device_kind(config.accelerator_type, self._placement.device)
         of_each = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
@@ -246,8 +256,7 @@ class SweepSession:
         with closing(self._documents):
             while wait(self._ended, _POLL_EVERY_S).not_done:
                 snapshot = self._poll(view, signals)[0]
-                # A request to stop comes from a viewer, from storage, from a signal or from --max-cost. Each trial gets
-                # it.
+                # A request to stop from a viewer, from storage, from a signal or from --max-cost goes to each trial.
                 request = snapshot.stop_request or self._documents(snapshot)
                 if limit is not None and (snapshot.dollars or 0.0) >= limit:
                     request = request or StopReason("cost", f"{limit:g}", value=snapshot.dollars)
@@ -258,11 +267,12 @@ class SweepSession:
                     for run in self._runs:
                         run.signals.request_stop(signals.stop_request)
         for ended in self._ended:
-            ended.result()  # raises what has kept a thread from its next trial
+            ended.result()  # raises the exception that has ended a thread, if any
         if self._judge.study is not None:
             self._judge.study.close()
 
-        # The sweep failed if nothing could be trained; a stop counts only if it left something to do.
+        # The sweep failed if the images could not be used, or all trials failed. A request to stop that came when
+        # nothing was left to do does not make it a stopped one.
         snapshot, failure = self._poll(view, signals)
         trials = best_first(run.result for run in self._runs)
         failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
@@ -286,6 +296,8 @@ class SweepSession:
             folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
             histories=histories,
         )
+
+        # Write the documents, and notify: a session that ends without them has failed.
         self._images.finish(result.status)
         write_json(self._prepared.store, SUMMARY, result.summary())
         self._recorder.write_status(result.status, snapshot)
@@ -297,7 +309,7 @@ class SweepSession:
         return result
 
     def _train_in_turn(self) -> None:
-        """Train one trial after the other, as long as there are any."""
+        """Train one trial after the other until none is left; the work of one thread."""
         while (run := self._next_run()) is not None:
             if self._planned.trains_alone:
                 run.train(None, None)
@@ -310,9 +322,9 @@ class SweepSession:
                 self._gpus.put(chosen_gpus)
 
     def _next_run(self) -> TrialRun | None:
-        """Return the trial that trains next; None if there is none, or the sweep stops.
+        """Return the trial that trains next; None if none is left, or the sweep stops.
 
-        If a sampler chooses the points, it does so now, by what is known of the trials before.
+        If no trial waits and a sampler chooses the points, it chooses the next one now, by the results so far.
         """
         with self._lock:
             if self._is_stopping:
@@ -334,20 +346,20 @@ class SweepSession:
 
             assert self._judge.study is not None
             point = self._judge.study.choose(is_allowed)
-            if point is None:  # there are fewer than were asked for; the trials keep their names
+            if point is None:  # the space has fewer points than --trials; the trials that exist keep their names
                 self._planned = dataclasses.replace(planned, trials=number, digits=num_digits(planned))
                 write_sweep(self._prepared.store, self._planned)
                 return None
             self._planned = dataclasses.replace(planned, points=(*planned.points, point))
             write_sweep(self._prepared.store, self._planned)
             run = self._add(trial_of(planned, config, name, number, point))
-            if self._is_stopping:  # meanwhile: the trial waits
+            if self._is_stopping:  # since the sampler was asked: the trial stays in the queue for a resume
                 return None
             self._waiting.remove(run)
             return run
 
     def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
-        """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
+        """Show the trials; return the state of the sweep, and why the images cannot be used, or None if they can."""
         results = tuple(run.result for run in self._runs)
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
@@ -361,14 +373,14 @@ class SweepSession:
         return dataclasses.replace(snapshot, dollars=dollars), failure
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due, in the background; return a stop request that lay in storage."""
+        """Write the documents that are due; return a stop request found in storage. Runs in the background."""
         if self._judge.study is not None:
             self._judge.study.write()
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
     def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
-        """Return the gain of more workers, for each choice of the other options. All are timed to the same value."""
+        """Return what more workers gain, for each combination of the other options. All are timed to the same value."""
         sizes: dict[str, list[Size]] = {}
         choices: dict[str, Point] = {}
         for run in self._runs:

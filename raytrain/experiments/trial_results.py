@@ -1,4 +1,4 @@
-"""How each trial of a sweep stands and how it ended, and the result of the sweep."""
+"""The state and the result of each trial of a sweep, and the result of the sweep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _ENDS_TRIAL = ("early_stopping", "target", "patience", "time")
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How a trial stands or ended; ``value`` is the best of ``evaluations`` (epoch, ``metric``). Unknown is None."""
+    """The state of a trial, or its result. Values that are not known are None.
+
+    ``evaluations`` are pairs of an epoch and the value of ``metric`` after it; ``value`` is the best of these.
+    """
 
     name: str
     values: Point
@@ -45,17 +48,17 @@ class TrialResult:
     images_per_s: float | None = None
     seconds: float = 0.0
     dollars: float | None = None
-    """What its machines have cost so far, as those of a run of its own; None without --price."""
+    """What the trial's machines have cost so far, as if no other trial used them; None without --price."""
     reason: str | StopReason | None = None
     evaluations: tuple[tuple[int, float], ...] = ()
 
     @property
     def score(self) -> float | None:
-        """Of ``value``, so that the larger score is the better trial."""
+        """A number from ``value`` that is larger for a better trial; None without a value."""
         return None if self.value is None else -self.value if self.is_lower_better else self.value
 
     def now(self, snapshot: Snapshot, evaluations: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial as its run stands at this moment, by the rows of all of its evaluations."""
+        """Return the trial's state by a ``snapshot`` of its run and the rows of all its ``evaluations``."""
         latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
         return dataclasses.replace(
             self.measured(evaluations),
@@ -71,7 +74,7 @@ class TrialResult:
         )
 
     def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
-        """Return the same trial with the metrics in the ``rows`` of evaluations; only finite values count."""
+        """Return the trial's state with the metrics in the ``rows`` of evaluations; only finite values count."""
         rows = list(rows)
         values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
         known = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))
@@ -88,8 +91,8 @@ class TrialResult:
 class SweepSnapshot:
     """State of a sweep at one moment, as its view gets it.
 
-    ``dollars`` is what the machines of all trials have cost so far, over resumes; None without --price. Those that
-    several trials train on count once.
+    ``dollars`` is what the machines of all trials have cost so far, over all attempts; None without --price. A machine
+    on which several trials train counts once.
     """
 
     trials: tuple[TrialResult, ...]
@@ -98,7 +101,10 @@ class SweepSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldsResult:
-    """Mean and deviation of the best values of a cross-validation: of ``num_measured`` of ``num_folds`` folds."""
+    """Mean and standard deviation of the best values of a cross-validation.
+
+    ``num_measured`` of the ``num_folds`` folds have a value.
+    """
 
     values: Point
     metric: str
@@ -106,12 +112,12 @@ class FoldsResult:
     num_measured: int
     mean: float | None
     deviation: float | None
-    """Of the folds, with n - 1 in the denominator; None of fewer than two."""
+    """The standard deviation over the folds, with n - 1 in the denominator; None for fewer than two values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names.
+    """How a sweep ended, with its trials from best to worst; ``summary.json`` has the same fields.
 
     Example::
 
@@ -127,14 +133,14 @@ class SweepResult:
     run_dir: str
     seconds: float
     dollars: float | None = None
-    """What the machines of all trials have cost by --price, over resumes."""
+    """What the machines of all trials have cost by --price, over all attempts."""
     stop_reason: StopReason | None = None
     scaling: tuple[Scaling, ...] = ()
-    """What more workers gain, for each choice of the other options; empty unless --vary has workers."""
+    """What more workers gain, for each combination of the other options; empty unless --vary has workers."""
     folds: tuple[FoldsResult, ...] = ()
-    """Mean and deviation over the folds, for each choice of the other options; empty without folds."""
+    """Mean and deviation over the folds, for each combination of the other options; empty without folds."""
     histories: Mapping[str, Sequence[MetricRow]] = field(default_factory=dict[str, Sequence[MetricRow]], repr=False)
-    """The metrics of the finished trials, by name, if --vary has workers; the summary is without them."""
+    """The metrics of the finished trials, by name, if --vary has workers; they are not in the summary."""
 
     def summary(self) -> dict[str, Any]:
         """Return the result as a dictionary of plain values."""
@@ -144,7 +150,7 @@ class SweepResult:
 
 
 def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
-    """Return mean and deviation over the folds of each choice of the other options, the best mean first."""
+    """Return mean and deviation over the folds, for each combination of the other options, the best mean first."""
     choices: dict[str, list[TrialResult]] = {}
     for trial in trials:
         others = {name: value for name, value in trial.values.items() if name != "validation_fold"}
@@ -173,14 +179,14 @@ def is_stopped_early(trial: TrialResult) -> bool:
 
 
 def is_over(trial: TrialResult) -> bool:
-    """Return True if the trial has nothing left to do: it was finished, or stopped early or by options of its own."""
+    """Return True if the trial has nothing left to do: it finished, or early stopping or an option ended it."""
     if trial.status == "finished":
         return True
     return trial.status == "stopped" and isinstance(trial.reason, StopReason) and trial.reason.kind in _ENDS_TRIAL
 
 
 def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[str, Any]:
-    """Return the facts of a sweep's end, with the ``text`` of a message; no secret is in them.
+    """Return the message about a sweep's end, as ``text`` and as single values; no secret is in them.
 
     Example: ``message_of_sweep(result)["text"] == "Sweep rates finished: rates-03 is the best of 8, …"``
     """
@@ -217,7 +223,7 @@ def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def stored_result(trial: Trial) -> TrialResult:
-    """Return how a trial ended, by the documents that it has written; one without documents waits."""
+    """Return the state of a trial by its documents; a trial without documents is waiting."""
     store = trial.store
     waiting = TrialResult(
         name=trial.name,
@@ -229,7 +235,7 @@ def stored_result(trial: Trial) -> TrialResult:
     if not store.exists(CONFIG):
         return waiting
 
-    # A trial whose process was killed has a history, and no summary.
+    # A trial whose process was killed has a history, but no summary.
     summary = read_json(store, SUMMARY)
     rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""A trial of a sweep as an ordinary run, and those who judge whether it is worse than the others."""
+"""A trial of a sweep as an ordinary run, and the judge that stops it if it is worse than the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as 
 
 
 class EarlyStopping:
-    """After 1/8, 1/4 and 1/2 of ``num_epochs``, a trial continues if it is in the upper half of those before it."""
+    """Successive halving without waiting: after 1/8, 1/4 and 1/2 of ``num_epochs``, only the better trials continue.
+
+    A trial continues if its score is at least the median of the trials that have reached the same rung before it.
+    """
 
     def __init__(self, num_epochs: int) -> None:
         self._lock = threading.Lock()
@@ -36,9 +39,9 @@ class EarlyStopping:
             epoch *= 2
 
     def is_worse(self, trial: str, epoch: int, score: float) -> bool:
-        """Note a ``trial``'s score after ``epoch``, the larger the better; True if below the median of earlier ones.
+        """Note a ``trial``'s score after ``epoch``; return True if it is below the median of the earlier trials.
 
-        A score of -inf, of a trial that has diverged, is worse than any other, and no measure for others.
+        Larger scores are better. -inf is the score of a trial that has diverged: it does not count for the median.
         """
         with self._lock:
             rung = next((measured for first, measured in self._rungs if first <= epoch), None)
@@ -50,7 +53,7 @@ class EarlyStopping:
 
 
 class Judge:
-    """Says which trials are worse than the others: by halves, or as the sweep's study in Optuna does."""
+    """Says which trials are worse than the others, by early stopping or by the pruner of the study in Optuna."""
 
     def __init__(self, metric: Compared, early: EarlyStopping, study: SweepStudy | None) -> None:
         self.metric = metric
@@ -63,13 +66,16 @@ class Judge:
         return (self.study is not None and self.study.is_worse(number, epoch, value)) or is_worse
 
     def end(self, number: int, result: TrialResult) -> None:
-        """Note how a trial ended, if it has nothing left to do."""
+        """Tell the study how a trial ended, if the trial has nothing left to do."""
         if self.study is not None and is_over(result):
             self.study.end(number, result.value, is_pruned=is_stopped_early(result))
 
 
 class TrialRun:
-    """One trial: an ordinary run, in a thread, watched by its view and stopped by its signals; ``aborted`` kills it."""
+    """One trial: an ordinary run in a thread, watched by its view and stopped by its signals.
+
+    Setting ``aborted`` ends it at once, without a checkpoint.
+    """
 
     def __init__(self, number: int, trial: Trial, sweep: str, loop: Loop | None, judge: Judge, notifies: bool) -> None:
         self.trial = trial
@@ -79,24 +85,27 @@ class TrialRun:
         self._notifies = notifies
         self.result = stored_result(trial)
         self.aborted = False
-        self.machines: tuple[MachineUse, ...] = ()  # those that it trains on now
+        self.machines: tuple[MachineUse, ...] = ()  # on which the trial trains now
         self._judge = judge
-        self.signals = StopSignals()  # a trial that waits, and is asked to stop, does not start
+        self.signals = StopSignals()  # a waiting trial that is asked to stop does not start
         self._evaluations: dict[int, MetricRow] = {}  # by step
         if is_over(self.result):
             for epoch, value in self.result.evaluations:
-                judge.is_worse(number, trial.name, epoch, value)  # the others are compared with it
+                judge.is_worse(number, trial.name, epoch, value)  # noted, so that other trials are compared with it
             judge.end(number, self.result)
 
     def train(self, gpus: str | None, group: RunGroup | None) -> None:
-        """Train until the trial ends, beside those of its ``group``, or alone. One that fails raises nothing."""
+        """Train until the trial ends, beside the trials of its ``group``, or alone. A failure is noted, not raised.
+
+        ``gpus`` are the numbers of the GPUs that it trains on, such as ``0,1``; None if it takes any.
+        """
         if self.aborted or self.signals.stop_request is not None:
             return
         try:
             config = dataclasses.replace(self.trial.config, resume=self.trial.store.exists(CONFIG))
-            if config.backend == "ray":  # this process is in the cluster already
+            if config.backend == "ray":  # this process has joined the cluster already
                 config = dataclasses.replace(config, address=None)
-            elif group is not None:  # its part of this machine
+            elif group is not None:  # the trial gets its share of this machine
                 device = config.device if gpus is None else f"cuda:{gpus}"
                 config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
             request = TrainRequest(
@@ -118,7 +127,7 @@ class TrialRun:
             self.machines = ()
 
     def _follow(self, snapshot: Snapshot) -> None:
-        """Note how the run stands, as its view, and stop it if it is worse than the others."""
+        """Note the state of the run, as its view, and stop it if it is worse than the others."""
         if self.aborted:
             raise KeyboardInterrupt
         self.machines = snapshot.machines
@@ -131,7 +140,7 @@ class TrialRun:
                 if metric not in row.metrics:
                     continue
                 value = row.metrics[metric]
-                value = math.nan if value is None else value  # as a stored row has it
+                value = math.nan if value is None else value  # a stored row has None for NaN
                 if self._judge.is_worse(self._number, self.trial.name, row.epoch, value):
                     known = value if math.isfinite(value) else None
                     pruner = self._judge.study and self._judge.study.pruner

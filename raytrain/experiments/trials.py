@@ -1,4 +1,4 @@
-"""The trials of a sweep: their points, names and options, and the document that says which they are."""
+"""The trials of a sweep: their points, names and options, and the document that stores them, ``sweep.json``."""
 
 from __future__ import annotations
 
@@ -31,16 +31,21 @@ from raytrain.storage.store import Store
 from raytrain.training.evaluation_metrics import is_lower_better
 
 PLAN = STARTUP.getChild("plan")
-"""Gets one line: how a sweep will go."""
+"""Logs the plan of a sweep in one line, when it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The points that a sweep tries. It is stored in the sweep's folder, so that the sweep can be resumed.
+    """The points that a sweep tries, stored in the sweep's folder so that the sweep can be resumed.
 
-    ``sampler`` and ``pruner`` are Optuna's. With a sampler, each of ``trials`` points is chosen when a trial may start,
-    and ``points`` are those so far; without one, ``points`` are all. ``digits`` has the number in the name of a trial,
-    if the names were made for more trials than there are: the sampler has run out of points.
+    Attributes:
+        vary: the words of --vary.
+        points: all points; with a sampler, those that it has chosen so far.
+        trials: with a sampler, how many points it chooses, each when a trial may start; else None.
+        sampler: a sampler of Optuna's; None if all points are known from the start.
+        pruner: a pruner of Optuna's; None if there is none.
+        digits: the number of digits in the names of trials; None to derive it from the number of trials. It is set if
+            the sampler ran out of points, since then there are fewer trials than the names were made for.
     """
 
     vary: tuple[str, ...]
@@ -57,12 +62,12 @@ class Sweep:
 
     @property
     def varies_workers(self) -> bool:
-        """True if the trials have workers of their own, so that one trains after the other."""
+        """True if trials differ in their number of workers, so that they train one after the other."""
         return any("workers" in point for point in self.points)
 
     @property
     def trains_alone(self) -> bool:
-        """True if one trial trains after the other, and reads its own images: their workers or their folds differ."""
+        """True if trials differ in their workers or folds, so that they train one by one, each on its own images."""
         return self.varies_workers or any("validation_fold" in point for point in self.points)
 
 
@@ -70,7 +75,7 @@ class Sweep:
 class Trial:
     """One run of a sweep: its name, its values of the varied options, and all of its options.
 
-    ``metric`` is what the sweep compares its trials by: that of ``--best``.
+    ``metric`` is the metric of ``--best``, by which the sweep compares trials.
     """
 
     name: str
@@ -81,7 +86,7 @@ class Trial:
 
     @property
     def store(self) -> Store:
-        """The trial's place in storage."""
+        """The trial's folder in storage."""
         return run_store(self.config.storage, self.name)
 
 
@@ -94,9 +99,9 @@ def plan_sweep(
     pruner: Pruner | None = None,
     trust: bool = False,
 ) -> Sweep:
-    """Return the points of ``vary`` and ``trials``, or the stored ones of a sweep that is resumed.
+    """Return the plan of a new sweep over ``vary``, or the stored plan of a sweep that is resumed.
 
-    Raises UsageError if a stored one names code, unless ``trust`` or the options name it too.
+    Raises UsageError if a stored point names a user's function, unless ``trust`` or this command names it too.
 
     Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
     """
@@ -129,7 +134,7 @@ def plan_sweep(
             "resume it, or start another sweep with another --name."
         )
 
-    # A stored point, or one that is still to be chosen, may name an own function, which runs only if this command names
+    # A stored point, or one that is still to be chosen, may name a user's function. It runs only if this command names
     # it too.
     models = () if trust else parse(vary).get("model")
     named = {config.model, *(models if isinstance(models, tuple) else ())}
@@ -145,7 +150,7 @@ def plan_sweep(
 def _new_sweep(
     vary: Sequence[str], trials: int | None, sampler: Sampler | None, pruner: Pruner | None, seed: int
 ) -> Sweep:
-    """Return a sweep that starts; raise UsageError if ``trials`` and ``sampler`` do not fit the space."""
+    """Return the plan of a new sweep; raise UsageError if ``trials`` and ``sampler`` do not fit the space."""
     space = parse(vary)
     if sampler == "grid" and trials is not None:
         raise UsageError(
@@ -154,13 +159,14 @@ def _new_sweep(
     if sampler not in (None, "grid") and trials is None:
         raise UsageError(f"--sampler {sampler} chooses points; say how many with --trials.")
     if sampler in (None, "grid", "random"):
-        # Chance chooses the other options: each of its points is trained on every fold.
+        # With --trials, the values of the other options are drawn, and each such point is trained on every fold.
         folds = space.pop("validation_fold", None) if trials is not None else None
         chosen = points(space, trials, seed)
         if isinstance(folds, tuple):
             chosen = [{**point, "validation_fold": fold} for point in chosen for fold in folds]
         return Sweep(vary=tuple(vary), points=tuple(chosen), pruner=pruner)
 
+    # A sampler of Optuna's: points are chosen while the sweep trains.
     assert trials is not None
     if trials < 1:
         raise UsageError(f"--trials is {trials}; it must be at least 1.")
@@ -173,9 +179,10 @@ def _new_sweep(
 
 
 def examples_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
-    """Return the trials of a sweep; if its points are chosen later, trials on the outermost ones, to check and measure.
+    """Return trials by which the options of all trials of a sweep can be checked.
 
-    Raises UsageError as :func:`trials_of` does.
+    They are the trials themselves, or, if a sampler chooses the points later, trials at the outermost points of the
+    space. Raises UsageError as :func:`trials_of` does.
     """
     if sweep.sampler is None:
         return trials_of(sweep, config, name)
@@ -203,8 +210,8 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
         trial = trial_of(sweep, config, name, number, point)
         trials.append(trial)
 
-        # Two points may be the same trial, if an option has no effect beside another. With workers that vary, 64 and
-        # 32/worker are the same on two of them only, where both lines of the figures need a point.
+        # Two points are the same trial if an option has no effect beside another one. If workers vary, the batch sizes
+        # 64 and 32/worker are equal on two workers, but both are kept: each has a line in the figures.
         unscaled: dict[str, Any] = {**point} if sweep.varies_workers else {}
         twin = seen.setdefault(dataclasses.replace(trial.config, name=None, **unscaled), trial)
         if twin is not trial:
@@ -219,7 +226,7 @@ def trial_of(sweep: Sweep, config: TrainConfig, name: str, number: int, point: P
     """Return a trial of the sweep called ``name``; raise UsageError if its options are not allowed."""
     trial_name = check_name(trial_names(sweep, name)[number])
     values: dict[str, Any] = {"workers": 1 if config.workers == "auto" else config.workers, **point}
-    # The limit of the cost is one for the whole sweep, which sees to it.
+    # --max-cost limits the whole sweep, which checks it itself.
     options = dataclasses.replace(config, **values, name=trial_name, resume=False, max_cost=None)
     metric = config.best_metric
     return Trial(trial_name, point, options.scaled_to(int(options.workers)), metric, is_lower_better(metric, config))
@@ -231,14 +238,14 @@ def trial_names(sweep: Sweep, name: str) -> list[str]:
 
 
 def num_digits(sweep: Sweep) -> int:
-    """Return how many digits the number in a trial's name has: at least two, and as many as the last trial needs."""
+    """Return the number of digits in a trial's name: at least two, and as many as the last trial needs."""
     return sweep.digits or max(2, len(str(sweep.num_trials - 1)))
 
 
 def names_of(storage: str, name: str) -> list[str]:
-    """Return the runs of a sweep, some of which may not have started; otherwise the run itself.
+    """Return the names of a sweep's runs, some of which may not have started; of any other run, its own name.
 
-    Raises UsageError if there is none.
+    Raises UsageError if there is no such run.
     """
     store = run_store(storage, name)
     if store.exists(SWEEP):
@@ -269,7 +276,7 @@ def sweep_command(sweep: Sweep, config: TrainConfig) -> str:
     space = parse(sweep.vary)
     folds = space.get("validation_fold")
     words = [train_command(config, "sweep"), "--vary", *map(shlex.quote, sweep.vary)]
-    if num_points(space) != sweep.num_trials:  # chance or a sampler chooses some, each of which is on all folds
+    if num_points(space) != sweep.num_trials:  # some points were drawn or chosen, and each trains on all folds
         words += ["--trials", str(sweep.num_trials // (len(folds) if isinstance(folds, tuple) else 1))]
     for option in ("sampler", "pruner"):
         words += [f"--{option}", str(value)] if (value := getattr(sweep, option)) else []
@@ -286,17 +293,17 @@ def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
 
 
 def read_sweep(store: Store) -> Sweep:
-    """Return the document in the sweep's folder; UsageError if it is damaged, or a point sets what may not vary."""
+    """Read ``sweep.json``; raise UsageError if it is damaged, or a point sets an option that may not vary."""
     if (sweep := parse_sweep(read_json(store, SWEEP))) is not None:
         return sweep
     raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
 
 
 def parse_sweep(document: dict[str, Any]) -> Sweep | None:
-    """Return the sweep in a ``sweep.json``; None if it is damaged, or a point sets what may not vary."""
+    """Return the sweep in a ``sweep.json``; None if it is damaged, or a point sets an option that may not vary."""
     trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
     has_points = matches(document.get("vary"), list[str]) and are_points(document.get("points"))
-    # A sweep has a number of trials of its own if, and only if, its points are chosen later.
+    # The number of trials is stored if, and only if, a sampler chooses the points later.
     has_trials = (isinstance(trials, int) and sampler is not None) or (trials is None and sampler is None)
     are_known = sampler in (None, *get_args(Sampler)) and pruner in (None, *get_args(Pruner))
     are_known = are_known and digits in (None, *range(2, 10))
