@@ -27,7 +27,7 @@ _AXIS_WIDTH = 7  # characters left of the axis, including a blank
 
 @dataclass(frozen=True)
 class Series:
-    """Points in one ``style``: a line through them, or a ``mark`` on each. A y that is None or NaN is left out."""
+    """Points in one ``style``: a line through them, or a ``mark`` on each. A y of None or NaN is left out."""
 
     label: str
     style: str
@@ -87,8 +87,8 @@ class Plot:
             yield Text()
             return
 
-        # A few much higher values, such as the losses of the first steps, do not decide on the y axis: they are drawn
-        # at its upper end.
+        # A few much higher values, such as the losses of the first steps, do not stretch the y axis: they are drawn at
+        # its upper end.
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
         all_ys = np.concatenate([ys for _, ys in drawn])
         low, highest = _range(all_ys, margin=0.1)

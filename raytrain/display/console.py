@@ -1,4 +1,4 @@
-"""The console, which no text from outside can control, and numbers, times and options as text."""
+"""A console that shows control characters instead of obeying them, tables, and numbers, times and options as text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
 def status_style(status: str) -> str:
-    """Return the colour of a status; red for one that nobody wishes, such as interrupted."""
+    """Return the colour of a status; red for any other, such as interrupted."""
     return _STATUS_STYLES.get(status, "red")
 
 
@@ -41,22 +41,22 @@ def run_styles(runs: Sequence[object]) -> list[str]:
 
 
 class PlainConsole(Console):
-    """A rich console that knows no markup and no emoji codes, and shows control characters instead of sending them.
+    """A rich console without markup and emoji codes, which shows control characters instead of sending them.
 
-    Names of runs, classes and images, and what a server says, may hold any text.
+    Names of runs, classes and images, and answers of servers, may contain anything.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError that rich is handling; rich itself ends the process, whatever it does besides."""
+        """Raise the BrokenPipeError that rich is handling; rich itself would end the process, even one that trains."""
         raise
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as :meth:`rich.console.Console.render` does, with control characters made visible."""
         for segment in super().render(renderable, options):
-            # Controls are what rich itself sends, such as cursor movements; texts are what somebody wrote.
+            # Segments with controls are rich's own, such as cursor movements; all others are text.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
@@ -115,7 +115,7 @@ def format_gigabytes(num_bytes: int) -> str:
 
 
 def key_value_table(values: Mapping[str, object]) -> RenderableType:
-    """Return a line for each plain value. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
+    """Return a line for each number and text. None, lists, tuples and dicts are left out: ``--json`` has them."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -126,7 +126,7 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
 
 
 def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
-    """Return a table with columns of ``words``, which are on the left, and of ``numbers``.
+    """Return a table with columns of ``words``, aligned to the left, and of ``numbers``, aligned to the right.
 
     A row may have one more cell than there are headings, such as a bar.
     """
@@ -141,7 +141,10 @@ def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
 
 
 def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
-    """Return a table of the first classes, and a line that there are more, which are the ``others``: better, larger."""
+    """Return a table of the first 20 classes, and a line with the number of the others.
+
+    ``others`` is an adjective for those in the line, such as ``better``.
+    """
     table, num_more = headed_table(["class"], numbers, rows[:_NUM_CLASSES]), len(rows) - _NUM_CLASSES
     more = Text(f" and {format_count(num_more, f'{others} class')}; --json lists them all", style="dim")
     return Group(table, *([more] if num_more > 0 else []))

@@ -39,7 +39,7 @@ _COMPARED: tuple[tuple[str, Kind, str], ...] = (
 
 
 def save_png(figure: Figure, output: str) -> None:
-    """Write ``figure`` to a file, whose folder is made, or to an ``s3://`` object."""
+    """Write ``figure`` to a file, whose folder is created if it does not exist, or to an ``s3://`` object."""
     write_output(output, png_bytes(figure))
 
 
@@ -51,7 +51,7 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def titled_figure(title: str, width: float, height: float, **style: Any) -> Figure:
-    """Return an empty figure, its sizes in inches. The title may hold any text; its ``style`` is matplotlib's."""
+    """Return an empty figure of ``width`` x ``height`` inches; ``style`` are matplotlib's options for its title."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -87,7 +87,7 @@ def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
 
 
 def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> RenderableType:
-    """Return training loss and validation accuracy over the steps, a line for each run, called by its label."""
+    """Return training loss and validation accuracy over the steps, a line for each run, named by its label."""
     return side_by_side(*_run_comparison(records, labels))
 
 
@@ -175,12 +175,13 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
         panel.margins(x=0.01)
         panel.set_ylabel(plot.title)
         for number, series in enumerate(plot.series):
-            # A series without a point, such as a run's without an evaluation, has no entry in the legend either.
+            # A series without points, such as that of a run that was never evaluated, has no entry in the legend
+            # either.
             steps, values = series.points()
             if not len(steps):
                 continue
 
-            # One run has a colour for training and one for evaluations; of several, each has its own.
+            # A single run has one colour for training and one for evaluations; several runs have a colour each.
             if plot.legend == "title":
                 style: dict[str, Any] = {"label": f"{series.label} {values[-1]:.3f}", "color": _COLORS[number]}
             else:
@@ -207,7 +208,7 @@ def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
             last = min(first + stride, num_epochs)
             panel.axvspan(first * steps, last * steps, color=LIGHT, linewidth=0, zorder=0)
 
-    # The epochs are an axis of their own, above the steps'.
+    # The epochs have an axis of their own, above the plot.
     to_epoch, to_step = (lambda step: np.divide(step, steps)), (lambda epoch: np.multiply(epoch, steps))
     top = panels[0].secondary_xaxis("top", functions=(to_epoch, to_step))
     top.set_ticks(range(stride, num_epochs + 1, stride))

@@ -1,4 +1,4 @@
-"""The picture of a run that trains: progress, loss and accuracy, machines, events."""
+"""The terminal's picture of a run that trains: progress, curves, measurements and the last events in one frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dashboard(
     snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 8, hint: str = CTRL_C
 ) -> RenderableType:
     """Return the picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains."""
-    # The bar, and at its right how far the run is.
+    # The progress bar, and right of it percent, epoch, step and time left.
     texts = [
         Text(f"{snapshot.step / snapshot.num_steps:.0%}", style="bold"),
         Text(f"epoch {snapshot.epoch}/{snapshot.num_epochs}"),
@@ -47,8 +47,8 @@ def dashboard(
     bar = ProgressBar(total=snapshot.num_steps, completed=snapshot.step, complete_style="cyan", finished_style="green")
     progress.add_row(bar, *texts)
 
-    # Workers and measurements; before there are any, a line that moves. All pictures share one start of the movement,
-    # so that each goes on where the one before was.
+    # Workers and measurements; before there are any, a spinner. All pictures share its start time, so that it goes on
+    # turning from one picture to the next.
     figures: RenderableType
     if snapshot.status == "starting":
         figures = Spinner("dots", "waiting for the workers …")
@@ -57,7 +57,7 @@ def dashboard(
         parts = [format_count(snapshot.num_workers, "worker"), *_own_metrics(snapshot), *_measurements(snapshot)]
         figures = Text("   ".join(parts), no_wrap=True, overflow="ellipsis")
 
-    # The last events, always in the same number of lines.
+    # The last events, padded to a fixed number of lines.
     events = [
         Text.assemble((format_duration(at_s), "dim"), f"  {one_line(event_text(event))}")
         for _, at_s, event in snapshot.events[-_NUM_EVENTS_SHOWN:]
@@ -66,7 +66,7 @@ def dashboard(
     for line in events:
         line.no_wrap, line.overflow = True, "ellipsis"
 
-    # All of it in a frame, whose colour is the status.
+    # A frame around all of it, in the colour of the status.
     style = status_style(snapshot.status)
     status = "stopping" if snapshot.stop_request and not snapshot.over else snapshot.status
     return Panel(
@@ -103,7 +103,7 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def _measurements(snapshot: Snapshot) -> list[str]:
-    """Return speed, learning rate, waiting time, counts of what is unusual, and cost, if known and not zero."""
+    """Return speed, learning rate, waiting time, counts of unusual things, and cost, each if known and not zero."""
     latest = snapshot.latest
     values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
@@ -128,13 +128,13 @@ def _time_left(snapshot: Snapshot) -> list[str]:
 
 
 def _own_metrics(snapshot: Snapshot) -> list[str]:
-    """Return the metrics that the loop of the user's own logs, by their names."""
+    """Return the metrics besides loss and accuracy, those that a user's own loop logs, with their names."""
     values = own_metrics(snapshot.latest, snapshot.evaluation)
     return [f"{one_line(name)} {_decimal(value)}" for name, value in values.items()]
 
 
 def _decimal(value: float | None) -> str:
-    """Return a metric with three digits; it is None if it was not finite when it was written."""
+    """Return a metric with three digits; None stands for one that was not finite."""
     if value is None or not 0 < abs(value) < 0.001:
         return "nan" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.2g}"

@@ -94,7 +94,7 @@ def doctor_page(report: DoctorReport) -> RenderableType:
     for node in report.nodes:
         nodes.add_row(f"{node.address}\n{node.id}", Group(*_node_lines(node, report.data is not None), Text()))
 
-    # What to do. A finding says which nodes have it, unless there is one node only.
+    # The findings, with what to do. Each names the nodes that have it, unless there is only one node.
     findings = Table.grid(padding=(0, 1))
     for mark, style, group in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
         for finding in group:
@@ -106,7 +106,7 @@ def doctor_page(report: DoctorReport) -> RenderableType:
 
 
 def _node_lines(node: Node, checks_data: bool) -> Iterator[Text]:
-    """Return a line for each of: what a node has, how fast it reads the data, whether it can write the storage."""
+    """Yield the lines of a node: its hardware, how fast it reads the data, and whether it can write the storage."""
     memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
     counts = f"{format_count(node.cpus, 'CPU')}, {format_count(node.gpus, 'GPU')}"
     yield Text(f"{counts}, {memory} of memory, {store} of object store")
@@ -135,7 +135,7 @@ def _node_lines(node: Node, checks_data: bool) -> Iterator[Text]:
 
 
 def _names_of_nodes(finding: Finding, report: DoctorReport) -> str:
-    """Return the nodes that have a finding, as the beginning of its sentence; nothing if it is one of the cluster."""
+    """Return the nodes that have a finding, as the beginning of its sentence; empty if it is about the cluster."""
     named, num_more = finding.nodes[:_NUM_NODES_NAMED], len(finding.nodes) - _NUM_NODES_NAMED
     if not named or len(report.nodes) == 1:
         return ""

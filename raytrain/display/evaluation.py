@@ -24,8 +24,8 @@ _MAX_CLASSES_SCORED = 30  # in the figure
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
-    """Return the metrics, the classes from the worst on, the most frequent confusions, and the file ``picture``."""
-    # Classes: those without images, whose accuracy nobody knows, come last.
+    """Return the metrics, the classes, the worst first, the most frequent confusions, and the file ``picture``."""
+    # Classes, the worst first; those without images have no accuracy and come last.
     rows: list[list[RenderableType]] = []
     for score in sorted(result.per_class, key=lambda score: _known_first(score.accuracy)):
         accuracy = format_optional(score.accuracy, ".4f")
@@ -44,7 +44,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 
     tables = Columns([classes, confusions], padding=(0, 4))
     about = {**result.summary(), **result.metrics, "picture": picture}
-    del about["interval_groups"]  # beside the interval
+    del about["interval_groups"]  # shown with the interval
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
         over = "" if result.interval_groups is None else f" over {result.interval_groups:,} groups"
@@ -53,7 +53,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
-    """Return the metrics and the classes, from the worst on, of images that may have several classes each."""
+    """Return the metrics and the classes, the worst first, for images that may have several classes each."""
     rows: list[list[RenderableType]] = []
     for score in sorted(result.per_class, key=lambda score: _known_first(score.average_precision)):
         values = (score.average_precision, score.threshold, score.precision, score.recall)
@@ -77,7 +77,7 @@ def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderable
 
 
 def confusion_figure(result: EvaluationResult) -> Figure:
-    """Return the confusion matrix as trackers show it; with up to 30 classes, with the accuracy of each on the right.
+    """Return the confusion matrix as trackers show it; up to 30 classes have their accuracy on the right.
 
     Example: ``confusion_figure(raytrain.evaluate("first")).savefig("confusion.png")``
     """

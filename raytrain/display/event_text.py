@@ -1,4 +1,4 @@
-"""Sentences about events and about the reasons why a run stopped: nothing reads them but people."""
+"""Sentences about events, and about the reasons why a run stopped. They are for people; no code parses them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 
 
 def event_text(event: Event) -> str:
-    """Return an event as one line: by a rule of its own, or by the template of its class."""
+    """Return an event as one line: by a case of its own, or by the template of its class."""
     match event:
-        # Sentences of which a part depends on a field.
+        # Events whose sentence has parts that depend on a field.
         case events.TrainingStarted(workers, step):
             return f"training on {format_count(workers, 'worker')}" + (f", resuming after step {step:,}" * (step > 0))
         case events.Evaluated() | events.Tested():
@@ -37,7 +37,7 @@ def event_text(event: Event) -> str:
             later = f"`raytrain track {run} --track {tracker}` sends what is missing once the run is over"
             return f"tracker {tracker} {reason}; the run goes on without it, and {later}"
 
-        # All others, filled with the fields of the event.
+        # All other events: the template of their class, filled with their fields.
         case _:
             return _SENTENCES[type(event)].format_map(vars(event))
 
@@ -68,7 +68,7 @@ _SENTENCES: dict[type[Event], str] = {
 
 def stop_text(reason: StopReason) -> str:
     """Return who or what stopped the run, as a part of a sentence."""
-    # A document of another version, or of a stranger, may lack fields of its kind of reason.
+    # A document that another version or a stranger has written may lack fields that its kind of reason has.
     detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
     epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
@@ -92,7 +92,7 @@ _WORSE_THAN = {
     "successive-halving": "not in the best quarter of the trials before (--pruner successive-halving)",
     "hyperband": "not in the best third of its group of trials (--pruner hyperband)",
 }
-"""What a trial that stopped early is worse than, by the pruner of Optuna that has stopped it."""
+"""How a trial that a pruner of Optuna stopped compares with others, by the pruner."""
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,8 +73,11 @@ def look_html(result: LookResult) -> str:
 
 
 def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
-    """Return the images, the classes from the smallest on, and the problems. ``picture`` is the file of the figure."""
-    # What there is, and how much of it was read.
+    """Return the page: facts about the images, the classes, the smallest first, and the problems.
+
+    ``picture`` is the file of the figure.
+    """
+    # The data set, and how much of it was read.
     sample = result.sample
     num_images = result.training_images + result.validation_images + result.test_images
     shrunk = result.shrinking
@@ -96,7 +99,7 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
         "picture": picture,
     }
 
-    # The classes, with the size of each as a bar beside the largest one's.
+    # The classes, with bars for their sizes.
     parts = ("training", "validation", "test") if result.test_images else ("training", "validation")
     largest = max(1, *(count.training for count in result.classes))
     rows = [
@@ -116,7 +119,7 @@ def _range_text(values: MinMedianMax | None) -> str:
 
 
 def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[RenderableType]:
-    """Yield a sentence for each kind of problem, with the first files; or one that there is none."""
+    """Yield a sentence for each kind of problem, with the first files, or one sentence that nothing was found."""
     num_unreadable = format_count(len(sample.unreadable), "image")
     num_held_out = format_count(len(duplicates.held_out), "held-out image")
     num_contradicting = format_count(len(duplicates.contradicting), "training image")
@@ -140,7 +143,7 @@ def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[Renderabl
 
 
 def _suspicious(result: LookResult) -> Iterable[RenderableType]:
-    """Yield the images whose labels look wrong, and how to give back the label files that were written."""
+    """Yield the images whose labels look wrong, and how to train with the label files that were written."""
     images = result.suspicious
     if images is None:
         return
@@ -152,7 +155,7 @@ def _suspicious(result: LookResult) -> Iterable[RenderableType]:
     yield headed_table(["image", "label", "or", "margin"], [], rows)
     if images.label_files:
         options = " ".join(f"{option} {shlex.quote(file)}" for option, file in images.label_files.items())
-        if images.replaces_pattern:  # which a run that starts with --config config.json would have, too
+        if images.replaces_pattern:  # a run that starts from this run's config.json would have the pattern again
             options = f"--label-pattern none {options}"
         yield Text(f"Correct the column label, from the first row on, and train again with {options}")
 
@@ -173,7 +176,7 @@ def look_figure(result: LookResult) -> Figure:
         _draw_images(figure, images.pixels, images.labels)
         return figure
 
-    # Below them, those whose labels look wrong.
+    # Below them, images whose labels look wrong.
     labels = [f"{row['label']}, or {row['suggested']}?" for row in suspicious.rows[: len(suspicious.pixels)]]
     num_below = _num_rows(labels)
     figure = titled_figure(title, _WIDTH, 2 * _HEADING + _ROW * (num_rows + num_below))
@@ -190,7 +193,7 @@ def _num_rows(labels: Sequence[str]) -> int:
 
 
 def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], labels: Sequence[str]) -> None:
-    """Draw images in a grid, each below its label; one that cannot be read leaves its place empty."""
+    """Draw images in a grid, each below its label; None, an image that cannot be read, leaves its cell empty."""
     cells = figure.subplots(_num_rows(labels), _COLUMNS, squeeze=False).ravel()
     for cell in cells:
         cell.set_axis_off()
@@ -199,7 +202,7 @@ def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], la
             continue
         cell.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
 
-        # A long label of classes that are mixed has a line for each of them; a line that is still too long is cut.
+        # A long label of two mixed classes gets a line for each class; a line that is still too long is cut.
         text = one_line(label)
         lines = [text] if len(text) <= _MAX_LETTERS else text.split(", ")
         cut = [line if len(line) <= _MAX_LETTERS else f"{line[: _MAX_LETTERS - 1]}…" for line in lines[:2]]

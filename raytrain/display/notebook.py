@@ -27,14 +27,14 @@ _PICTURE_EVERY_S = 1.0  # a notebook draws more slowly than a terminal
 _STYLE = "font: 12px/1.15 Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre; overflow-x: auto"
 _DOTS = re.compile("[\u2801-\u28ff]")
 _CELL = "display:inline-block; width:1ch; overflow:hidden; vertical-align:bottom; font-style:normal"
-INTERRUPT = "interrupt the kernel to stop with a checkpoint"  # what takes the place of Ctrl-C
+INTERRUPT = "interrupt the kernel to stop with a checkpoint"  # the hint in place of Ctrl-C
 _STOP = "stop() of the handle stops with a checkpoint"
 
 
 class CellOutput:
-    """The output of a notebook's cell, with the methods of rich's Live: a saved notebook keeps the last picture alone.
+    """The output of a notebook's cell, with the methods of rich's Live. It shows one picture at a time.
 
-    It begins with ``widget``, or with ``waiting`` if there is none.
+    The first picture is the ``widget``, or the text ``waiting`` if there is none.
     """
 
     transient = False
@@ -43,26 +43,26 @@ class CellOutput:
         self._waiting, self._widget = waiting, widget
 
     def start(self, refresh: bool = True) -> None:
-        """Show it."""
+        """Show the first picture."""
         from IPython.display import HTML, display
 
         self._display: Any = display(self._widget or HTML(as_html(Text(self._waiting))), display_id=True)
 
     def update(self, picture: RenderableType, refresh: bool = True) -> None:
-        """Show ``picture`` in its place."""
+        """Show ``picture`` in place of the one before."""
         from IPython.display import HTML
 
         self._display.update(HTML(as_html(picture)))
 
     def stop(self) -> None:
-        """Leave the last picture where it is."""
+        """Do nothing: the last picture stays."""
 
 
 class NotebookView:
     """Shows one run in the output of the cell that made the view: ``view.update(snapshot)``, from any thread.
 
-    While the run trains, it is a widget, or the terminal's picture if anywidget is not installed. In the end it is the
-    picture, which stays in the saved notebook. ``stop`` is what the widget's Stop button calls.
+    While the run trains, the cell shows a widget, or the terminal's picture if anywidget is not installed. At the end
+    it shows the picture, which a saved notebook keeps. The widget's Stop button calls ``stop``.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -75,7 +75,7 @@ class NotebookView:
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
-        # The widget gets every snapshot, and sends what it has when it draws.
+        # The widget takes every snapshot, but sends its state to the browser only when it draws.
         self._rows.follow(snapshot.first_row, snapshot.rows)
         self._over = snapshot.over
         if self._widget is not None:
@@ -88,7 +88,7 @@ class NotebookView:
             self._keep(dashboard(snapshot, self._rows.rows, hint=_STOP))
 
     def fail(self, error: BaseException) -> None:
-        """Show why the run has ended, unless its last picture does."""
+        """Show ``error``, unless the last picture shows already how the run has ended."""
         if not self._over:
             self._keep(Text(str(error)))
 
@@ -104,7 +104,8 @@ def as_html(page: RenderableType) -> str:
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
     console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
     html = console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
-    # Few fonts have the dots of curves. A browser takes those of another one, whose width would break the lines.
+    # Few fonts have braille dots. The browser takes them from another font, whose width would break the lines, so each
+    # gets a box as wide as a character.
     return _DOTS.sub(rf'<i style="{_CELL}">\g<0></i>', html.replace("\u2800", " "))
 
 

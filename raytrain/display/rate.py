@@ -21,7 +21,7 @@ _HEIGHT = 10
 
 
 def rate_page(result: RateResult, picture: str) -> RenderableType:
-    """Return the plot, the suggested rate with its reason, and exactly what was trained."""
+    """Return the plot, the suggested rate with its reason, and what was trained."""
     # The loss of each step, its average, and a dot at the suggested rate.
     rate, rates = result.suggestion, np.log10(result.rates).tolist()
     curves = {("loss", "dim"): result.losses, ("averaged", "cyan"): result.smoothed}
@@ -43,7 +43,7 @@ def rate_page(result: RateResult, picture: str) -> RenderableType:
 
 
 def _training_text(result: RateResult) -> str:
-    """Return how much was trained, how and where, as one line."""
+    """Return one line about the run: steps, images, precision, workers and time."""
     run, config = result.run, result.config
     steps = f"{run.steps:,} of {config.max_steps:,} steps of {format_count(config.batch_size, 'image')}"
     workers = f"{format_count(run.num_workers, 'worker')} ({config.device})"

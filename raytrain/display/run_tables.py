@@ -1,4 +1,4 @@
-"""Runs as tables: the list, a run's page and its log, runs side by side, and runs as JSON."""
+"""Runs as tables: the list, one run's page and log, several runs side by side, and runs as JSON."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", 
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
 _LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
-"""Columns that go first if there is no room."""
+"""Columns that are left out if there is no room, the first one first."""
 _WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
-_MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
+_MAX_HEADINGS = 44  # characters: longer names, all together, do not fit into 80 columns
 _RESULTS = {
     "status": ("status", ""),
     "steps": ("steps", ","),
@@ -68,9 +68,9 @@ Column = tuple[str | Text, Sequence[str] | Sequence[Text]]  # A heading, and the
 def runs_table(
     runs: Sequence[RunInfo], storage: str, *, filtered: bool = False, sorted_by: SortKey = "heartbeat"
 ) -> RenderableType:
-    """Return the list of runs; ``filtered`` says that others may be there.
+    """Return the list of runs; ``filtered`` says that there may be others.
 
-    A column that the runs are ``sorted_by`` is shown, however narrow the screen.
+    The column that runs are ``sorted_by`` is shown however narrow the screen is.
     """
     if not runs:
         return Text(
@@ -103,7 +103,7 @@ def runs_table(
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
 
-    # Values of several metrics do not compare, which whoever sorts by them has to know.
+    # Values of different metrics cannot be compared: a line says so if the runs are sorted by them.
     keep = "last\naccuracy" if sorted_by == "accuracy" else sorted_by
     parts: list[RenderableType] = [FittingTable(columns, keep)]
     metrics = sorted({_metric_name(run.best_metric) for run in runs if run.best_value is not None})
@@ -114,7 +114,7 @@ def runs_table(
 
 
 def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
-    """Return the best value of each run by its own --best; nothing if no summary has one."""
+    """Return the column of the best values, each by the run's own --best; no column if no summary has one."""
     if all(run.best_value is None for run in runs):
         return []
     names = {run.best_metric for run in runs if run.best_value is not None}
@@ -128,12 +128,12 @@ def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
 
 
 def _metric_name(name: str) -> str:
-    """Return the name of a metric, which a loop may have made up, as it is shown."""
+    """Return the name of a metric as it is shown; a loop may have chosen any text."""
     return one_line(name.replace("_", " "))
 
 
 class FittingTable:
-    """A table without those of its columns that the screen has no room for, as far as they matter less.
+    """A table that leaves out its less important columns if the screen has no room for all.
 
     The column with the heading ``keep`` is never left out.
     """
@@ -144,7 +144,7 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table with as many columns as there is room for; see rich's protocol."""
-        # Measured without a limit, the table tells how wide it would like to be.
+        # Measured without a limit, the table says how wide it would be without wrapped or cut cells.
         columns = list(self._columns)
         for name in (name for name in _LESS_IMPORTANT if name != self._keep):
             if console.measure(rows_table(*columns), options=options.update(width=_WIDE)).maximum <= options.max_width:
@@ -156,11 +156,11 @@ class FittingTable:
 def rows_table(*columns: Column) -> Table:
     """Return a table with a row for each run.
 
-    A heading that is a Text is wrapped on a narrow screen; cells are not, and so the column stays as wide as they are.
+    A heading that is a Text may be wrapped on a narrow screen; a column of numbers stays as wide as its cells.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading, cells in columns:
-        # Words are on the left, numbers on the right.
+        # Words are aligned to the left, numbers to the right.
         left = str(heading) in _LEFT
         wrapped = isinstance(heading, Text)
         table.add_column(
@@ -181,13 +181,13 @@ def status_text(status: str) -> Text:
 
 
 def problem_lines(name: str, problems: Sequence[str]) -> RenderableType:
-    """Return a line for each document, or part of one, of a run that cannot be used."""
+    """Return a line for each of the ``problems`` of a run: documents, or parts of them, that cannot be used."""
     return Group(*(Text(one_line(f"! {name}: {problem}"), style="yellow") for problem in problems))
 
 
 def run_page(record: RunRecord) -> RenderableType:
-    """Return everything about one run, as far as it is known: each part above a blank line."""
-    # Name and status, and the command that trained it.
+    """Return everything that is known about one run, in parts with a blank line after each."""
+    # The name and status, and the command that trained it.
     status = record.status
     progress = f" at step {status.step:,}/{status.num_steps:,}"
     progress += f", epoch {status.epoch}/{status.num_epochs}" if status.num_epochs else ""
@@ -204,31 +204,31 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.problems:
         parts.append(problem_lines(record.name, record.problems))
 
-    # Its images.
+    # The images.
     if counts := record.images:
         numbers = {part: counts[part] for part in ("training", "validation", "test")}
         images = ", ".join(f"{count:,} for {part}" for part, count in numbers.items() if count)
         parts.append(key_value_table({"images": images, "left out": lost_files(counts["left_out"]) or None}))
 
-    # What it was made of, attempt by attempt.
+    # The provenance of each attempt that differs from the one before it.
     if record.provenance:
         first, *later = record.provenance
         rows = {"made of": first.summary()}
-        rows |= {f"after step {made.first_step:,}": made.summary() for made in later}
+        rows |= {f"after step {attempt.first_step:,}": attempt.summary() for attempt in later}
         parts.append(key_value_table(rows))
 
-    # Its curves, and the last values of metrics that its own loop logs.
+    # The curves, and the last values of the metrics that a user's loop logs.
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
         if own := own_metrics(*(last_row(record.metrics, kind) for kind in ("step", "evaluation"))):
             parts.append(key_value_table(own))
 
-    # How it ended; a summary with another status is of an earlier attempt.
+    # The result; a summary with another status is of an earlier attempt.
     if record.summary and record.summary.get("status") == status.status:
         parts.append(key_value_table(shown_summary(record.summary)))
 
-    # Its checkpoints, and the first images that could not be used.
+    # The checkpoints, and the first images that could not be used.
     if record.checkpoints:
         rows = [
             (file.path, f"{file.size_bytes / 1e6:,.1f} MB", format_time(file.modified)) for file in record.checkpoints
@@ -245,18 +245,18 @@ def run_page(record: RunRecord) -> RenderableType:
 
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
-    """Return the options that differ, results and curves, each run in its colour, long names as letters."""
+    """Return the options that differ, the results and the curves of several runs, each in a colour of its own."""
     runs = compare_records(records)
     names, styles = [run.name for run in runs], run_styles(runs)
 
-    # Names that are too long for headings become letters, and a legend says whose they are.
+    # If the names are too long for headings, letters replace them, with a legend above the table.
     labels, legend = names, list[Text]()
     if sum(map(len, names)) > _MAX_HEADINGS:
         labels = [_letter(number) for number in range(len(names))]
         for label, name, style in zip(labels, names, styles, strict=True):
             legend.append(Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold"))
 
-    # A column for each run: first the options, then the results, then metrics that the runs' own loops log.
+    # A column for each run: first the options, then the results, then metrics that users' loops log.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # six runs fit into 80 columns
     table.add_column(style="dim")
     for label, style in zip(labels, styles, strict=True):
@@ -284,11 +284,11 @@ def _letter(number: int) -> str:
 
 
 def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
-    """Return how a run ended, and what to do next: resume it if it is not finished, use it if it has a checkpoint.
+    """Return how a run ended, and commands for what to do next: to resume it if it is not finished, and to use it.
 
-    ``best`` are score and path of its best checkpoint.
+    ``best`` is the score and the path of its best checkpoint, None if it has none.
     """
-    # How far it came, how long it took, and what it measured last.
+    # Progress, time, the last checkpoint and the last evaluation.
     counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
     steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
@@ -313,13 +313,13 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
         score = f"; {_metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
         about["best"] = f"{best[1]}, which the commands below use{score}"
 
-    # What is worth a line only if it is there.
+    # Unusual things, each only if there is any.
     summary = shown_summary(result.summary())
     unusual = ("num_skipped", "num_retries", "num_decoded_on_cpu", "stop_reason", "error", "run_dir")
     about |= {name: summary[name] for name in unusual if summary[name]}
     lines: list[RenderableType] = [key_value_table(about)]
 
-    # What to do next. The user's own code in these options is trusted: the user has just run it.
+    # Commands for what to do next. They trust the user's own code, which the user has just run.
     if result.status != "finished":
         command = resume_command(dataclasses.replace(config, name=result.name))
         lines += [Text(f"\n{resume_heading('Resume', result.stop_reason)}"), command_line(command)]
@@ -330,7 +330,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
 
 
 def resume_heading(verb: str, reason: StopReason | None) -> str:
-    """Return the line above the command that resumes a run or a sweep; one that has spent its limit needs another.
+    """Return the line above the command that resumes a run or a sweep; if a limit has stopped it, name its option.
 
     Example: ``resume_heading("Resume", None) == "Resume with"``
     """
@@ -342,9 +342,9 @@ def resume_heading(verb: str, reason: StopReason | None) -> str:
 
 
 def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:
-    """Return commands that use a run. ``data`` are images to test it on, by default its own.
+    """Return commands that use a run. ``data`` are images to test it on, by default the run's own.
 
-    With ``trust`` they run code that the run names, which its author, who reads this, has written.
+    With ``trust``, the commands allow code that the run names: the reader is the author of the run.
     """
     trusted = ["--trust"] if trust else []
     commands = (
@@ -359,41 +359,41 @@ def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = 
 
 
 def command_line(command: str) -> Text:
-    """Return a command below a sentence: one line however long it is, so that it can be copied."""
+    """Return a command, indented, in one line however long it is, so that it can be copied."""
     return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
 
 
 class LogLines:
-    """Prints the lines of logs that grow: each line once, below a heading that says whose it is."""
+    """Prints the lines of growing logs: each line once, below a heading that names the process."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._seen: dict[str, list[str]] = {}  # by their heading
+        self._printed: dict[str, list[str]] = {}  # lines, by their heading
         self._last_heading = ""
 
     def events(self, snapshot: Snapshot) -> None:
-        """Print what happened since the last call, with the seconds of training, and why the run failed."""
+        """Print the events since the last call, each with its time in the run, and why the run failed."""
         lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
         error = snapshot.result and snapshot.result.error
         self._print("", [*lines, one_line(error)] if error else lines)
 
     def printed(self, process: str, logs: Sequence[StoredLog]) -> None:
-        """Print what a process has printed since the last call, apart from a line that is still growing."""
+        """Print the lines that a process has printed since the last call, but for a last line that may still grow."""
         for log in logs:
-            # Lines end with a newline. What follows the last one is still growing.
+            # A line is complete if it ends with a newline.
             whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
             shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
             self._print(f"== {process}, started {log.started}, {_STREAMS[log.stream]}", shown)
 
     def _print(self, heading: str, lines: list[str]) -> None:
-        # Lines that were printed before stand at the beginning; the oldest of them may have been dropped since.
-        before = self._seen.get(heading, [])
+        # ``lines`` begin with those that were printed before; the oldest of these may have been dropped since.
+        before = self._printed.get(heading, [])
         tails = (before[dropped:] for dropped in range(len(before)))
-        num_seen = next((len(tail) for tail in tails if tail == lines[: len(tail)]), 0)
-        self._seen[heading] = lines
+        num_printed = next((len(tail) for tail in tails if tail == lines[: len(tail)]), 0)
+        self._printed[heading] = lines
 
-        # The heading is repeated if lines of somebody else came in between.
-        new = lines[num_seen:]
+        # The heading is repeated if lines of another process were printed in between.
+        new = lines[num_printed:]
         if new and heading != self._last_heading:
             self._write(heading)
             self._last_heading = heading
@@ -402,7 +402,7 @@ class LogLines:
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
-    """Return one run of the list as plain values: how it stands, and the options that tell most runs apart."""
+    """Return one run of the list as plain values: its status, results, and the options in which most runs differ."""
     options = {name: getattr(run.config, name, None) for name in LISTED_OPTIONS}
     return plain(
         {

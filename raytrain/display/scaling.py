@@ -1,4 +1,4 @@
-"""A sweep over numbers of workers as people see it: the metric against time, and images/s against workers."""
+"""A sweep over numbers of workers in the terminal and as a figure: metric over time, images/s over workers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scaling_plots(result: SweepResult) -> RenderableType:
         label = " ".join(filter(None, [f"on {size.workers}", as_typed(scaling.values)]))
         measured_lines.append(Series(label, style, evaluated.seconds, evaluated.values))
 
-    # With linear scaling the measured dots lie on the line.
+    # The line is linear scaling, the dots are the measured speeds.
     speeds: list[Series] = []
     for scaling, style in zip(result.scaling, run_styles(result.scaling), strict=True):
         workers, measured, linear = _speeds(scaling)
@@ -75,7 +75,7 @@ def scaling_plots(result: SweepResult) -> RenderableType:
 
 
 def scaling_sentences(result: SweepResult) -> Iterator[Text]:
-    """Yield sentences on the gain of more workers, and on how far the final values lie apart, if these are known."""
+    """Yield sentences on the gain of more workers and on the spread of the final values, as far as they are known."""
     metric = _metric(result)
     article = "an" if metric[0] in "aeiou" else "a"
     for scaling in result.scaling:
@@ -96,11 +96,11 @@ def scaling_sentences(result: SweepResult) -> Iterator[Text]:
 
 
 def scaling_figure(result: SweepResult) -> Figure:
-    """Return both plots as a figure, of the trials that are finished."""
+    """Return both plots as a figure, for the trials that are finished."""
     figure = titled_figure(result.name, 9, 9)
     over_time, over_workers = figure.subplots(2)
 
-    # Each panel says at its upper right what a doubling of the workers gains, if that is one number.
+    # Each panel has the gain per doubling of the workers at its upper right, if there is only one.
     gains = (result.scaling[0].time_gain, result.scaling[0].images_per_s_gain)
     for panel, gain in zip((over_time, over_workers), gains, strict=True):
         plain_axes(panel)
@@ -115,8 +115,8 @@ def scaling_figure(result: SweepResult) -> Figure:
 
 
 def _draw_values(panel: Axes, result: SweepResult) -> None:
-    """Draw a line for each trial, and a pale one of its training batches, over the time of training."""
-    # The time is in the largest unit of which the longest run has at least three.
+    """Draw the metric over the time of training: a line for each trial, and a pale one for its training batches."""
+    # The unit of time is the largest one of which the longest run took at least three.
     finished = _finished(result)
     longest_s = max((size.seconds or 0 for _, size in finished), default=0)
     unit, unit_s = next((unit for unit in _UNITS if longest_s >= 3 * unit[1]), _UNITS[-1])
@@ -143,7 +143,7 @@ def _draw_values(panel: Axes, result: SweepResult) -> None:
 
 
 def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
-    """Draw images/s over the workers, both axes in doublings, with the gain of each size over the one before."""
+    """Draw images/s over the workers, both axes in doublings, with each size's gain since the next smaller one."""
     ticks: dict[int, float] = {}
     for number, scaling in enumerate(scalings):
         colour = f"C{number % 10}"
@@ -159,7 +159,7 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
                 text, point = f"{size.images_per_s:,.0f}{gain}", (size.workers, size.images_per_s)
                 panel.annotate(text, point, (6, -16), textcoords="offset points", color=colour)
 
-    # The ticks are the sizes themselves, and where linear scaling would have them.
+    # The ticks are the numbers of workers, and the speeds that linear scaling would give them.
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
     panel.set_xticks(list(ticks), [str(workers) for workers in ticks])
@@ -172,17 +172,17 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
 
 
 def _metric(result: SweepResult) -> str:
-    """Return the name of the metric that the trials are compared by, as people read it."""
+    """Return the name of the metric by which trials are compared, with blanks between its words."""
     return result.scaling[0].metric.replace("_", " ")
 
 
 def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:
-    """Return the trials whose metrics are known, each with the scaling that it is part of."""
+    """Return the trials whose history is known, each with the scaling to which it belongs."""
     return [(scaling, size) for scaling in result.scaling for size in scaling.sizes if size.run in result.histories]
 
 
 def _speeds(scaling: Scaling) -> tuple[list[int], list[float], list[float]]:
-    """Return the workers of each size whose speed is known, its images/s, and those that linear scaling would give."""
+    """Return workers, measured images/s and the images/s of linear scaling, for each size whose speed is known."""
     workers = [size.workers for size in scaling.sizes if size.images_per_s]
     speeds = [size.images_per_s for size in scaling.sizes if size.images_per_s]
     return workers, speeds, [speeds[0] * number / workers[0] for number in workers]

@@ -1,4 +1,4 @@
-"""A run in the terminal: redrawn in place, or a line at a time."""
+"""A run in the terminal: a picture that is redrawn in place, or plain lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -21,7 +21,7 @@ from raytrain.display.event_text import event_text
 from raytrain.display.notebook import INTERRUPT, WAITING, CellOutput, is_notebook
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
-from raytrain.runs.logs import STARTUP
+from raytrain.runs.logs import EVENTS, STARTUP, redirect_handlers
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class LiveView:
     """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
 
     On a ``console`` that is a terminal or a notebook, it redraws a picture in place; otherwise, it prints plain lines.
-    ``waiting`` is shown until there is a picture, or something else to wait for.
+    The text ``waiting`` is shown first; then, until there is a picture, whatever the command waits for.
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
@@ -43,25 +43,39 @@ class LiveView:
         self._live: Live | CellOutput | None = None
         spinner = Spinner("dots", waiting)
 
-        # What the command waits for, before there is a picture, is shown by the same means.
+        # Before there is a picture, what the command waits for is shown in its place, or printed as a line.
         report = self._print
         if self._console.is_jupyter or (is_notebook() and self._console.file is sys.stdout):
-            self._live = CellOutput(waiting)  # a kernel says that its output is a terminal, where nothing is redrawn
+            self._live = CellOutput(waiting)  # a kernel claims to be a terminal, but redraws nothing
             report = lambda line: self._draw(Text(line), keep=True)  # noqa: E731
         elif self._console.is_terminal:
             self._live = Live(spinner, console=self._console, transient=True)
             report = lambda line: spinner.update(text=line)  # noqa: E731
-        self._startup_lines = startup_lines(report)
+        self._report = report
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start(refresh=True)
-        self._startup_lines.__enter__()
+        with ExitStack() as opened:
+            if self._live is not None:
+                streams = sys.stdout, sys.stderr
+                self._live.start(refresh=True)
+                opened.callback(self._stop_live)
+                # rich prints above its picture what is written to sys.stderr; a script's handlers write to it, too.
+                for before, after in zip(streams, (sys.stdout, sys.stderr), strict=True):
+                    redirect_handlers(before, after)
+                    opened.callback(redirect_handlers, after, before)
+
+            # A script that logs at level INFO would print each line of the view a second time.
+            for logger in (STARTUP, EVENTS):
+                opened.enter_context(_kept_from_handlers(logger))
+            opened.enter_context(startup_lines(self._report))
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._startup_lines.__exit__(None, None, None)
-        if self._live is not None:
+        self._opened.close()
+
+    def _stop_live(self) -> None:
+        if self._live is not None:  # a debugger has taken its place
             self._live.stop()
 
     def _print(self, line: str) -> None:
@@ -72,15 +86,29 @@ class LiveView:
         """Draw ``picture`` in place of the last one; with ``keep``, it stays on the screen when the view ends."""
         assert self._live is not None
         self._live.transient = not keep
-        # On the right is room for the ^C that a terminal shows, which would move the picture if it began a line.
+        # Two columns stay free for the ^C that a terminal echoes: a line break before it would shift the picture.
         self._live.update(Constrain(picture, self._console.width - 2), refresh=True)
 
 
 @contextmanager
-def startup_lines(report: Callable[[str], object], source: logging.Logger = STARTUP) -> Iterator[None]:
-    """Pass each thing that the command waits for, before a run trains, to ``report`` while this is open.
+def _kept_from_handlers(logger: logging.Logger) -> Iterator[None]:
+    """Keep the records of ``logger`` from the handlers of the loggers above it while this is open.
 
-    ``source`` may be a part of these lines.
+    With a level of the logger ``raytrain`` itself, as ``--debug`` sets it, somebody has asked for them.
+    """
+    propagate = logger.propagate
+    logger.propagate = propagate and logging.getLogger("raytrain").level != logging.NOTSET
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+
+
+@contextmanager
+def startup_lines(report: Callable[[str], object], source: logging.Logger = STARTUP) -> Iterator[None]:
+    """While this is open, pass each line that says what the start of a run waits for to ``report``.
+
+    ``source`` is the logger of these lines, by default that of all of them.
     """
 
     def emit(record: logging.LogRecord) -> None:
@@ -98,10 +126,11 @@ def startup_lines(report: Callable[[str], object], source: logging.Logger = STAR
 
 
 class TerminalView(LiveView):
-    """Shows one run, whose state it is given about twice a second by ``update``.
+    """Shows one run; :meth:`update` takes its snapshots, about twice a second.
 
-    In a terminal or below a notebook's cell it is a picture, elsewhere plain lines, at most one each ``interval_s``
-    seconds besides the events. It prints to standard output, or to ``console``. ``hint`` says what Ctrl-C does.
+    In a terminal or below a notebook's cell, it draws a picture. Elsewhere it prints plain lines: events, and the
+    progress at most every ``interval_s`` seconds. It prints to ``console``, by default standard output. ``hint`` says
+    what Ctrl-C does.
 
     Example::
 
@@ -127,7 +156,7 @@ class TerminalView(LiveView):
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
         self._rows.follow(snapshot.first_row, snapshot.rows)
-        # A debugger in the loop has the terminal: from its first question on, nothing is redrawn.
+        # A debugger in the loop needs the terminal for itself: from its first prompt on, nothing is redrawn.
         if snapshot.in_debugger and not snapshot.over:
             if isinstance(self._live, Live):
                 self._live.stop()
@@ -137,7 +166,7 @@ class TerminalView(LiveView):
             self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
             return
 
-        # Plain lines: each event at once, and how far the run is every few seconds and at its end.
+        # Plain lines: each event at once, and the progress every few seconds and at the end.
         for number, at_s, event in snapshot.events:
             if number >= self._num_events:
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")

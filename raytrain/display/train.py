@@ -1,4 +1,4 @@
-"""A run that is shown where it was started: `raytrain.train` and `raytrain.start`."""
+"""`raytrain.train` and `raytrain.start`, which show a run in the terminal or the notebook where it was started."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def train(
         >>> print(result.validation_accuracy)
     """
     others = {"loop": loop, "signals": signals, "trackers": trackers, "started_at": started_at}
-    # A terminal has room for one picture, and other threads are somebody's who looks at their runs in their own way.
+    # Only the main thread draws: a terminal has room for one picture, and programs with threads have views of their
+    # own.
     if view is not None or threading.current_thread() is not threading.main_thread():
         return launch_run(config, view=view, **others)
     with TerminalView() as shown:
@@ -90,7 +91,7 @@ def start(
     if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
 
-    # The view is made first, so that the cell shows something at once; its button stops the run that follows.
+    # The view comes first, so that the cell shows something at once; its Stop button stops the handle's run.
     shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
     handle = RunHandle(config, loop, shown.update, trackers, shown.fail)
     return handle

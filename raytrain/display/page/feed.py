@@ -1,13 +1,13 @@
-"""Feed of a page's viewers: the whole run at first, then what is new, with curves as fine as a screen can show.
+"""Feed of a page's viewers: first the whole run, then its changes, with curves as fine as a screen can show.
 
 Snapshots come in, and messages go out. A run may have millions of rows, viewers may be slow, and some come late, so
 nothing is queued. The feed keeps the run's state once, and each viewer keeps a cursor that says how much it has seen.
-Whenever a viewer asks, it gets what it lacks, as it is at that moment.
+Whenever a viewer asks, it gets everything that has changed since its cursor.
 
-Curves are made coarser twice. In memory a curve has a bounded number of points: when there are too many, each two are
-merged into one (:meth:`Curves.extend`). For a screen, points are gathered into buckets, at most as many as a screen has
-columns of pixels (:meth:`Curves.since`). Points and buckets have a mean, a minimum and a maximum, so that no extreme of
-a row is ever lost.
+Curves are made coarser twice. In memory a curve has a bounded number of points: when there are too many, pairs of
+neighbours are merged (:meth:`Curves.extend`). For a screen, points are gathered into buckets, at most as many as a
+screen has columns of pixels (:meth:`Curves.since`). Points and buckets have a mean, a minimum and a maximum, so no
+extreme value of a row is ever lost.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _NUM_EVENTS = 500  # latest events that are shown
 _NUM_MACHINES = 64  # most workers whose machines are shown
 _MAX_ENCODED = 8  # most messages that are kept for viewers who have read equally far
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
-_NOT_AS_IT_IS = {
-    *("rows", "first_row", "attempt", "events", "suspicious"),  # apart from the state
-    *("result", "latest", "evaluation", "stop_request", "machines"),  # in another form
+_NOT_COPIED = {
+    *("rows", "first_row", "attempt", "events", "suspicious"),  # sent apart from the state, or not at all
+    *("result", "latest", "evaluation", "stop_request", "machines"),  # in the state in another form
 }
-"""Fields of a snapshot that the state of a run does not simply repeat."""
+"""Fields of a snapshot that are not copied into the state of a run as they are."""
 
 MAX_BUCKETS = 1500  # most buckets of a curve: a screen has about as many columns of pixels
 MAX_POINTS = 2**18
-"""Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
+"""Most points of a curve in memory, an even number. With more rows, each point stands for several of them."""
 _MAX_NAMES = 64  # most metrics that are shown: a history of a stranger may name millions
 _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
 _DIGITS = 8  # more than are shown, so that nothing is rounded twice
@@ -53,11 +53,11 @@ Floats = NDArray[np.float64]
 
 
 class FeedCursor(NamedTuple):
-    """Position of a viewer in a run: the version of its state, and generation and points of its curves."""
+    """Position of a viewer in a run: what it has seen of the state, the events and the curves."""
 
-    version: int = 0
-    event: int = 0
-    curves: tuple[tuple[int, int], ...] = ((-1, 0),) * len(_KINDS)
+    version: int = 0  # of the state
+    event: int = 0  # number of the next event
+    curves: tuple[tuple[int, int], ...] = ((-1, 0),) * len(_KINDS)  # generation and number of points, for each kind
 
 
 class RunFeed:
@@ -66,7 +66,7 @@ class RunFeed:
     def __init__(self, name: str) -> None:
         self.name = name
         self.rows = START
-        """The cursor to ask for the next snapshot with."""
+        """The cursor with which the next snapshot is read."""
         self._lock = threading.Lock()
         self._curves = {kind: Curves(kind) for kind in _KINDS}
         self._events: dict[int, TimedEvent] = {}
@@ -82,14 +82,14 @@ class RunFeed:
                     curves.clear()
                 curves.extend(snapshot.rows)
 
-            # The next snapshot brings the rows after these. Events have numbers, since it brings some of them again.
+            # The next snapshot has the rows after these, and may repeat events, which are told apart by their numbers.
             self.rows: RowCursor = snapshot.cursor
             self._events |= {event.number: event for event in snapshot.events}
             for number in sorted(self._events)[:-_NUM_EVENTS]:
                 del self._events[number]
 
-            # Everything that is small is the state, which viewers get whole.
-            fields = (field.name for field in dataclasses.fields(snapshot) if field.name not in _NOT_AS_IT_IS)
+            # All other fields are small: they are the state, which viewers get as a whole.
+            fields = (field.name for field in dataclasses.fields(snapshot) if field.name not in _NOT_COPIED)
             state = {
                 **{name: getattr(snapshot, name) for name in fields},
                 "epoch": snapshot.epoch,
@@ -125,13 +125,13 @@ class RunFeed:
                 if len(self._encoded) >= _MAX_ENCODED:
                     self._encoded.clear()
 
-                # Of each curve: all of it, or only the buckets that replace the last one that the viewer has.
+                # Each curve is sent whole, or from the last bucket that the viewer has, which is replaced.
                 changes: dict[str, Any] = {}
                 for (kind, curves), (generation, row) in zip(self._curves.items(), cursor.curves, strict=True):
                     reset = generation != curves.generation
                     changes[kind] = {"reset": reset, **curves.since(0 if reset else row)}
 
-                # The page decides by an event's kind and fields, and shows its text.
+                # The page shows an event's text; its code uses the kind and the fields.
                 events = [
                     {
                         "number": number,
@@ -156,12 +156,12 @@ class RunFeed:
 
 
 class Curves:
-    """All metrics of the rows of one ``kind``. Their steps increase.
+    """The curves of all metrics in the rows of one ``kind``, over their steps, which increase.
 
-    Each point stands for the same number of rows: one at first, then a power of two. Rows wait until they make a point.
+    Each point stands for the same number of rows, a power of two: one at first. Rows wait until they make a point.
 
-    Buckets begin at multiples of ``width`` steps, a power of two that doubles when they become too many. What a viewer
-    has seen stays valid as long as ``generation`` does: then only buckets from the last one on change.
+    Buckets begin at multiples of ``width`` steps, a power of two that doubles when there are too many buckets. As long
+    as ``generation`` stays the same, the buckets that a viewer has seen stay valid, but for the last one.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -173,17 +173,18 @@ class Curves:
         return self._num_points
 
     def clear(self) -> None:
-        """Forget all rows: the run resumes from an earlier step, or is another one."""
+        """Forget all rows, because the run has resumed from an earlier step, or another run has taken its name."""
         self.generation += 1
         self.width = 1
         self._rows_per_point = 1
         self._num_points = 0
-        self._steps = array("q")  # the last one of each point, and those of the rows that wait
-        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum of each of them
+        self._steps = array("q")  # the last step of each point, followed by the steps of the rows that wait
+        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum at each of these steps
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
-        """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
-        # Steps and values as columns, (num_rows,) each; NaN where a row lacks a metric. Stored rows have columns.
+        """Add rows; rows of another kind are left out, and rows whose step is not after the last one's."""
+        # Steps and values as columns, (num_rows,) each; NaN where a row lacks a metric. Stored rows are columns
+        # already.
         rows = rows_of_kind(rows, self._kind)
         if isinstance(rows, StoredRows):
             self._add_columns([*_FIELDS, *rows.names])
@@ -194,7 +195,7 @@ class Curves:
             steps = np.array([row.step for row in rows], np.int64)
             values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
 
-        # Rows whose step increases wait behind the points. Their mean, minimum and maximum is the value itself.
+        # Rows whose step increases wait behind the points. Mean, minimum and maximum of a row are the value itself.
         last_step = self._steps[-1] if self._steps else -1
         increases = steps > np.maximum.accumulate(np.append(last_step, steps))[:-1]
         self._steps.frombytes(steps[increases].tobytes())
@@ -204,8 +205,8 @@ class Curves:
             for part in column:
                 part.frombytes(added)
 
-        # Waiting rows become points, apart from the last ones if they are too few for one. When memory is full, each
-        # two points become one, and from then on a point needs twice as many rows.
+        # Waiting rows become points, but for the last ones if they are too few for a point. When there are too many
+        # points, pairs of points become one, and from then on a point stands for twice as many rows.
         while count := min((len(self._steps) - len(self)) // self._rows_per_point, MAX_POINTS - len(self)):
             self._merge(len(self), count, self._rows_per_point)
             self._num_points += count
@@ -221,14 +222,14 @@ class Curves:
             self.generation += 1
 
     def _add_columns(self, names: Iterable[str]) -> None:
-        """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
+        """Begin a curve for each of ``names`` that is new, until there are too many."""
         for name in names:
             if name not in self._columns and len(self._columns) < _MAX_NAMES:
                 self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
 
     def _merge(self, first: int, count: int, size: int) -> None:
-        """Make ``count`` points of the rows or points from index ``first`` on, each of ``size`` of them."""
-        # Each row of these (count, size) becomes a point; unknown values do not count.
+        """Merge the rows or points from index ``first`` on into ``count`` points of ``size`` each."""
+        # Each row of these arrays (count, size) becomes a point; unknown values do not count.
         end = first + count * size
         self._steps[first:end] = self._steps[first + size - 1 : end : size]
         for column in self._columns.values():
@@ -249,11 +250,11 @@ class Curves:
         return self._buckets(first, len(self), self.width)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
-        """Return finer buckets of a part of the run, for a viewer who looks closer.
+        """Return finer buckets of a part of the run, for a viewer who zooms in.
 
-        They are ``width``, the steps of a bucket, ``step``, the last step of each bucket, and ``metrics`` by name:
-        ``mean``, and ``low`` and ``high`` if a bucket holds more than one row. A value that is unknown or not finite is
-        None.
+        The dict has ``width``, the number of steps in a bucket, ``step``, the last step of each bucket, and
+        ``metrics``, by name: ``mean``, and ``low`` and ``high`` if buckets have more than one row. Values that are
+        unknown or not finite are None.
         """
         first = bisect_left(self._steps, first_step, hi=len(self))
         end = bisect_right(self._steps, last_step, hi=len(self))
@@ -263,7 +264,7 @@ class Curves:
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
         """Return the buckets of ``width`` steps of the points from index ``first`` to ``end``."""
         steps = np.array(self._steps[first:end], np.int64)
-        starts = np.flatnonzero(np.diff(steps // width, prepend=-1))  # where each bucket begins, (num_buckets,)
+        starts = np.flatnonzero(np.diff(steps // width, prepend=-1))  # first index of each bucket, (num_buckets,)
         ends = np.append(starts[1:], len(steps)) - 1
         has_several_rows = len(starts) < len(steps) or self._rows_per_point > 1
         metrics: dict[str, dict[str, list[float | None]]] = {}

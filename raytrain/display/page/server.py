@@ -1,12 +1,12 @@
-"""Serves the page of some runs on this machine: the files of the page, what is new as server-sent events, and Stop.
+"""Serves the page of some runs on this machine: its files, changes as server-sent events, and the Stop button.
 
-Only whoever has the token may see or stop a run. It is in the fragment of the page's address, which no browser sends
-anywhere, and the page sends it in a header of its own, which no other site can. There is no cookie.
+Only viewers with the token may see or stop a run. The token is in the fragment of the page's address, which browsers do
+not send to any server; the page sends it in a header of its own, which no other site can. There is no cookie.
 
-Any user of the machine can connect to a port of 127.0.0.1, and a process may have about a thousand files open: whoever
-connects often enough and says nothing would end the run. So a connection is a stranger's until a request on it has
-shown the token. A stranger has a few seconds for that, and of many strangers the oldest are hung up on: whoever opens
-the page needs no longer than its files take to load. Those with the token stay, also beside a thousand strangers.
+Any user of the machine can connect to a port of 127.0.0.1, and a process may have about a thousand files open, so many
+silent connections could end the run. That is why a connection is a stranger's until a request on it has shown the
+token. A stranger has a few seconds for that, as long as the files of the page take to load; if there are too many
+strangers, the oldest connections are ended. Those with the token stay, also beside a thousand strangers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ BACKLOG = 32  # connections that are accepted at a time, before the oldest are e
 _UPDATE_EVERY_S = 0.5
 _KEEP_ALIVE_S = 10.0
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 2.0  # seconds for the last messages to viewers
 _STEP_DIGITS = 18  # as many as fit into 64 bits
-_LAST_QUESTIONS_S = 1.0  # after the last words a page still asks for the last evaluation
+_LAST_QUESTIONS_S = 1.0  # after the last message, a page still asks for the last evaluation
 _STATIC = files("raytrain.display.page") / "static"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
@@ -69,7 +69,7 @@ class PageServer:
         self._runs = runs
         self._port = port
         self._token = secrets.token_urlsafe(24)
-        # All below is used in the thread of the loop alone, apart from calls that are safe from any thread.
+        # Only the thread of the event loop uses what follows, apart from calls that are safe from any thread.
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._closing = False
@@ -87,7 +87,7 @@ class PageServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Tell every viewer how the runs stand, and close."""
+        """Send every viewer the last state of the runs, and close."""
         self._runs.on_change = lambda: None
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._end_thread()
@@ -106,10 +106,10 @@ class PageServer:
         for file in _STATIC.iterdir():
             app.router.add_get(f"/{file.name}", _file)
 
-        # What is new, as long as a viewer listens.
+        # Changes, as long as a viewer listens.
         app.router.add_get("/api/events", self._events)
 
-        # What a page asks besides, most of it about ``?run=NAME``.
+        # Requests of the page, most of them about ``?run=NAME``.
         runs = self._runs
         questions: dict[tuple[str, str], Callable[[Query], object]] = {
             ("GET", "curves"): self._curves,
@@ -123,7 +123,7 @@ class PageServer:
         for (method, path), ask in questions.items():
             app.router.add_route(method, f"/api/{path}", partial(_answer, ask))
 
-        # Nothing that a stranger sends, and no accident of a connection, may fill the terminal of the run.
+        # Neither a stranger's requests nor broken connections may fill the terminal of the run with tracebacks.
         self._loop.set_exception_handler(lambda loop, context: _warn_of(context.get("exception"), context["message"]))
         self._runner = web.AppRunner(
             app, access_log=None, logger=_QUIET, keepalive_timeout=KEPT_ALIVE_S, shutdown_timeout=_LAST_WORDS_S
@@ -132,7 +132,7 @@ class PageServer:
         assert self._runner.server is not None
         self._connections = _Connections(self._runner.server)
 
-        # Without a wish for a port it is the usual one, or any if another page has that.
+        # If nobody has named a port, try the usual one, and then any that is free.
         for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
             with suppress(OSError):
                 self._listener = await self._loop.create_server(self._connections, _HOST, port, backlog=BACKLOG)
@@ -141,7 +141,7 @@ class PageServer:
         raise UsageError(f"--port is {self._port}, which another program uses; give another one, or leave it out.")
 
     async def _stop(self) -> None:
-        """Give viewers the time to hear the last words, and to ask for the last evaluation."""
+        """Stop listening, once viewers have had the time to get the last messages and ask for the last evaluation."""
         self._closing = True
         self._wake_viewers()
         if self._viewers:
@@ -156,14 +156,14 @@ class PageServer:
         self._loop.close()
 
     def _wake_viewers(self) -> None:
-        # Whoever waits has the old event; whoever comes later waits for the new one.
+        # Set the event that viewers wait for now, and make a new one for whoever waits from now on.
         self._changed.set()
         self._changed = asyncio.Event()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let only viewers with the token see a run, and tell a browser what the page may do."""
-        # The page itself is no secret, and it is loaded without the token: only what it asks for needs one.
+        """Refuse requests about runs without the token, and set the security headers of all answers."""
+        # The page itself is no secret, and is loaded without the token: only requests to /api/ need one.
         token = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
         has_token = secrets.compare_digest(token, self._token.encode())
         is_allowed = not request.path.startswith("/api/") or (has_token and _is_same_origin(request))
@@ -183,14 +183,14 @@ class PageServer:
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Send everything about all runs, and then what is new, as long as the viewer listens."""
+        """Send everything about the chosen runs, and then their changes, as long as the viewer listens."""
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         task = asyncio.current_task()
         assert task is not None
         self._viewers.add(task)
 
-        # A viewer that went away, or takes too long, is cut off at once: its page connects again.
+        # A viewer that is gone or too slow is cut off at once; its page connects again.
         try:
             await self._send_updates(response, request.query.getall("run", None))
         except (OSError, asyncio.TimeoutError):
@@ -204,10 +204,10 @@ class PageServer:
         cursors: dict[str, FeedCursor] = {}
         sent = b""
         while True:
-            # Both are noted before the runs are read: a change from now on wakes this viewer again.
+            # Both are noted before the runs are read, so that a change from now on wakes this viewer again.
             changed, closing = self._changed, self._closing
 
-            # The list of runs whenever it changes, and of each run what the viewer lacks.
+            # Send the list of runs if it has changed, and of each run what the viewer lacks.
             description = json.dumps(self._runs.description(chosen)).encode()
             if description != sent:
                 sent = description
@@ -220,7 +220,7 @@ class PageServer:
                 await _send(response, "closed", b"{}")
                 return
 
-            # At most two messages a second; without a change, a comment now and then keeps proxies from hanging up.
+            # Send at most twice a second; without a change, a comment now and then keeps proxies from hanging up.
             await asyncio.sleep(0 if self._closing else _UPDATE_EVERY_S)
             try:
                 await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
@@ -262,7 +262,10 @@ def _warn_of(error: BaseException | None, where: str) -> None:
 
 
 def _is_same_origin(request: web.Request) -> bool:
-    """Return True if the page itself asks. A proxy may change the host of a request, but not what the browser says."""
+    """Return True if a request comes from the page itself, and not from another site.
+
+    What the browser says in Sec-Fetch-Site counts more than the host of the request, which a proxy may have changed.
+    """
     origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
     if site not in ("same-origin", "none"):
         return False
@@ -278,7 +281,7 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
 
 
 class _Connections:
-    """Makes the protocol of each new connection to ``server``, for which old ones make room."""
+    """Makes the protocol of each new connection to ``server``, and ends old connections if there are too many."""
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
@@ -286,7 +289,7 @@ class _Connections:
 
     def __call__(self) -> web.RequestHandler:
         """Return the protocol of a new connection; asyncio calls this in its loop."""
-        # The oldest strangers go first, and those with the token only if all connections are theirs.
+        # The oldest strangers go first, and connections with the token only if there are no strangers.
         self.trusted.intersection_update(self._server.connections)
         strangers = [connection for connection in self._server.connections if connection not in self.trusted]
         num_all = len(self._server.connections) + 1
@@ -304,6 +307,6 @@ class _Connections:
 
 
 def _hang_up(connection: web.RequestHandler) -> None:
-    # Closing would wait until the other side has read what was sent to it, which may be never.
+    # Closing instead would wait, perhaps forever, until the other side has read what was sent to it.
     if connection.transport is not None:
         connection.transport.abort()

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 _NUM_CURVES, _NUM_POINTS = 100, 200  # that the list of runs shows
 _READ_EVERY_S = 1.0
 _READ_FRACTION = 0.1
-"""Largest fraction of the time that is spent on reading: a long history in a slow place is read less often."""
+"""Largest fraction of the time that is spent on reading: a long history in slow storage is read less often."""
 
 
 class WatchedRuns:
     """Runs below ``storage`` by their names, in the order in which they are shown.
 
-    The process that trains a run passes its snapshots to :meth:`update`, and ``ask_to_stop``, which stops it;
-    :class:`StoredRuns` reads them from storage, where it leaves a request to stop.
+    The process that trains a run passes the run's snapshots to :meth:`update`; ``ask_to_stop`` stops that run.
+    :class:`StoredRuns` reads snapshots from storage instead, and writes requests to stop there.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class WatchedRuns:
         self.storage = storage
         self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
-        self.phase = ""  # what a run that starts waits for
+        self.phase = ""  # of the start of a run, such as ``listing the images``
         self._keys: dict[str, Any] = {}  # of the validation images of each run
-        self._sweep_dollars: dict[str, float] = {}  # so far, of all trials together, by the name of the sweep
+        self._sweep_dollars: dict[str, float] = {}  # cost of all trials together so far, by the name of the sweep
         self.on_change: Callable[[], object] = lambda: None
-        """Called, in any thread, whenever there is something new."""
+        """Called after each change, in any thread."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``; a run that is not known yet is added."""
@@ -104,16 +104,16 @@ class WatchedRuns:
         return [feed for feed in self.feeds if chosen is None or feed.name in chosen]
 
     def documents(self, name: str) -> dict[str, Any]:
-        """Return the options of a run, when it was last heard of, and what its last evaluation showed.
+        """Return the documents of a run that a page shows: options, provenance, last evaluation, how to resume it.
 
-        Of a run that looks for a learning rate, it is the one that its losses suggest. What cannot be read is left out.
+        A search for a learning rate also has the rate that its losses suggest. What cannot be read is left out.
         """
         store = run_store(self.storage, name)
         config, suggestion, resume, unused, made_of, heartbeat_at = None, None, None, (), "", ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
             unused = read_unused_options(store)
-            made_of = next((made.summary() for made in reversed(read_provenance(store))), "")
+            made_of = next((attempt.summary() for attempt in reversed(read_provenance(store))), "")
             status = read_status(store)
             heartbeat_at = status.heartbeat_at
             resume = self._resume_command(name, store, config, status)
@@ -121,7 +121,7 @@ class WatchedRuns:
                 rate, reason = stored_suggestion(read_metrics(store), stop_reason_of(read_json(store, SUMMARY)))
                 suggestion = {"rate": rate, "reason": reason}
 
-        # An evaluation knows validation images by their numbers. Their keys are read once for each run.
+        # The evaluation names images by their index in the manifest; the keys there are read once for each run.
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
@@ -151,18 +151,21 @@ class WatchedRuns:
     def _resume_command(self, name: str, store: Store, config: TrainConfig, status: RunStatus) -> dict[str, str] | None:
         """Return the command that resumes a run that has not finished, with its heading; None if no command does.
 
-        A run without a step or a checkpoint gives its name away, a search for a rate has no checkpoints, and a script
-        of the user's own, whose loop may be a function in it, is what resumes its run. Trials resume as a sweep.
-        The workers are left to the machine where the command is typed, which may be another one.
+        A trial is resumed with its sweep. The command leaves the workers to the machine where it is typed, which may be
+        another one.
         """
+        # Nothing is left to resume, or there is no checkpoint: a search for a rate never writes one.
         if status.active or status.status == "finished" or config.is_range_test:
             return None
         if not status.step and newest_checkpoint(store) is None:
             return None
-        made_of = next(reversed(read_provenance(store)), None)
-        is_script = made_of is not None and not re.search(r"(^|[ /])raytrain ", made_of.command)
-        if made_of is not None and is_script and made_of.code and config.loop is None:
+
+        # If the loop is a function in a script, only that script can resume the run.
+        provenance = next(reversed(read_provenance(store)), None)
+        is_script = provenance is not None and not re.search(r"(^|[ /])raytrain ", provenance.command)
+        if provenance is not None and is_script and provenance.code and config.loop is None:
             return None
+
         reason, command, verb = stop_reason_of(read_json(store, SUMMARY)), "train", "Resume"
         if (sweep := _sweep_name(name)) is not None and (of_sweep := run_store(self.storage, sweep)).exists(SWEEP):
             name, config, command, verb = sweep, read_config(of_sweep, ignore), "sweep", "Resume the sweep"
@@ -173,14 +176,14 @@ class WatchedRuns:
         return {"heading": resume_heading(verb, reason), "command": typed}
 
     def machine_history(self, name: str) -> dict[str, Any]:
-        """Return the use of the workers' machines over the time of a run; none if it cannot be read."""
+        """Return the use of the workers' machines over the time of a run; empty if it cannot be read."""
         history = MachineHistory()
         with suppress(StorageError):
             history = read_machine_history(run_store(self.storage, name))
         return plain(history.to_json())
 
     def stop(self, name: str) -> None:
-        """Ask a run to stop with a checkpoint. Raise UsageError if it does not train, and StorageError."""
+        """Ask a run to stop with a checkpoint. Raise UsageError if it does not train, StorageError if writing fails."""
         reason = StopReason("page", socket.gethostname())
         if self._ask_to_stop is not None:
             self._ask_to_stop(reason)
@@ -189,7 +192,7 @@ class WatchedRuns:
 
 
 class StoredRuns(WatchedRuns):
-    """Runs that train elsewhere, or are over: a thread reads the documents of each while this is open."""
+    """Runs that train in other processes, or are over: a thread reads the documents of each while this is open."""
 
     def __init__(self, storage: str, names: Sequence[str]) -> None:
         super().__init__(storage, names)
@@ -215,10 +218,10 @@ class StoredRuns(WatchedRuns):
 
     def _read(self, reader: RunReader, feed: RunFeed) -> None:
         """Read a run again and again; storage that is out of reach may be back the next time."""
-        # The first trial of a sweep is read with what the sweep has cost, whose machines its trials may share.
+        # Trials of a sweep may share machines, so the sweep has a cost of its own, read with that of its first trial.
         sweep = _sweep_name(feed.name)
         is_first = sweep is not None and feed.name == next(
-            each.name for each in self.feeds if _sweep_name(each.name) == sweep
+            trial.name for trial in self.feeds if _sweep_name(trial.name) == sweep
         )
         while not self._closed.is_set():
             started = time.monotonic()
@@ -235,7 +238,7 @@ class StoredRuns(WatchedRuns):
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
 
     def _read_cost(self, name: str) -> None:
-        """Read what a sweep has cost so far, if there is a sweep of this name with a price."""
+        """Read what a sweep has cost so far, if there is a sweep of this name, started with --price."""
         store = run_store(self.storage, name).fail_fast()
         dollars = read_status(store).dollars
         if dollars is not None and dollars != self._sweep_dollars.get(name) and store.exists(SWEEP):
@@ -244,24 +247,27 @@ class StoredRuns(WatchedRuns):
 
 
 class HomeRuns(StoredRuns):
-    """All runs below ``storage``: a list of them, and each as soon as somebody opens it."""
+    """All runs below ``storage``: a list of them, and the feed of each run once somebody has opened it."""
 
     def __init__(self, storage: str) -> None:
         super().__init__(storage, [])
         self._opening = threading.Lock()
-        self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the heartbeat that they are of
-        self._compared: dict[str, Compared] = {}  # what each run is compared by
+        self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the run's heartbeat at that time
+        self._compared: dict[str, Compared] = {}  # the metric by which each run is compared
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return the first message to a viewer; without a choice it shows the list of runs."""
+        """Return the first message to a viewer; without a choice, the viewer shows the list of runs."""
         return {**super().description(chosen or []), "home": chosen is None}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
-        """Return the feeds of the ``chosen`` runs; nobody is shown all runs at once."""
+        """Return the feeds of the ``chosen`` runs; without a choice, none."""
         return super().feeds_of(chosen or [])
 
     def open(self, name: str) -> list[str]:
-        """Read the run, or the trials of the sweep, from now on. Return their names. Raise UsageError."""
+        """Read the run or the trials of the sweep called ``name`` from now on, and return their names.
+
+        Raise UsageError if there is no such run.
+        """
         names = names_of(self.storage, name)
         with self._opening:
             known = {feed.name for feed in self.feeds}
@@ -272,11 +278,11 @@ class HomeRuns(StoredRuns):
         return names
 
     def all_runs(self) -> dict[str, Any]:
-        """Return all runs, the newest first. ``group`` is the sweep of a run. Raise StorageError."""
+        """Return all runs, the newest first; ``group`` is the sweep of a run. Raise StorageError if listing fails."""
         left_out: list[str] = []
         runs = list_runs(self.storage, left_out.append)
 
-        # rates-00 and rates-01 belong to the sweep rates, which is in the list too.
+        # Runs called rates-00 and rates-01 belong to the sweep rates, if that is in the list too.
         prefixes = {run.name: prefix for run in runs if (prefix := _sweep_name(run.name)) is not None}
         groups = {run.name for run in runs}.intersection(prefixes.values())
 
@@ -295,7 +301,7 @@ class HomeRuns(StoredRuns):
         }
 
     def _measured(self, run: RunInfo) -> list[float | None]:
-        """Return the run's metric in each evaluation, (evaluations,); read again only if the run has gone on."""
+        """Return the run's metric in each evaluation; the history is read again only if the run has a new heartbeat."""
         read_at, curve = self._curves.get(run.name, (None, []))
         if read_at != run.status.heartbeat_at:
             with suppress(RaytrainError):
@@ -307,7 +313,7 @@ class HomeRuns(StoredRuns):
 
 
 def _sweep_name(run: str) -> str | None:
-    """Return the name of the sweep that a run is a trial of, if its name is that of a trial, such as rates-03."""
+    """Return the sweep to which a run belongs if it is a trial, by its name: rates for rates-03; None for others."""
     match = re.fullmatch(r"(.+)-\d+", run)
     return match[1] if match else None
 

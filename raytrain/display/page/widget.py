@@ -16,14 +16,17 @@ from raytrain.monitor.snapshot import Snapshot
 _STATIC = files("raytrain.display.page") / "static"
 _VIEWS = "chart.js", "stop_panel.js", "evaluation_view.js", "machines.js", "run_view.js"
 _MODULES = ("format.js", "curves.js", *_VIEWS, "widget.js")
-"""Those of the page that a widget needs, each after those that it imports."""
+"""The modules of the page that a widget needs, each after those that it imports."""
 _TEXTS = {name: (_STATIC / name).read_text("utf-8") for name in ("uPlot.iife.min.js", *_MODULES)}
 
 
 class RunWidget(anywidget.AnyWidget):
-    """A run as a widget: its state is one whole message, so that a late front end has all. Stop calls ``stop``."""
+    """A run as a widget, whose Stop button calls ``stop``.
 
-    # A front end loads a widget from one text, and there is no build step: the modules lose their imports and exports.
+    Its state is one message with everything, so that a browser that opens the notebook later has the whole run.
+    """
+
+    # A widget is loaded from one text, and there is no build step: the modules are joined, without import and export.
     _esm = "\n".join(
         [re.sub(r"^import .*$|^export (?=\w)", "", text, flags=re.MULTILINE) for text in _TEXTS.values()]
         + ["export default { render };"]
@@ -37,7 +40,7 @@ class RunWidget(anywidget.AnyWidget):
         self.on_msg(lambda widget, content, buffers: stop())
 
     def __repr__(self) -> str:
-        """Return the text that a front end without widgets shows until the run is over."""
+        """Return the text that a notebook without widgets shows until the run is over."""
         return "The live view of the run cannot be shown here: JupyterLab needs anywidget in its own environment."
 
     def update(self, snapshot: Snapshot) -> None:
@@ -46,7 +49,7 @@ class RunWidget(anywidget.AnyWidget):
         self._feed.update(snapshot)
 
     def draw(self) -> None:
-        """Send the run as it stands to the front ends."""
+        """Send the state of the run to all browsers that show the widget."""
         message, _ = self._feed.since(FeedCursor())
         if message is not None:
             self.message = json.loads(message)
