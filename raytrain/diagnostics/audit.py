@@ -27,9 +27,9 @@ class EpochAudit:
     """Use of the samples in the traced steps of one epoch. ``epoch`` is counted from 1."""
 
     epoch: int
-    planned: int  # samples that these steps should have used; with balanced sampling, each as often as it was drawn
-    used_once: int  # those of samples that were used as often as planned
-    unreadable: int  # those of samples that skipped.jsonl lists and that were not used
+    planned: int  # draws in these steps by the plan: one per sample, or more with balanced sampling
+    used_once: int  # draws of samples that were used as often as planned
+    unreadable: int  # draws of samples that were not used, and that skipped.jsonl lists
     missing: tuple[str, ...]  # keys of readable samples that were used less often than planned
     doubled: tuple[str, ...]  # keys of samples that were used more often than planned
     misplaced: tuple[str, ...]  # keys of samples that were used in another step than planned
@@ -42,7 +42,7 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """Result of :func:`audit` for the steps ``first_step`` to ``last_step``, which are those with a trace."""
+    """Result of :func:`audit` for the steps that have a trace, ``first_step`` to ``last_step``."""
 
     run: str
     first_step: int
@@ -73,7 +73,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     unreadable = np.isin(keys, [image.key for image in read_skipped(store)])  # (num_samples,)
     plan = training_plan(read_resolved_config(store), manifest)
 
-    # Epoch by epoch, as far as there is a trace: a run may have been stopped within one, or traced from one on.
+    # Compare epoch by epoch, as far as there is a trace: it may begin or end within an epoch.
     first_step, last_step = int(steps.min()), int(steps.max())
     epochs: list[EpochAudit] = []
     first = first_step
@@ -88,7 +88,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
 def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
     """Return the steps, counted from 1, and the samples that all workers used in them, both (num_uses,).
 
-    Raises UsageError if there is no trace, and what storage raises.
+    Raises UsageError if there is no trace, StorageError if it is damaged or cannot be read.
     """
     tables: list[pa.Table] = []
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
@@ -116,13 +116,13 @@ def _audit_epoch(
 
     The sample ``used[i]`` was used in step ``used_in[i]``.
     """
-    # What the plan says, as one long list of samples and one of their steps.
+    # The planned samples, and the steps in which they should be used.
     first, last = first_and_last
     draws = [plan.batch_draws(plan.batch(step - 1)) for step in range(first, last + 1)]
     planned_in = np.repeat(np.arange(first, last + 1), [len(batch) for batch in draws])
     planned = samples_of(np.concatenate(draws), plan.num_samples)
 
-    # Was each sample used as often as planned, and in its step? A pair of step and sample is one number.
+    # Compare how often each sample was used, and in which steps. A pair of step and sample is encoded as one number.
     times_planned = np.bincount(planned, minlength=plan.num_samples)  # (num_samples,)
     times_used = np.bincount(used, minlength=plan.num_samples)
     was_skipped = (times_used == 0) & unreadable

@@ -36,7 +36,7 @@ Versions = dict[str, str | None]  # version of each package; None for one that i
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, and the addresses of the nodes that have it; no addresses if it is one of the cluster."""
+    """A problem, and the addresses of the nodes that have it; no addresses if it concerns the whole cluster."""
 
     sentence: str
     nodes: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class DoctorReport:
     """Findings of :func:`diagnose`. Contains no secret.
 
     ``failures`` prevent training, ``warnings`` do not. ``placement`` is that of ``--workers auto``, None if the cluster
-    is too small for any. ``all_reduce`` is None on a single node, and if a node did not answer.
+    has no room for a worker. ``all_reduce`` is None on a single node, and if a node did not answer.
     """
 
     data: str | None
@@ -81,7 +81,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
         cluster.connect()
         with _probe_request(data_store, run_store) as (request, no_credentials):
             nodes = probe_nodes(request)
-        # The bandwidth between the nodes needs an answer of each, on the same kind of device.
+        # The bandwidth between nodes can only be measured if all of them have answered.
         num_gpus = [len(node.report.gpus) for node in nodes if node.report is not None]
         all_reduce = measure_all_reduce(num_gpus) if len(num_gpus) == len(nodes) else None
         hardware = cluster_hardware()
@@ -114,7 +114,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
 
 @contextmanager
 def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
-    """Yield the request to the nodes, with this process's credentials on loan, and why there are none, if so."""
+    """Yield the request to the nodes, which lends them this process's credentials, and the reason if it has none."""
     stores = [store for store in (storage, data) if store is not None]
     in_bucket = next((store for store in stores if store.cloud is not None), None)
     if in_bucket is None:
@@ -123,7 +123,7 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
     from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
-        # In a word, which step of the AWS credential chain found the credentials; another cloud does not say it.
+        # One word for the step of AWS's credential chain that found the credentials; other clouds do not tell.
         lent_from, problem = "", None
         try:
             method = credential_method() if isinstance(in_bucket.cloud, S3) else ""
@@ -148,7 +148,7 @@ def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterato
 
 
 def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
-    """Yield sentences on faults that prevent training on a node, or the same numbers on all nodes."""
+    """Yield sentences on faults that prevent training on a node, or results that are the same on all nodes."""
     yield from node.problems
     if node.report is None:
         return
@@ -164,30 +164,30 @@ def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
 
 
 def node_warnings(node: Node) -> Iterator[str]:
-    """Yield sentences on oddities of a node, compared with Ray's count and this machine's clock."""
+    """Yield sentences on oddities of a node that do not prevent training."""
     if node.report is None:
         return
-    # Ray uses fewer GPUs than there are.
+    # Ray may count fewer GPUs than there are.
     if node.gpus < (num_gpus := len(node.report.gpus)):
         yield (
             f"Ray counts {node.gpus:g} of the {format_count(num_gpus, 'GPU')} that the NVIDIA driver reports; start "
             f"Ray with --num-gpus {num_gpus} to use them all."
         )
-    # The object store lies in shared memory; what does not fit there is on a disk, which is slow.
+    # Ray's object store should lie in shared memory; if it does not fit there, it is on a disk, which is slow.
     if node.report.shm_bytes is not None and node.report.shm_bytes < node.object_store_bytes:
         yield (
             f"/dev/shm has {node.report.shm_bytes / 1e9:,.1f} GB and the object store "
             f"{node.object_store_bytes / 1e9:,.1f} GB, so images are written to disk; run the container with "
             f"--shm-size {node.object_store_bytes / 2**30:.0f}g or more."
         )
-    # A run is taken over if its heartbeat looks old, and S3 refuses signatures of another time.
+    # With wrong clocks, a run whose heartbeat looks old is taken over, and S3 refuses signatures.
     if abs(node.clock_ahead_s) > _CLOCK_TOLERANCE_S:
         direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
         yield (
             f"The node's clock is at least {abs(node.clock_ahead_s):.0f} s {direction} this machine's; keep both right "
             "with chrony or another NTP client: heartbeats, leases and S3's signatures count on it."
         )
-    # Ray spills nothing to a disk that is nearly full, and fails instead.
+    # When its object store is full, Ray writes objects to disk, but not to one that is nearly full: then it fails.
     if node.report.disk.used_fraction > _SPILLS_BELOW:
         yield (
             f"The disk of the temporary folder is {node.report.disk.used_fraction:.0%} full, and Ray writes images to "

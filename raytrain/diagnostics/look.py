@@ -1,4 +1,4 @@
-"""`raytrain look`: what a data set has, and which images cannot be read."""
+"""`raytrain look`: counts the classes of a data set, finds bad images and duplicates, and augments the first images."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MinMedianMax(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[int]) -> MinMedianMax | None:
-        """Return None if there are no ``values``."""
+        """Return the three of ``values``; None if there are no values."""
         numbers = np.fromiter(values, np.int64)
         return cls(*(int(statistic(numbers)) for statistic in (np.min, np.median, np.max))) if len(numbers) else None
 
@@ -85,7 +85,7 @@ class ImageSample:
 
 @dataclass(frozen=True, eq=False)
 class FirstImages:
-    """Images after augmentation, and what each is to be recognised as: a class, or two with their shares if mixed."""
+    """Images after augmentation, with their labels: a class, or, if images are mixed, two with their shares."""
 
     pixels: Pixels  # (n, H, W, C)
     labels: tuple[str, ...]  # (n,)
@@ -95,13 +95,13 @@ class FirstImages:
 class SuspiciousImages:
     """Training images whose labels look wrong, the worst first, as a run has found while it trained.
 
-    ``rows`` are those of :class:`raytrain.diagnostics.suspicious_labels.RankedLabels`, as far as they are shown.
+    ``rows`` are the first rows of :class:`raytrain.diagnostics.suspicious_labels.RankedLabels`.
     """
 
     rows: tuple[dict[str, Any], ...]
     pixels: tuple[Pixels | None, ...]  # (H, W, C) each, of the first ones; None if an image cannot be read
-    label_files: dict[str, str]  # that were written, by the option that takes each
-    replaces_pattern: bool = False  # the label files are for use in place of the run's --label-pattern
+    label_files: dict[str, str]  # the files that were written, by the option that takes each
+    replaces_pattern: bool = False  # True if the files replace the run's --label-pattern
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,14 +115,14 @@ class LookResult:
     training_images: int
     validation_images: int
     test_images: int
-    left_out: dict[str, int]  # other files, by the reason why they are not used
-    shrinking: Shrinking | None  # when the images were packed
+    left_out: dict[str, int]  # number of other files, by the reason why they are not used
+    shrinking: Shrinking | None  # how images were shrunk when they were packed
     classes: tuple[ClassCount, ...]
     size_bytes: MinMedianMax | None  # of the files of the training images
     sample: ImageSample
     duplicates: Duplicates
     first_images: FirstImages
-    suspicious: SuspiciousImages | None = None  # of a run that is there already
+    suspicious: SuspiciousImages | None = None  # of a run that exists already
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values, without the pixels."""
@@ -138,11 +138,12 @@ class LookResult:
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | None = None) -> LookResult:
-    """Look at the images that a run with these options would be trained and evaluated on. Trains and shows nothing.
+    """Look at the images with which a run with these options would be trained and evaluated. Nothing is trained.
 
-    No more files are read after ``limit_s`` seconds; the result says how many were. If ``config`` resumes a run, the
-    result has the training images whose labels look wrong to that run, and ``write_labels`` names a label file to
-    write, .csv or .parquet. Raises UsageError or StorageError if the data cannot be read, or no run could start.
+    After ``limit_s`` seconds, no more files are read; the result has the number of those that were. If ``config``
+    resumes a run, the result has the training images whose labels look wrong to that run, and ``write_labels`` names a
+    label file to write, .csv or .parquet. Raises UsageError or StorageError if the data cannot be read, or no run could
+    start.
 
     Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """
@@ -157,7 +158,7 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
     data = open_dataset(config, store)
     suspicious = _suspicious_images(config, store, data, write_labels)
 
-    # Half of the time is for images that cannot be read, the other half for images that are there twice.
+    # Half of the time is for finding images that cannot be read, the other half for finding duplicates.
     started_s = time.monotonic()
     sample = sample_images(data, config.seed, started_s + _SAMPLING_FRACTION * limit_s)
     parts = [StoredImages(store, manifest) for store, manifest, _ in data.parts.values()]
@@ -186,7 +187,7 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
 def _suspicious_images(
     config: TrainConfig, store: Store, data: Dataset, write_to: str | None
 ) -> SuspiciousImages | None:
-    """Return the images of the run in ``store`` whose labels look wrong, and write its label files, if asked to."""
+    """Return the images whose labels look wrong to the run in ``store``, and write label files to ``write_to``."""
     ranked = rank_labels(config, store, data) if config.resume else None
     if write_to is not None:
         ranked = check_can_rank(config, ranked)
@@ -202,7 +203,7 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
     """Decode up to 2,048 random images of each part, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
     unreadable: list[SkippedImage] = []
-    # A file may crash a decoder, or make it take all memory: that must not end this process.
+    # A file may crash a decoder, or make it use all memory; another process keeps that from this one.
     with DecodeProcess(data.evaluation_format.shape) as process:
         for key, content in _contents(data, seed, deadline_s):
             try:
@@ -221,7 +222,7 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
 
 
 def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str, bytes | Exception]]:
-    """Yield keys and files, in blocks of each part in turn, each in a random order."""
+    """Yield the key and the content of random files, a block of each part in turn."""
     sets = [(store, manifest) for store, manifest, _ in data.parts.values()]
     orders = [random_order(manifest, seed) for _, manifest in sets]
     for start in range(0, _MAX_IMAGES, _BLOCK):
@@ -244,7 +245,7 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
         batch = _batch(resolved, data, draws[:most])
         return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
 
-    # Each image is mixed with the one before it, and the first with the last: so the last one comes along.
+    # Each image of a batch is mixed with the one before it, and the first with the last, so the last is read first.
     draws = np.roll(draws, 1)[: most + 1]
     batch = _batch(resolved, data, draws)
     mixing = {"mixup": config.mixup, "cutmix": config.cutmix, "label_sets": _label_sets(data)}
@@ -255,7 +256,7 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     """Read the images of ``draws``, (n,), in a process of its own, and augment them as the first step would."""
     plan = data.plan(config)
-    shape, cropping, _ = data.train_format  # not as files: they are decoded here, whatever --decoder says
+    shape, cropping, _ = data.train_format  # images are decoded here, even with --decoder gpu
     with ImageReader(data.train_store, shape, cropping, isolated=True) as reader:
         block, _ = reader.read_draws(data.train, draws, epoch=0)
     readable = block.labels >= 0
@@ -274,6 +275,7 @@ def _label_sets(data: Dataset) -> Tensor | None:
 
 
 def _shown(config: ResolvedConfig, batch: Batch, classes: tuple[str, ...], rows: slice) -> FirstImages:
+    """Return the images of the batch in ``rows`` as pixels for a screen, and their targets as texts."""
     labels: list[str] = []
     for target in batch.targets[rows]:
         if not target.ndim:  # the number of a class

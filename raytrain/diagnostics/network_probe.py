@@ -1,4 +1,4 @@
-"""The network between the nodes of a cluster: each node's interface, and the bandwidth of an all-reduce over all.
+"""The network between the nodes of a cluster: each node's interface, and the bandwidth of an all-reduce over all nodes.
 
 ``python -m raytrain.diagnostics.network_probe RANK NUM_RANKS HOST PORT DEVICE`` is one rank of that all-reduce.
 """
@@ -44,7 +44,7 @@ class Interface:
 
 
 def interface_of(address: str) -> Interface | None:
-    """Return this machine's interface with ``address``; None if it has none, as behind address translation."""
+    """Return the interface of this machine that has ``address``; None if none has, as behind address translation."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address == address for known in addresses):
             megabits = psutil.net_if_stats()[name].speed
@@ -54,7 +54,7 @@ def interface_of(address: str) -> Interface | None:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Bus bandwidth at which all nodes together added up a tensor with ``backend``; else the ``problem``."""
+    """Bus bandwidth of an all-reduce over all nodes with ``backend``, or, if it failed, the ``problem``."""
 
     backend: str
     num_nodes: int
@@ -63,13 +63,13 @@ class AllReduce:
 
 
 def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
-    """Let all nodes add up a tensor, with NCCL if each has a GPU, else gloo; return None if there is only one node.
+    """Measure an all-reduce over all nodes, with NCCL if each has a GPU, else gloo; return None for a single node.
 
-    ``num_gpus`` are those of each node.
+    ``num_gpus`` has the number of GPUs of each node.
     """
     if len(num_gpus) < 2:
         return None
-    # All meet at a port of the first node, each in a process of its own, which may hang without harm.
+    # The ranks meet at a port of the first node. Each is a process of its own, so that one that hangs does no harm.
     device, backend = ("cuda", "nccl") if min(num_gpus) else ("cpu", "gloo")
     ports = run_on_each_node(_free_port, _TIMEOUT_S)
     if (meet_at := ports[0].result) is None:
@@ -82,7 +82,7 @@ def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
 
 
 def _free_port(node: ClusterNode) -> tuple[str, int]:
-    """Return the address and a port where the others may meet this node's process."""
+    """Return this node's address, and a free port at which the others can meet its process."""
     with socket.socket() as opened:
         opened.bind(("", 0))
         return node.address, opened.getsockname()[1]
@@ -101,7 +101,10 @@ def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce
 
 
 def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
-    """Return the output of Python in a process that sees all GPUs, which Ray hides; UsageError with its last line."""
+    """Run Python in a process that sees all GPUs, also those that Ray hides from this one; return its output.
+
+    Raises UsageError with the last line of its standard error if it fails.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -114,7 +117,7 @@ def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
 def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> float:
     """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; return the bus bandwidth in bytes/s.
 
-    Counted as nccl-tests does: of the N ranks of a ring, each sends 2(N-1)/N times the tensor
+    It is defined as in nccl-tests: each of the N ranks of a ring sends 2(N-1)/N times the tensor
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     import torch
@@ -128,7 +131,7 @@ def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> 
         timeout=_MEET_WITHIN,
     )
     try:
-        _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first one connects
+        _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first all-reduce opens the connections
         tensor = torch.ones(_BYTES[device] // 4, device=device)
         return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / min(_seconds(tensor) for _ in range(_ROUNDS))
     finally:
@@ -136,6 +139,7 @@ def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> 
 
 
 def _seconds(tensor: torch.Tensor) -> float:
+    """Return the seconds of one all-reduce of ``tensor``, which all ranks begin at the same time."""
     import torch
     import torch.distributed as dist
 

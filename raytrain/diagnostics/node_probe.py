@@ -1,4 +1,4 @@
-"""Probes all nodes of a cluster, each by itself, without Ray and torch, which may be broken there."""
+"""Probes the nodes of a cluster, all at the same time, and without importing torch, which may be broken there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProbeRequest:
     data: Store | None = None
     storage: Store | None = None
     lent: LentCredentials | None = None  # the driver's credentials; None if all stores are folders
-    lent_from: str = ""  # where the driver found them, in a word, such as profile; empty if that is not known
+    lent_from: str = ""  # one word for where the driver found its credentials, such as profile; empty if not known
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a node; None for what failed or was not checked. ``problems`` are sentences that say what to do."""
+    """Report of a node. Fields that failed or were not checked are None; ``problems`` say what to do about it."""
 
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...]
@@ -94,7 +94,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     problems: dict[str, None] = {}  # ordered, each sentence once
     data, storage = request.data, request.storage
 
-    # What the machine has.
+    # The hardware of the machine.
     own_gpus = gpus()
     disk = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
     shm_bytes = None
@@ -106,7 +106,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
         storage.check_writable()
         return True
 
-    # What it can do; an attempt that fails adds a sentence to the problems.
+    # Tests of what the machine can do; each one that fails adds a sentence to the problems.
     if own_gpus and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
     return NodeReport(
@@ -144,7 +144,10 @@ def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, N
 
 
 def _identity(request: ProbeRequest) -> str | None:
-    """Return the kind of this node's credentials, and a text that names them without a secret."""
+    """Return whose credentials this node uses, as a text without a secret: ``own role …``, ``driver's profile …``.
+
+    None if all stores are folders.
+    """
     store = next((store for store in (request.storage, request.data) if store and store.cloud), None)
     if request.lent is None or store is None or store.cloud is None:
         return None
@@ -156,7 +159,7 @@ def _identity(request: ProbeRequest) -> str | None:
 
 def _measure_read_speed(store: Store) -> ReadSpeed:
     """List and read the first shards, or the first images of a listing; raise UsageError if there are none."""
-    # Listing: packed images are in a manifest, which says how many are in each shard.
+    # List: the manifest of packed images says how many are in each shard.
     started = time.perf_counter()
     packed = open_packed(store)
     if packed is not None and (packing := packed.packing) is not None:
@@ -171,7 +174,7 @@ def _measure_read_speed(store: Store) -> ReadSpeed:
             f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
         )
 
-    # Reading: the requests all at once, as training makes them.
+    # Read: with all requests at once, as training does.
     listed = time.perf_counter()
     contents = store.get_many(paths)
     seconds = time.perf_counter() - listed
@@ -221,9 +224,9 @@ class Node(ClusterNode):
 
 
 def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
-    """Probe all nodes at the same time: a broken node delays no other, and training reads on all nodes at once too.
+    """Probe all nodes at the same time, so that a broken node delays no other; all read at once, as in training.
 
-    Example: ``probe_nodes(ProbeRequest())`` probes their hardware and software alone.
+    Example: ``probe_nodes(ProbeRequest())`` probes hardware and software only.
     """
     asked = time.time()
     results = run_on_each_node(lambda node: probe_node(request, node), TIMEOUT_S)
@@ -232,7 +235,8 @@ def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     for result in results:
         ahead = 0.0
         if result.result:
-            # The check took place between two moments of this machine's clock: the least that explains the node's.
+            # The node's two times lie between these two of this machine, if the clocks agree. This is the smallest
+            # difference of the clocks that explains what was seen.
             started, ended = result.result.clock_s
             ahead = min(0.0, started - asked) + max(0.0, ended - answered)
         nodes.append(Node(**vars(result.node), report=result.result, error=result.error, clock_ahead_s=ahead))

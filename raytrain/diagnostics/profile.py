@@ -40,20 +40,20 @@ _MANY_EPOCHS = 1000  # the loop ends the run, not the plan; an epoch may have a 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Time of a step by phases, on average over the profiled steps."""
+    """The time of a step by phases, averaged over the profiled steps."""
 
     workers: tuple[dict[str, float], ...]  # seconds of each phase, for each worker
-    traces: tuple[str, ...]  # A Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it
+    traces: tuple[str, ...]  # a Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it
     advice: str
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the mean of the workers'."""
+        """Seconds of a step, averaged over the workers."""
         return mean(sum(worker.values()) for worker in self.workers)
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase: the means of the workers'."""
+        """Seconds of each phase, averaged over the workers."""
         return {name: mean(worker[name] for worker in self.workers) for name in PHASES}
 
     def summary(self) -> dict[str, Any]:
@@ -67,8 +67,7 @@ def profile(
     """Train a few steps of a run on this machine, without Ray, and say where their time goes.
 
     Nothing of the run is kept but the traces, in the folder ``output``. ``loop`` is a training loop to use instead of
-    the built-in one or the one that ``config`` names.
-    Raises what :func:`raytrain.train` raises.
+    the built-in one or the one that ``config`` names. Raises what :func:`raytrain.train` raises.
 
     Example: ``raytrain.profile(recipes.cifar10(data="s3://bucket/train")).advice``
     """
@@ -85,7 +84,7 @@ def profile(
         profiled = loop or load_optional("--loop", config.loop)  # None: the built-in one
         train(short, loop=partial(profiled_loop, loop=profiled, folder=str(folder)))
 
-    # Each worker has left its seconds beside its trace.
+    # Each worker has written its seconds beside its trace.
     files = sorted(folder.glob("worker-*[0-9].json"), key=lambda file: int(file.stem.partition("-")[2]))
     workers = tuple(json.loads(file.read_text()) for file in files)
     for file in files:
@@ -95,7 +94,7 @@ def profile(
 
 
 def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
-    """Return the same training on this machine, with enough steps, and with nothing beside them."""
+    """Return options for the same training on this machine, with nothing but its steps: no evaluation, no early end."""
     return dataclasses.replace(
         config,
         name="profile",
@@ -123,7 +122,7 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
 
 def advice(phases: dict[str, float], config: TrainConfig) -> str:
     """Return one sentence on what would make the steps of a run with these ``phases`` (in seconds) faster."""
-    # The first of these that takes much is worth the advice; the network's own time comes last.
+    # The advice is about the first of these phases that takes much time; the network itself comes last.
     share = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
     part = {name: f"{fraction:.0%} of a step" for name, fraction in share.items()}
     if share["waiting for data"] > 0.15:
@@ -141,7 +140,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
     if share["optimizer"] > 0.25:
         return f"The optimizer takes {part['optimizer']}: a larger --batch-size has fewer steps for as many images."
 
-    # The network itself: what makes it faster and is not chosen yet.
+    # The network itself: the options that make it faster, if they are not chosen yet.
     flags = [
         *(["--precision auto"] if config.precision in ("float32", "tf32", "float64") else []),
         *([] if config.channels_last else ["--channels-last"]),
@@ -153,11 +152,11 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Intervals of one worker's profiled steps, by its activity."""
+    """When one worker did what in its profiled steps."""
 
     steps: Sequence[Interval]
-    waits: Sequence[Interval]  # for the next batch
-    bodies: Sequence[Interval]  # of the loop: from a batch to the request for the next one
+    waits: Sequence[Interval]  # waits for the next batch
+    bodies: Sequence[Interval]  # bodies of the loop: from a batch to the request for the next one
     backwards: Sequence[Interval]
     optimizers: Sequence[Interval]
     collectives: Sequence[Interval]  # sums over the workers
@@ -165,21 +164,22 @@ class Ranges:
 
 
 def phase_seconds(ranges: Ranges) -> dict[str, float]:
-    """Return the seconds of an average step that each of :data:`PHASES` takes; their sum is the step's.
+    """Return the seconds of each of :data:`PHASES` in an average step; their sum is the time of a step.
 
-    All-reduce is only what no computing hides: the time in which a worker does nothing but wait for the others. It is
-    taken out of the phase that it falls into.
+    All-reduce is only the time in which a worker waits for the others and computes nothing. It does not count for the
+    phase in which it lies, such as backward.
     """
-    # Between two edges, of any kind, nothing begins or ends: such a piece of time is in a phase as a whole or not.
+    # Split the time at each start and end of any interval: each piece lies wholly inside or outside of each phase.
     edges = np.unique([edge for kind in vars(ranges).values() for interval in kind for edge in interval])
     middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)  # (num_edges - 1,)
 
     def within(intervals: Sequence[Interval]) -> NDArray[np.bool_]:
-        """Return for each piece of time whether it lies in one of ``intervals``: more have begun than have ended."""
+        """Return which pieces of time lie in one of ``intervals``: there more intervals have begun than ended."""
         starts, ends = np.sort(np.reshape(intervals, (-1, 2)), axis=0).T
         return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
 
-    # Copies lie between the wait for a batch and the loop's body; forward ends with the last backward of the body.
+    # Copies lie between the wait for a batch and the loop's body. Forward goes from the begin of the body to the end of
+    # its last backward, without the backwards themselves.
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
     forwards: list[Interval] = []
     for start, end in ranges.bodies:
@@ -208,7 +208,8 @@ _BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"
 def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> None:
     """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``.
 
-    The phases are marked in the trace, and on a GPU each waits for the device: otherwise it would end before its work.
+    The phases are marked in the trace. On a GPU, each phase waits for the device at its end, because calls return
+    before their work is done.
     """
 
     def wait() -> None:
@@ -238,7 +239,7 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
                 wait()
             profiler.step()
 
-    # The first steps are left out: they compile, and choose algorithms. The loop gets only as many batches as needed.
+    # The first steps are not profiled, because they compile and choose algorithms. The loop gets no further batches.
     steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
     with (
         torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler,
@@ -251,7 +252,7 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
 
 @contextmanager
 def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
-    """Mark the calls of the method ``name`` of ``owner`` in this context as a ``phase`` of the trace."""
+    """Mark each call of the method ``name`` of ``owner`` in this context as a ``phase`` in the trace."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -272,7 +273,7 @@ def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Ite
 @contextmanager
 def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
     """Mark the steps of all optimizers in this context as a phase of the trace, by torch's own hooks."""
-    # A step may be in a step, if one optimizer wraps another: the innermost one ends first.
+    # If one optimizer wraps another, a step lies within a step; the inner one ends first.
     phases: list[record_function] = []
 
     def begin(*_: object) -> None:
@@ -297,7 +298,7 @@ def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
         for name in ("ProfilerStep*", WAIT_FOR_DATA, _BODY, _BACKWARD, _OPTIMIZER)
     )
     collectives = [event for event in events if event.name.startswith(("gloo:", "ncclDevKernel"))]
-    # On a GPU, the kernels compute; on CPUs, torch's operators do, of the thread that the steps are in.
+    # Computing is, on a GPU, any kernel but NCCL's, and on CPUs any operator of torch in the thread of the steps.
     if on_gpu:
         computing = [event for event in kernels if not event.is_user_annotation and not event.name.startswith("nccl")]
     else:

@@ -1,6 +1,4 @@
-"""Training images ranked by how wrong their labels look, as a run has found while it trained, and a label file to
-correct.
-"""
+"""Ranks training images by how wrong their labels look, as a run found while training, and writes them to correct."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ LABEL_FILE_SUFFIXES = (".csv", ".parquet")
 
 @dataclass(frozen=True, eq=False)
 class RankedLabels:
-    """The training images of a run, the one whose label looks the most wrong first; those without a draw come last.
+    """The training images of a run, those whose labels look the most wrong first; images without a draw come last.
 
     The columns of ``table`` are path, label, suggested (the likeliest other class), margin, loss and draws; margin and
-    loss are means over the draws. ``samples`` are the numbers of the images.
+    loss are means over the draws. ``samples`` (num_images,) are the images as rows of the manifest.
     """
 
     table: pa.Table
@@ -54,7 +52,7 @@ def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabel
     if state is None or state["sums"].shape != (3, len(train)):
         return None
 
-    # Images that were never drawn have no margin: they come last.
+    # Sort by the mean margin; images that were never drawn have none and come last.
     draws, margins, losses = state["sums"].double().numpy()
     is_drawn = draws > 0
     with np.errstate(invalid="ignore"):
@@ -75,11 +73,12 @@ def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabel
 
 
 def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: TrainConfig) -> dict[str, str]:
-    """Write label files to correct, and return them by the option that takes each, such as ``--labels``.
+    """Write label files that a person can correct; return their names by the option that takes each (``--labels``).
 
-    The first one has the training images, the most suspicious first, and what else is below ``--data``, with a column
-    ``split`` that keeps it where it was. Held-out images of other folders have a file each beside it. Paths, labels and
-    groups are in the columns that ``config`` names, so that the run's own options read the files.
+    The first file has the training images, the most suspicious first. If validation or test images are in the same
+    folder, they follow, and a column ``split`` says which images belong to which part. Parts in other folders have a
+    file each beside it. Paths, labels and groups are in the columns that ``config`` names, so that the run's options
+    can read the files.
     """
     check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
     by_url: dict[str, list[Part]] = {}
@@ -113,7 +112,7 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
 
 
 def check_can_rank(config: TrainConfig, ranked: RankedLabels | None) -> RankedLabels:
-    """Return ``ranked``; raise UsageError that says why, if a run's labels are not ranked."""
+    """Return ``ranked``; if it is None, raise UsageError, which says why the labels are not ranked."""
     if ranked is not None:
         return ranked
     if not (config.resume and config.name):
@@ -125,7 +124,7 @@ def check_can_rank(config: TrainConfig, ranked: RankedLabels | None) -> RankedLa
 
 
 def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
-    """Return the group of each image of a part, (N,), by the label file or the pattern; "" where it says nothing."""
+    """Return the group of each image of a part, by the label file or the pattern; "" for images that have none."""
     store, images, _ = data.parts[part]
     columns = label_columns(config)
     file = {"train": None, "validation": config.validation_labels, "test": config.test_labels}[part] or config.labels
@@ -139,8 +138,9 @@ def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
 
 
 def _encode(table: pa.Table, name: str) -> bytes:
-    """Return a label file. Its texts stay as they are, also those that a spreadsheet would take for formulas: it is to
-    be read again.
+    """Return the content of a label file.
+
+    Texts are not escaped, also those that a spreadsheet would take for formulas, because raytrain reads the file again.
     """
     sink = io.BytesIO()
     if name.endswith(".csv"):
