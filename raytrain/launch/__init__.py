@@ -2,7 +2,8 @@
 
 import os
 
-# OpenMP reads these when torch is imported. By default the threads of libgomp spin for milliseconds while they wait for
-# one that is not scheduled; if they do not spin at all, a small step takes a quarter longer. macOS has another OpenMP.
+# OpenMP reads these variables when torch is imported. By default, threads of libgomp that wait for another one spin for
+# milliseconds, even if that thread is not scheduled. Without any spinning, a small step takes a quarter longer. macOS
+# has another OpenMP.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}

@@ -7,12 +7,12 @@ The processes of the default group of `torch.distributed` are the run's workers;
     process 1    the loop    MessageReporter --> through the group's store, twice a second
     ...
 
-1. Process 0 names the run, lists its images, makes it its own, and sends the rest what is in :class:`AttachedInputs`.
-2. Each process puts its part of the run together, as a worker of any backend does, and gives it to the block.
-3. When the block is left, all finish the run together. If a process leaves it by an error, it says so to process 0,
-   which marks the run as failed while its own loop may still wait for that process.
+1. Process 0 names the run, lists its images, takes ownership of it, and sends :class:`AttachedInputs` to the others.
+2. Each process puts its part of the run together, as a worker of any backend does; the block gets it as ``run``.
+3. At the end of the block, all processes finish the run together. If one leaves the block by an error, it reports that
+   to process 0, which marks the run as failed, even while its own loop still waits for that process.
 
-Nobody starts a process again here. That is up to the launcher, and ``resume=True`` goes on from the last checkpoint.
+Processes are never restarted here. That is up to the launcher; ``resume=True`` goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def attach(
         ...             optimizer.step()
         ...             run.log(loss=loss)
     """
-    # The code around the block as a function, which is read as a loop is, and never called.
+    # Make a function of the code around the block. Its text is checked as that of a loop; it is never called.
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
     loop = cast(Callable[[Run], None], FunctionType(frame.f_code, frame.f_globals, closure=closure))
@@ -112,7 +112,7 @@ def attach(
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedInputs:
-    """Record that process 0 sends to the others of a run; ``key`` is that of their messages."""
+    """The record that process 0 sends to the others; ``key`` identifies the messages of this run's group."""
 
     config: ResolvedConfig
     data: Dataset
@@ -124,7 +124,7 @@ class AttachedInputs:
 @contextmanager
 def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) -> Iterator[Run]:
     """Be a worker of the run in this context; see :func:`attach`."""
-    # The same options, which can be obeyed here, in as many processes as the launcher has started.
+    # All processes must be in one group, and have the same options, which an attached run can obey.
     group = ProcessGroup()
     rank, world_size = group.rank_and_size()
     if world_size > 1 and not group.can_talk:
@@ -149,7 +149,7 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             launch.start_session(messages)
         reporter = launch.coordinator if launch is not None else MessageReporter(messages, rank, signals)
 
-        # The block is the run's loop. What leaves it by an error is written down, and raised as it was.
+        # The block is the run's loop. An error by which it is left is recorded, and raised unchanged.
         failure: BaseException | None = None
         outcome = run = reports = None
         try:
@@ -172,7 +172,7 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
         if failure is not None:
             raise (failure.__cause__ if isinstance(failure, LoopFailed) else None) or failure
 
-        # All workers have finished. Worker 0 writes that down, and all learn how the run has ended.
+        # All workers have finished. Worker 0 has the session write the result, and sends it to all.
         assert run is not None and outcome is not None
         ended = outcome
         run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(ended))
@@ -211,7 +211,8 @@ def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
 def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
     """Return the device of this process: its GPU if it has one, unless the options say ``cpu``.
 
-    Ray Train has chosen one. torchrun only gives each process of a machine a number, which is that of its GPU here.
+    Ray Train has chosen a GPU for the process already. torchrun only numbers the processes of a machine: here, process
+    i gets GPU i.
     """
     if config.device_type == "cpu" or (config.device_type == "auto" and not torch.cuda.is_available()):
         if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
@@ -241,9 +242,9 @@ def _prepare_on_first(
     device: torch.device,
     opened: ExitStack,
 ) -> tuple[AttachedInputs, AttachedLaunch | None]:
-    """Have process 0 name the run, list its images and own it; return all processes' inputs, and the launch on 0.
+    """Have process 0 prepare the run; return the inputs, and the launch on process 0, None on the others.
 
-    Raises UsageError or StorageError on all processes.
+    If that fails, UsageError or StorageError is raised on all processes.
     """
     launch: AttachedLaunch | None = None
     problem = next(filter(None, group.gather(gpu_decoder_problem(device.type))), None)
@@ -279,20 +280,20 @@ def _make_run(
     processes: Sequence[NewProcess],
     opened: ExitStack,
 ) -> tuple[RunSpec, Run]:
-    """Return this process's part of the run, as a worker of any backend puts it together, and its spec."""
+    """Return the spec of the run, and this process's part of it, put together as a worker of any backend does."""
     rank, world_size = group.rank_and_size()
     config, data, first_step = inputs.config, inputs.data, inputs.first_step
     if rank > 0:
         log = ProcessLog(inputs.store, rank)
         log.__enter__()
-        opened.callback(log.__exit__, None, None)  # whoever has started the process prints its error
+        opened.callback(log.__exit__, None, None)  # without the error, which the launcher prints
 
-    # First what may not fit together: until all processes have found that it does, nothing is written down.
+    # Load code and weights first: nothing is written before all processes have succeeded.
     spec = RunSpec.of(config, data, inputs.store, request.loop, world_size)
     spec = group.everywhere(spec.with_functions)
     weights = group.everywhere(lambda: load_initial_weights(spec, first_step))
 
-    # Then the images. One of them may have ended an attempt before: a run that resumes decodes in isolation.
+    # Then open the images. A bad image may have ended the attempt before, so a run that resumes decodes in isolation.
     cache = machine_cache(config, data, first_step, group, opened)
     loads = config.worker_load or (1.0,) * world_size
     source = ProcessImages(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
@@ -305,7 +306,7 @@ def _make_run(
 
 
 def _report_to_ray() -> Report | None:
-    """Return Ray's function to report with if this is a worker of Ray Train or a trial of Tune; None elsewhere."""
+    """Return Ray's function for reports if this is a worker of Ray Train or a trial of Ray Tune; None elsewhere."""
     if "ray.train" not in sys.modules:
         return None
     from raytrain.launch.ray.train_reports import report_to_ray
@@ -316,7 +317,7 @@ def _report_to_ray() -> Report | None:
 def _start_reports(
     report: Report, run: Run, spec: RunSpec, messages: GroupMessages | None, signals: StopSignals
 ) -> RayReports | None:
-    """Pass on the run's metrics to Ray from now on, unless the code of the block reports by itself."""
+    """Pass on the run's metrics to Ray from now on; return None if the code of the block reports by itself."""
     from raytrain.launch.ray.train_reports import RayReports, meets_in_ray
 
     if meets_in_ray(spec.loop):
@@ -334,7 +335,7 @@ class AttachedCoordinator(Coordinator):
         self.on_row: Callable[[MetricRow], None] | None = None
         """Called with each row of the history."""
         self.left_by: BaseException | None = None
-        """What the loop of this process was left by, if that is no error of a loop's: such as a second Ctrl-C."""
+        """The exception by which the loop of this process was left: an error of the loop, or, say, a second Ctrl-C."""
 
     def record(self, row: MetricRow) -> None:
         super().record(row)
@@ -350,7 +351,7 @@ class AttachedCoordinator(Coordinator):
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Note the error by which worker 0 leaves its loop. The run ends, as nobody starts its workers again."""
+        """Note the error by which worker 0 leaves its loop. It ends the run, because workers are not restarted."""
         if isinstance(error, RaytrainError):
             sentence = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
             self.give_up(sentence, trace_of(error))
@@ -362,14 +363,14 @@ class AttachedCoordinator(Coordinator):
 
 
 class MessageReporter:
-    """The reporter of another worker than worker 0: it sends events to the process that has the coordinator."""
+    """The reporter of a worker other than worker 0. It sends messages to process 0, which has the coordinator."""
 
     def __init__(self, messages: GroupMessages | None, rank: int, signals: StopSignals) -> None:
         assert messages is not None  # there are several workers
         self._messages, self._topic, self._signals = messages, f"worker {rank}", signals
         self._stop_is_sent = False
 
-    # What all workers report.
+    # Reports that each worker makes.
 
     def measured(self, use: MachineUse) -> None:
         self._messages.send(self._topic, ["measured", asdict(use)])
@@ -390,7 +391,7 @@ class MessageReporter:
         self._messages.send(self._topic, ["decoded_on_cpu", num_images, reason])
 
     def stop_requested(self) -> bool:
-        """Return whether this process has got a signal. The worker asks for others' requests only worker 0."""
+        """Return whether this process has got a signal; only worker 0 knows of the requests of others."""
         request = self._signals.stop_request
         if request is not None and not self._stop_is_sent:
             self._messages.send(self._topic, ["stop", request.to_json()])
@@ -402,7 +403,7 @@ class MessageReporter:
         is_sentence = isinstance(error, RaytrainError)
         self._messages.send(self._topic, ["fail", str(error) if is_sentence else describe(error), is_sentence])
 
-    # What worker 0 reports, for all of them.
+    # Reports that worker 0 makes for all.
 
     def started(self, num_workers: int, step: int) -> None: ...
 
@@ -417,7 +418,7 @@ class MessageReporter:
 
 
 class AttachedLaunch:
-    """A :class:`raytrain.launch.session.Launch` whose workers are there already, in process 0 of them."""
+    """The :class:`raytrain.launch.session.Launch` of a run whose workers are running already. It lives in process 0."""
 
     ends_workers = False
 
@@ -438,7 +439,7 @@ class AttachedLaunch:
         )
 
     def start_session(self, messages: GroupMessages | None) -> None:
-        """See the run to its end in a thread from now on. ``messages`` bring what other workers report."""
+        """Start the thread with the run's session. ``messages`` have the reports of the other workers."""
         self._messages = messages
         threading.Thread(target=self._watch, daemon=True, name="run-session").start()
 
@@ -450,15 +451,15 @@ class AttachedLaunch:
             self._result.set_exception(error)
 
     def conclude(self, outcome: Outcome) -> TrainResult:
-        """Note how the run has ended for its workers, and wait until that is written; raise the session's exception."""
+        """Pass on the workers' outcome, and return the result once it is written; raise the session's exception."""
         self.coordinator.conclude(outcome)
         return self._result.result()
 
     def wait_for_session(self) -> None:
-        """Wait until a failure is written down, whatever the session says of it: the error itself is raised."""
+        """Wait until a failure is written. The session's exception is ignored, because the error itself is raised."""
         self._result.exception()
 
-    # What the session asks for.
+    # The methods that the session calls.
 
     def start(self) -> Coordinator:
         return self.coordinator
@@ -467,7 +468,7 @@ class AttachedLaunch:
         self._take_messages()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether worker 0 has left it."""
+        """Wait at most ``timeout_s`` for the end of the run; return whether worker 0 has left it by an error."""
         self.coordinator.wait_for_end(timeout_s)
         left_by = self.coordinator.left_by
         if left_by is not None and not isinstance(left_by, Exception):
@@ -478,7 +479,7 @@ class AttachedLaunch:
         return None
 
     def end_workers(self) -> None:
-        """Take the other workers' messages until now. Only the launcher can end these workers."""
+        """Take the messages that are left. Only the launcher can end these workers."""
         self._take_messages()
 
     def close(self, *, finished: bool) -> None: ...
@@ -487,10 +488,11 @@ class AttachedLaunch:
         """Pass on the other workers' messages since the last call to the coordinator."""
         for rank in range(1, self.num_workers):
             while self._messages is not None and (message := self._messages.take(f"worker {rank}")) is not None:
-                with suppress(KeyError, TypeError, ValueError):  # a stranger's
+                with suppress(KeyError, TypeError, ValueError):  # a message that no worker has sent
                     self._deliver(rank, message)
 
     def _deliver(self, rank: int, message: Any) -> None:
+        """Call the method of the coordinator that a message of worker ``rank`` is for."""
         coordinator = self.coordinator
         match message:
             case ["measured", use]:

@@ -1,16 +1,17 @@
-"""Choose the options that nobody has given, from the images: what somebody with experience would begin with.
+"""Choose the options that the user has not given, by the images: those that an expert would begin with.
 
 The recipe ``auto`` leaves options open (``open_options``), and :func:`choose_options` decides on them when the images
 are listed. There are three cases:
 
-- **Photographs**, and weights of ImageNet for the network. The head learns alone in the first epoch, on features that
-  are good already; then all layers learn, at a rate that is too low to forget much. Batch norm keeps the statistics of
-  the weights: those of a few hundred small batches are noise, and some networks, such as timm's ``tf_…``, take
-  thousands of steps to learn new ones. So a few epochs do, and the shorter they are, the fewer images there are.
-- **Small images**, below 64 pixels: ImageNet's features are of larger things. The recipe cifar10-fast, from scratch.
-- **A network without weights**, such as one of the user's own: SGD with a cosine, and many more epochs.
+- **Photographs**, and a network with weights of ImageNet. In the first epoch only the head learns, on features that are
+  good already; then all layers learn, at a rate low enough to forget little. Batch norm keeps the statistics of the
+  weights, because those of a few hundred small batches are noise, and some networks, such as timm's ``tf_…``, need
+  thousands of steps to learn new ones. A few epochs suffice; the fewer images there are, the more epochs are trained.
+- **Small images**, below 64 pixels: ImageNet's features are of larger things, so the network of the recipe cifar10-fast
+  is trained from scratch.
+- **A network without weights**, such as one of the user's own: SGD with a cosine schedule, and many more epochs.
 
-All are for accuracy in the time that people wait for a first model: minutes on a few cores, or on a GPU.
+All three aim at a good accuracy in the time that people wait for a first model: minutes on a few cores, or on a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PHOTOGRAPH_SIDE = 64
 _PRETRAINED = "efficientnet_b0"  # torchvision's: among those of its accuracy, one of the fastest on a CPU
 _LARGEST_SIDE = 224  # pixels; that of the weights
 _NUM_MEASURED = 32  # images
-_RARE = 5.0  # times as many images as the smallest class has, from which on classes are weighted
+_RARE = 5.0  # if the largest class has so many times the images of the smallest, classes are weighted
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, with which torchvision's weights were trained
 CHOICES = {
     "network": ("model", "weights", "image_size", "batch_norm", "channels_last", "precision"),
@@ -80,11 +81,11 @@ class Network(NamedTuple):
 
 
 def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
-    """Return the options with those decided that are open, and say in at most five lines what was chosen and why.
+    """Decide on the open options, and print at most five lines on what was chosen and why; return all options.
 
     Raises StorageError if weights are needed that cannot be downloaded, and UsageError if there is no such network.
     """
-    on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ  # whose devices nobody has asked for yet
+    on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ  # whose devices are not known yet
     on_cpu = config.device == "cpu" or (config.device == "auto" and not on_cluster and not gpus())
     images = measure_images(config, data)
     network_options = choose_network(config, images)
@@ -101,7 +102,7 @@ def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
 
 
 def measure_images(config: TrainConfig, data: Dataset) -> Images:
-    """Return the properties of the training images, by the headers and pixels of a few random ones."""
+    """Return the properties of the training images; the sizes are those of a few random ones, from their headers."""
     counts = data.train.class_counts()
     chosen = data.train.select(np.sort(random_order(data.train, config.seed)[:_NUM_MEASURED]))
     sides: list[int] = []
@@ -109,7 +110,7 @@ def measure_images(config: TrainConfig, data: Dataset) -> Images:
         try:
             header = read_header(require_bytes(content))
         except BadImage:
-            continue  # the run says which images are bad
+            continue  # the run itself reports bad images
         sides.append(min(header.width, header.height))
     means = np.array(data.mean)
     return Images(
@@ -126,7 +127,7 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     """Return the network, its initial weights and the size of the images, where these options are open."""
     open_options = set(config.open_options)
     model_is_open, weights_are_open = "model" in open_options, "weights" in open_options
-    # Weights that somebody gives are of a network that they know: without its name, it is what it always was.
+    # Weights that the user gives are of a network that the user knows; without --model, it keeps the recipe's default.
     if model_is_open and not weights_are_open:
         return {"image_size": config.image_size or _size_for(images)}
     if model_is_open and _is_small(config, images):
@@ -135,7 +136,7 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     chosen: dict[str, Any] = {"image_size": config.image_size or _size_for(images)}
     if model_is_open:
         chosen["model"] = _PRETRAINED
-    # torchvision's networks for grey images have a first layer of their own, which its weights do not fit.
+    # torchvision's networks get another first layer for grey images, which the library's weights do not fit.
     model = chosen.get("model", config.model)
     of_library = not names_own_function(model) and (config.channels == 3 or timm_name(model) is not None)
     chosen["weights"] = DEFAULT if of_library and not _is_small(config, images) and _has_weights(model) else None
@@ -143,7 +144,7 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
 
 
 def choose_training(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
-    """Return how the network of ``config`` is trained: all other options that may be open, by name."""
+    """Return all other options that may be open, by name: how the network of ``config`` is trained."""
     chosen: dict[str, Any] = {"channels_last": True}
     # Depthwise convolutions in bfloat16 took 2.4 times as long as in float32, where dense ones took half the time.
     if on_cpu and network.grouped:
@@ -155,7 +156,7 @@ def choose_training(config: TrainConfig, images: Images, network: Network, *, on
     else:
         chosen |= _from_scratch(config, images, network, on_cpu=on_cpu)
 
-    # Mirrored digits are no digits; photographs are grey only if somebody made them so.
+    # Grey images may be digits or letters, which are not mirrored; photographs are seldom grey.
     first, _ = first_and_full_size(config.image_size or _size_for(images))
     chosen["flip"] = "none" if images.is_grey else chosen.get("flip", "random")
     chosen["translate"] = min(first) // 16
@@ -192,9 +193,9 @@ def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cp
 
 
 def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the options of cifar10-fast; with fewer images, smaller batches and more epochs."""
+    """Return the options of cifar10-fast; with fewer images, batches are smaller and epochs more."""
     recipe = cifar10_fast()
-    # Some 50 steps in an epoch, as the recipe has; rates are proportional to the batch.
+    # About 50 steps in an epoch, as in the recipe; the learning rate is proportional to the batch size.
     batch_size = _given(config, "batch_size", min(1024, max(64, 2 ** round(math.log2(max(images.number, 1) / 50)))))
     names = ("optimizer", "weight_decay", "momentum", "nesterov", "schedule", "label_smoothing", "ema_decay", "flip")
     epochs = _given(config, "epochs", _epochs(images, 200_000 if on_cpu else 800_000, 16, 40))
@@ -209,7 +210,7 @@ def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[
 
 
 def _from_scratch(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the options of a network that knows nothing yet."""
+    """Return the options of a network with random initial weights."""
     batch_size = _given(config, "batch_size", 64)
     epochs = _given(config, "epochs", _epochs(images, 100_000 if on_cpu else 1_000_000, 10, 100))
     rate = 0.05 * batch_size / 64 if network.batch_norm else 5e-4 * math.sqrt(batch_size / 64)
@@ -250,7 +251,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
     """Return at most five lines that say which of the open options were ``chosen``, as flags, and why."""
     plain = auto()
 
-    # Why: one reason for each subject.
+    # The reasons, one for each subject.
     if config.weights is not None:
         of_network = "they are photographs, and the weights know ImageNet's"
         if "weights" not in config.open_options:
@@ -273,7 +274,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
         "images": of_changes,
     }
 
-    # What: the options that are not as the recipe has them, in one line for each subject.
+    # The options that differ from the recipe's defaults, in one line for each subject.
     sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
     lines = [f"Chosen for {sizes}; any flag that you give stays:"]
     for subject, names in CHOICES.items():
@@ -288,7 +289,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
 
 
 def flag_with_value(name: str, value: object) -> str:
-    """Return an option as it is typed.
+    """Return an option as a user types it.
 
     Example: ``flag_with_value("image_size", (128, 128)) == "--image-size 128 128"``
     """
@@ -299,19 +300,19 @@ def flag_with_value(name: str, value: object) -> str:
 
 
 def with_chosen(config: TrainConfig, chosen: Mapping[str, Any]) -> TrainConfig:
-    """Return the options with the values of ``chosen`` where they are open."""
+    """Return the options with the values of ``chosen`` for those that are open."""
     plain = auto()
     taken = {
         name: value
         for name, value in chosen.items()
-        # Code may have replaced an open option, as a sweep does.
+        # An open option that code has replaced since, as a sweep does, is not chosen.
         if name in config.open_options and getattr(config, name) == getattr(plain, name)
     }
     return dataclasses.replace(config, **taken)
 
 
 def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
-    """Return the options with the mean and the deviation of the images that the library's weights were trained on."""
+    """Return the options with the mean and deviation with which the library's weights were trained."""
     if names_own_function(config.model) or config.channels != 3 or config.mean is not None or config.std is not None:
         return config
     mean, std = _MEAN, _STD
@@ -323,7 +324,7 @@ def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
 
 
 def _check_weights(config: TrainConfig) -> None:
-    """Raise StorageError if the weights cannot be downloaded, with what to give instead."""
+    """Raise StorageError, which says what to give instead, if the weights cannot be downloaded."""
     try:
         check_downloads(config.model, DEFAULT)
     except StorageError as error:
@@ -350,18 +351,18 @@ def _is_small(config: TrainConfig, images: Images) -> bool:
 
 
 def _size_for(images: Images) -> Size:
-    """Return the size of the network's images: that of the files, in multiples of 32, up to that of the weights."""
+    """Return the size of the network's input: the size of the files, rounded down to a multiple of 32, at most 224."""
     side = min(_LARGEST_SIDE, max(32, images.side // 32 * 32))
     return side, side
 
 
 def _epochs(images: Images, num_seen: int, fewest: int, most: int) -> int:
-    """Return the epochs in which ``num_seen`` images are seen, within limits."""
+    """Return the number of epochs in which about ``num_seen`` images are seen, from ``fewest`` to ``most``."""
     return min(most, max(fewest, round(num_seen / max(1, images.number))))
 
 
 def _given(config: TrainConfig, name: str, chosen: int) -> int:
-    """Return the number that was given for an option, also one per worker, or what is ``chosen`` if it is open."""
+    """Return the number that the user gave for an option (32 for 32/worker), or ``chosen`` if the option is open."""
     if name in config.open_options:
         return chosen
     return int(str(getattr(config, name)).partition("/")[0])

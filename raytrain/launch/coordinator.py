@@ -1,4 +1,4 @@
-"""The coordinator of a run: a plain class, which Ray hosts in an actor and the local backend at a socket."""
+"""The coordinator of a run, which workers call: a plain class, in an actor on Ray, behind a socket on one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
-_MAX_PRINTED = 10_000  # lines that wait for a driver that does not ask, as one that hangs; their logs have all
+_MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -28,15 +28,15 @@ _WAIT_IN_DIFFERENT_PLACES = (
 
 @dataclass
 class Ending:
-    """End of a run, as far as it is known.
+    """What is known about the end of a run.
 
     Attributes:
-        is_checked: the network, its weights and the options fit together, so that the run may be written down.
-        outcome: the end that the workers reported; None if they have not, or if ``error`` is known.
+        is_checked: the network, its weights and the options fit together, so that documents of the run may be written.
+        outcome: the outcome that the workers reported; None if they have not, or if there is an ``error``.
         error: an error of the user's that ends the run.
         trace: the traceback of ``error``.
-        failure: why the run has to end although its workers could continue, by the monitor.
-        lost: why the workers of the last attempt that failed did so.
+        failure: why the monitor ends the run although its workers could continue, such as too many bad images.
+        lost: why the workers of the last failed attempt ended.
     """
 
     is_checked: bool = False
@@ -53,7 +53,7 @@ class Ending:
 
     @property
     def reason(self) -> str | None:
-        """Why the run failed, as far as the workers or the monitor know; None if it did not."""
+        """Why the run failed, as far as workers and monitor know; None if it did not fail."""
         return self.failure or (self.error and str(self.error)) or (self.outcome and self.outcome.error)
 
     @property
@@ -63,7 +63,7 @@ class Ending:
 
 
 class Coordinator(RunMonitor):
-    """The monitor of the run in ``store``, which also hears from its workers how they end.
+    """The monitor of the run in ``store``; workers also report to it how they end.
 
     ``known`` are the other arguments of :class:`RunMonitor`.
     """
@@ -74,12 +74,12 @@ class Coordinator(RunMonitor):
         self._end_has_come = threading.Event()
         self._first_attempt_with_error: dict[str, int] = {}  # by the sentence of the error
         self._wait_location_of_rank: dict[int, str | None] = {}
-        self._ranks_seen_twice: set[int] = set()  # that waited still after the last worker had begun to wait
+        self._ranks_seen_twice: set[int] = set()  # that still waited after the last worker had begun to wait
         self._first_worker_failure: str | None = None  # of the present attempt
         self._printed: deque[PrintedLine] = deque(maxlen=_MAX_PRINTED)
 
     def printed(self, lines: Sequence[PrintedLine]) -> None:
-        """Note lines that a worker has printed, for the driver to show."""
+        """Keep lines that a worker has printed until the driver takes them."""
         self._printed.extend(lines)
 
     def take_printed(self) -> list[PrintedLine]:
@@ -91,12 +91,12 @@ class Coordinator(RunMonitor):
         self._ending.is_checked = True
 
     def conclude(self, outcome: Outcome) -> None:
-        """Note how the run ended for its workers."""
+        """Note the outcome of the run, as worker 0 reports it."""
         self._ending.outcome = outcome
         self._end_has_come.set()
 
     def give_up(self, error: RaytrainError, trace: str = "") -> bool:
-        """Note an error of the user's that a worker met; return whether the run ends by it.
+        """Note an error of the user's that a worker met; return True if it ends the run.
 
         It does if another attempt would end the same way. A loop that fails after some steps gets another attempt,
         unless an earlier attempt ended by the same error.
@@ -111,10 +111,11 @@ class Coordinator(RunMonitor):
         return True
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        """Note that a worker waits long for the others at ``place`` in the loop; None: it does so no more.
+        """Note that a worker has waited long for the others at ``place`` in the loop; None if it waits no more.
 
-        If all workers wait, in different places, they do so for ever: then the run ends. A worker reports its place
-        again and again, and all must have done so after the last of them began: the first reports may have crossed.
+        If all workers wait, but in different places, none will ever go on, and the run ends. A worker repeats its
+        report while it waits. Only if each has reported the same place again after the last one began to wait, it is
+        sure that all wait at the same time.
         """
         if place is None or self._wait_location_of_rank.get(rank) != place:
             self._wait_location_of_rank[rank] = place
@@ -122,21 +123,21 @@ class Coordinator(RunMonitor):
         else:
             self._ranks_seen_twice.add(rank)
 
-        # The lowest rank in each place, for the sentence.
+        # The lowest rank in each place, for the error's sentence.
         rank_in = {self._wait_location_of_rank.get(other): other for other in reversed(range(num_workers))}
         if self._ranks_seen_twice.issuperset(range(num_workers)) and len(rank_in) > 1:
             first, second = sorted((rank, place) for place, rank in rank_in.items())[:2]
             self.give_up(UsageError(_WAIT_IN_DIFFERENT_PLACES.format(*first, *second)))
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
-        """Note that a worker cannot continue. Its neighbours end, too."""
+        """Note why a worker cannot continue; the backend then ends the other workers, too."""
         _log.debug("worker %d failed: %s", rank, redact(trace))
         self._first_worker_failure = self._first_worker_failure or f"worker {rank} failed: {reason}"
 
     def workers_lost(self, dead: dict[int, str]) -> None:
-        """Note that all workers have ended, and start again unless they have failed too often.
+        """Note that the attempt has failed; the backend starts the next one unless there were too many.
 
-        ``dead`` says by rank how workers died that could not report it.
+        ``dead`` has, by rank, how those workers died that could not report why.
         """
         lost = (
             " and ".join(f"worker {rank} {how}" for rank, how in dead.items())
@@ -151,5 +152,5 @@ class Coordinator(RunMonitor):
         self._end_has_come.wait(timeout_s)
 
     def ending(self) -> Ending:
-        """Return how the run ends, as far as it is known."""
+        """Return what is known about the end of the run."""
         return replace(self._ending, failure=self.failure)

@@ -1,7 +1,7 @@
 """The debugger that ``breakpoint()`` in a loop opens: in the terminal of the command, for a single local worker.
 
-A worker has no terminal: its output goes into a file, and its input is empty. It opens that of the command by its
-name, while the view there is silent. On several workers, on Ray and in a notebook, a sentence says what
+A worker has no terminal: its output goes into a file, and its input is empty. So it opens the terminal of the command
+by its name, and the view there pauses. On several workers, on Ray and in a notebook, an error says what
 ``breakpoint()`` needs.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 from raytrain.config.user_code import users_line
 from raytrain.errors import UsageError
 
-_PDB = "", "pdb.set_trace"  # what PYTHONBREAKPOINT may be for this debugger; any other one is the user's own choice
+_PDB = "", "pdb.set_trace"  # values of PYTHONBREAKPOINT for this debugger; others name another one, which is used
 _OF_RAY = "ray."
 
 
 def terminal_of_command() -> str | None:
-    """Return the name of this process's terminal; None if its input or its output is something else."""
+    """Return the name of this process's terminal; None if its input or its output is not a terminal."""
     return os.ttyname(0) if os.isatty(0) and os.isatty(1) else None
 
 
@@ -58,7 +58,7 @@ class TerminalDebugger(pdb.Pdb):
     """Python's debugger in the terminal with the name ``terminal``."""
 
     def __init__(self, terminal: str, report: Callable[[bool], object]) -> None:
-        # Without O_NOCTTY, the terminal might become this process's own, with its signals.
+        # Without O_NOCTTY, the terminal might become this process's controlling one, which sends it signals.
         descriptor = os.open(terminal, os.O_RDWR | os.O_NOCTTY)
         questions, answers = os.fdopen(os.dup(descriptor), "w"), os.fdopen(descriptor)  # open until the process ends
         super().__init__(stdin=answers, stdout=questions, nosigint=True)

@@ -1,8 +1,8 @@
 """Gathers the provenance of an attempt: the commit, the packages, the command and the user's code.
 
-The start of a run does not wait for it. When the attempt begins, a process of git starts to compare the files, and the
-user's code is read, as both may be changed a moment later. What takes longer, the versions of a hundred packages, is
-found out by :meth:`Gathering.finish`, once the workers train.
+The start of a run does not wait for it. When the attempt begins, git starts to compare the files, and the user's code
+is read, because somebody may change both a moment later. The versions of a hundred packages take longer:
+:meth:`Gathering.finish` finds them once the workers train.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from raytrain.training.loop_mistakes import file_of_function
 from raytrain.training.loop_source import source_lines
 
 COMMIT_VARIABLE = "RAYTRAIN_COMMIT"
-"""Holds the commit and the changed files of the machine that submitted a job: a job's files are in no repository."""
+"""The variable with the commit and the changed files of the machine that submitted a job, as JSON.
+
+The job's own copies of the files are in no repository.
+"""
 
 _GIT_WITHIN_S = 10.0
 _MAX_CODE_CHARS = 200_000  # of each file
@@ -38,7 +41,7 @@ _STATUS = ("status", "--porcelain=v2", "-z", "--branch", "--untracked-files=norm
 
 
 class Gathering:
-    """Provenance of an attempt, while it is found out.
+    """The provenance of an attempt, while it is being gathered.
 
     Example:
         >>> gathering = Gathering(config, loop=None, first_step=0)
@@ -51,7 +54,7 @@ class Gathering:
         files = list(own_code_files(config, loop))
         self._git = GitStatus(files)
 
-        # Of a function that was given as such, the lines that travel to the workers: its file may be a notebook.
+        # If the loop is a function, its code is the lines that travel to the workers: its file may be a notebook.
         sources = source_lines(loop) if loop is not None else {}
         self._code = {
             source.title: "".join(source.lines[line] for line in sorted(source.lines)) for source in sources.values()
@@ -65,7 +68,7 @@ class Gathering:
         self._git.close()
 
     def finish(self) -> Provenance:
-        """Wait for git, look for the installed packages, and return all of it."""
+        """Wait for git, list the installed packages, and return the provenance."""
         commit, changed_files = self._git.result()
         return Provenance(
             first_step=self._first_step,
@@ -89,9 +92,9 @@ def own_code_files(config: TrainConfig, loop: object = None) -> Iterator[Path]:
 
 
 class GitStatus:
-    """The commit of the folder of ``files`` or, without any, of the working folder, and what is not as in it.
+    """The commit of the folder of ``files`` or, without any, of the working folder, and the files that differ from it.
 
-    ``problem`` says why there is no commit although there is a repository, once the result is known.
+    If there is a repository, but no commit, ``problem`` says why, once the result is known.
 
     Example: ``commit, changed_files = GitStatus([Path("loop.py")]).result()``
     """
@@ -103,7 +106,7 @@ class GitStatus:
         self.problem: str | None = None
         if not any((above / ".git").exists() for above in (folder, *folder.parents)):
             return
-        # A repository may name a program that git runs to learn what has changed.
+        # Without core.fsmonitor=false, git would run a program that the repository names.
         command = ["git", "-c", "core.fsmonitor=false", "-c", "status.relativePaths=false", "-C", str(folder), *_STATUS]
         self.problem = "there is no program git"
         with suppress(OSError):
@@ -125,14 +128,14 @@ class GitStatus:
             self._process.communicate()
 
     def to_variable(self) -> str | None:
-        """Return the text of COMMIT_VARIABLE, by which a job has the same result; None if there is no commit."""
+        """Return the value of COMMIT_VARIABLE that gives a job the same result; None if there is no commit."""
         commit, changed_files = self.result()
         return json.dumps({"commit": commit, "changed_files": changed_files}) if commit else None
 
     def result(self) -> tuple[str | None, list[str]]:
-        """Return the commit and the changed files; None and no file if git does not know one.
+        """Return the commit and the changed files; None and no files if there is no commit.
 
-        A file that git does not track is a change only if it is one of the user's code.
+        A file that git does not track counts as changed only if it is a file of the user's code.
         """
         submitted = os.environ.get(COMMIT_VARIABLE)
         with suppress(ValueError):
@@ -149,8 +152,8 @@ class GitStatus:
             self.problem = f"git has not ended within {_GIT_WITHIN_S:.0f} s"
             return None, []
 
-        # Porcelain version 2: "# branch.oid COMMIT", "1 XY … PATH" for a changed file, "? PATH" for an unknown one.
-        # Each ends with a zero, and no path is quoted.
+        # Porcelain version 2: "# branch.oid COMMIT", "1 XY … PATH" for a changed file, "u XY … PATH" for an unmerged
+        # one, "? PATH" for an untracked one. Each entry ends with a zero byte, and paths are not quoted.
         commit, changed = None, list[str]()
         for line in output.split("\0"):
             kind, _, rest = line.partition(" ")
@@ -165,22 +168,22 @@ class GitStatus:
         return commit, sorted(changed)[:MAX_CHANGED_FILES] if commit else []
 
     def _why_no_commit(self, errors: str) -> str:
-        """Return why git has named no commit; ``errors`` are what it has printed."""
+        """Return why git has named no commit; ``errors`` is its standard error."""
         if self._process is not None and self._process.returncode == 0:
             return "the repository has none yet"
-        if "dubious ownership" in errors:  # it may name programs, which git does not run for somebody else
+        if "dubious ownership" in errors:  # such a repository may name programs, which git would run
             return "git does not read the repository of another user"
         return "git cannot read the repository"
 
 
 def _is_in(file: Path, entry: str) -> bool:
-    """Return True if ``entry`` is ``file`` or has it: a path in a repository, with a slash at its end if a folder."""
+    """Return True if ``entry`` is ``file`` or a folder above it: a path in a repository; folders end with a slash."""
     path = file.as_posix()
     return f"/{entry}" in path if entry.endswith("/") else path.endswith(f"/{entry}")
 
 
 def _command() -> str:
-    """Return the command line of this process as one types it."""
+    """Return the command line of this process as a user types it."""
     program, *words = sys.argv or [""]
     if Path(program).name == "raytrain" or program.endswith("raytrain/__main__.py"):
         return shlex.join(["raytrain", *words])
@@ -193,6 +196,6 @@ def _installed_packages() -> dict[str, str]:
     versions: dict[str, str] = {}
     for package in distributions():
         name = package.metadata["Name"]
-        if name:  # of a half removed package only a folder is left
+        if name:  # a package that was half removed has no name
             versions.setdefault(name, package.version)
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))

@@ -1,7 +1,7 @@
 """Messages between the processes of a group of `torch.distributed`, through the store at which the group has met.
 
-So nothing listens for them at a port of its own, and no process waits for another. Whoever reaches the store may write
-there: messages are JSON, and nothing of them is run.
+They need no port of their own, and no process waits for another. Anyone who reaches the store can write there, so
+messages are JSON, from which no code can run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 
 class GroupMessages:
-    """Messages of a run between the processes of the default group. ``key`` is the same on all, and that of no other.
+    """Messages of a run between the processes of the default group.
 
-    A message is sent to a ``topic``, which one process takes from. All threads may send.
+    ``key`` identifies the run: it is the same on all of its processes. A message is sent to a ``topic``, from which one
+    process takes messages. All threads may send.
 
     Example:
         >>> GroupMessages(key).send("worker 1", ["retried", 3])
@@ -32,7 +33,7 @@ class GroupMessages:
         self._sending = threading.Lock()
 
     def send(self, topic: str, message: Any) -> None:
-        """Leave a message for whoever takes from ``topic``; if the store is gone, so is the run."""
+        """Send a message to ``topic``. If the store is gone, the run is over, and the message is dropped."""
         with self._sending, suppress(RuntimeError):
             self._store.set(f"{topic}/{self._num_sent[topic]}", json.dumps(message))
             self._num_sent[topic] += 1

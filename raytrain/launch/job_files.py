@@ -1,8 +1,8 @@
 """Files of this machine that a job on a cluster needs: what the user's code imports, and what --include names.
 
-Nothing is imported to find out: imports are read from the syntax trees of the files, from one file to the next, as far
-as they lead to files below the current folder. Secrets stay here. One that the user names is an error; one that is only
-beside other files is left out, and said to be.
+The user's code is not run for that. Imports are read from the syntax trees of the files, from one file to the next, as
+far as they lead to files below the current folder. Secrets are never sent: if the user names one, that is an error; if
+it lies in a folder of files to send, it is left out and reported.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SECRET_NAMES = (
 _SECRETS = GitIgnoreSpec.from_lines(_SECRET_NAMES)
 _PRIVATE_KEY, _MAX_KEY_BYTES = b"PRIVATE KEY-----", 1024**2
 _FOLDERS_LEFT_OUT = {"venv", "node_modules", "__pycache__", "runs"}
-# Ray's own packaging reads no .gitignore above the folder, lets none below it take a file in again, and does not say
-# what it leaves out.
+# Why not Ray's own packaging: it does not read .gitignore files above the folder, ignores "!" patterns in those below
+# it, and does not say what it leaves out.
 Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
-"""The .gitignore files that count for a folder, each with the folder it is in, the outermost first."""
+"""The .gitignore files that apply to a folder, each with the folder that it is in, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class JobFiles:
 
 
 def check_places(config: TrainConfig) -> None:
-    """Raise UsageError if the options name a place that only this machine has."""
+    """Raise UsageError if the options name a relative path, which the machines of the cluster do not share."""
     for option in options_with(Mark.SHARED_PLACE):
         place: str | None = getattr(config, option)
         if place in (None, "", "DEFAULT") or "://" in place or Path(place).is_absolute():
@@ -70,7 +70,7 @@ def check_places(config: TrainConfig) -> None:
 
 
 def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield each option that names a function of the user's own, with that name; several if it names several.
+    """Yield each option that names a function of the user's own, with the function's name.
 
     Example: ``list(own_functions(TrainConfig(loop="loop.py:train"))) == [("loop", "loop.py:train")]``
     """
@@ -84,10 +84,12 @@ def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
 def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str | None = None) -> JobFiles:
     """Return the files that the user's functions import from below the current folder, and those in ``include``.
 
-    ``config_file``, which the command names, is among them, unless all machines can reach it by a URL or a whole path.
+    ``config_file``, which the command names, is among them, unless it is a URL or an absolute path, which all machines
+    can reach.
 
-    Raises UsageError if one of them is a link, outside of the current folder, or likely a secret, and if they are more
-    than Ray takes. Within a folder that ``include`` names, such files are left out, and so is what a .gitignore names.
+    Raises UsageError if one of these files is a link, outside of the current folder, or likely a secret, or if their
+    size is more than Ray takes. In a folder that ``include`` names, links, secrets and files that a .gitignore names
+    are left out.
 
     Example:
         >>> job_files(TrainConfig(loop="loop.py:train"), include=["labels.csv"]).paths
@@ -103,7 +105,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
     if config_file is not None and "://" not in config_file and not Path(config_file).is_absolute():
         paths |= _included(current, "--config", config_file, left_out)
 
-    # Refused here, where the largest file can be named.
+    # Ray would refuse too many bytes, too, but cannot name the largest file.
     files = JobFiles(current, tuple(sorted(paths)), tuple(sorted(left_out)))
     if (total := sum(files.sizes.values())) > _MAX_BYTES:
         largest = max(files.sizes, key=files.sizes.__getitem__)
@@ -116,7 +118,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
 
 def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
     """Return the file of a function and all files that it imports, directly or not, relative to ``root``."""
-    # A function is named by the file or the module that it is in: loop.py:train, or package.loop:train.
+    # A function is named with its file or its module: loop.py:train, or package.loop:train.
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         if Path(place).is_absolute() or ".." in Path(place).parts:
@@ -139,7 +141,7 @@ def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
             nodes = list(ast.walk(ast.parse((root / path).read_bytes())))
         except (SyntaxError, ValueError) as error:
             raise UsageError(f"{flag(option)}: {path} cannot be read as Python ({error}).") from None
-        # Imports anywhere in the code. What is imported from a module may be a module, too, or an attribute of it.
+        # Follow the imports anywhere in the code. A name imported from a package may be a module or an attribute.
         for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -154,7 +156,7 @@ def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
 def _files_of_module(name: str, folders: Iterable[Path], root: Path) -> Iterator[Path]:
     """Yield the files in ``folders`` of the module or the attribute ``name``, and of each package around it."""
     if name.partition(".")[0] == "raytrain":
-        return  # travels by itself
+        return  # the cluster has raytrain itself
     # The import of a module also runs the __init__.py of each package around it.
     parts = name.split(".")
     for folder in folders:
@@ -165,7 +167,10 @@ def _files_of_module(name: str, folders: Iterable[Path], root: Path) -> Iterator
 
 
 def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Path]:
-    """Return the file ``name``, or the files in the folder ``name``, relative to ``root``; add to ``left_out``."""
+    """Return the file ``name``, or the files in the folder ``name``, relative to ``root``.
+
+    Files that are left out are added to ``left_out``, each with the reason.
+    """
     path = Path(os.path.normpath(name))
     if path.is_absolute() or ".." in path.parts or not os.path.lexists(root / path):
         raise UsageError(f"{option}: {name} is not in the current folder; what a job needs must be there.")
@@ -174,7 +179,7 @@ def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Pa
     if not folder.is_dir():
         return {path}
 
-    # The .gitignore files above count from the top of the repository on; if there is none, from ``root`` on.
+    # .gitignore files apply from the top of the repository down; without a repository, from ``root`` down.
     top = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), root)
     above = [parent for parent in reversed(folder.parents) if parent.is_relative_to(top)]
     rules = tuple(rule for parent in above for rule in _rules_in(parent))
@@ -189,7 +194,7 @@ def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Pa
 
 def _check_may_be_sent(option: str, root: Path, path: Path) -> None:
     """Raise UsageError if ``path`` is a link, or below one, or likely a secret."""
-    # A link may lead to a secret whose name the checks below do not see.
+    # A link may lead to a secret that has another name.
     if (root / path).resolve() != root / path:
         raise UsageError(f"{option}: {path} is a link, and links are not followed; copy here what the job needs.")
     if path.name and any(_is_secret(root / part) for part in (path, *path.parents[:-1])):
@@ -199,22 +204,22 @@ def _check_may_be_sent(option: str, root: Path, path: Path) -> None:
 
 
 def _is_secret(path: Path) -> bool:
-    """Return whether the name of ``path`` is one of secrets, or whether it holds a private key."""
+    """Return whether ``path`` has a name that secrets often have, or holds a private key."""
     if _SECRETS.match_file(path.name.lower()):
         return True
     return path.is_file() and path.stat().st_size <= _MAX_KEY_BYTES and _PRIVATE_KEY in path.read_bytes()
 
 
 def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
-    """Yield the files in ``folder`` and below, and why one of them, or a whole folder, is left out; None if it is not.
+    """Yield the files below ``folder``, each with None, or with the reason why it, or a whole folder, is left out.
 
-    A .gitignore counts from its folder on, beside those that are ``inherited``.
+    The rules of a .gitignore apply to its folder and below; ``inherited`` are the rules of the folders above.
     """
     rules = (*inherited, *_rules_in(folder))
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
-        # The last .gitignore that says anything about a path decides.
+        # The innermost .gitignore that has a pattern for a path decides.
         end = "/" if is_folder else ""
         verdicts = (
             spec.check_file(f"{path.relative_to(rules_folder).as_posix()}{end}").include
@@ -233,7 +238,7 @@ def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
 
 
 def _rules_in(folder: Path) -> Rules:
-    """Return the rules of the .gitignore in ``folder``; none if there is none."""
+    """Return the rules of the .gitignore in ``folder``; empty if there is none."""
     file = folder / ".gitignore"
     return (
         ((folder, GitIgnoreSpec.from_lines(file.read_text(errors="replace").splitlines())),) if file.is_file() else ()

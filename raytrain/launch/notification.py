@@ -1,12 +1,12 @@
 """A message when a run ends: ``--notify`` names a webhook, or a command of the user's.
 
-A webhook gets a small JSON object, whose ``text`` Slack, Mattermost and others show. A command gets the same facts in
-its environment, as ``RAYTRAIN_TEXT``, ``RAYTRAIN_STATUS`` and so on. The message is sent while the run's processes end,
-and waits for nobody longer than some seconds: the result of a run does not depend on it.
+A webhook gets a small JSON object; Slack, Mattermost and others show its ``text``. A command gets the same facts in its
+environment, as ``RAYTRAIN_TEXT``, ``RAYTRAIN_STATUS`` and so on. The message is sent while the run's processes end, and
+waits at most some seconds: the result of a run does not depend on it.
 
-The URL of a webhook is a secret, for it lets whoever has it write there. It is in no document of the run and in no
-command line that raytrain starts, and :func:`raytrain.runs.redact.redact` knows it. ``$NAME`` in place of it names a
-variable of the environment, so that it is in no command line of the user's either.
+The URL of a webhook is a secret, because anyone who has it can write there. It is in no document of the run and in no
+command line that raytrain starts, and :func:`raytrain.runs.redact.redact` hides it. A user can give ``$NAME``, a
+variable of the environment, instead of the URL, which is then in no command line at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("raytrain")
 WEBHOOK_WITHIN_S = 5.0
 COMMAND_WITHIN_S = 20.0
 _MAX_REASON = 200  # characters of an error message
-_MAX_ERRORS_BYTES = 4096  # that are read of what a command has printed; its last line counts
+_MAX_ERRORS_BYTES = 4096  # read from the end of a command's standard error, for its last line
 _FACTS = (
     *("name", "status", "steps", "epochs", "validation_accuracy", "test_accuracy", "seconds", "dollars", "gpu_kwh"),
     *("best_metric", "best_value", "checkpoint", "run_dir", "error"),
@@ -65,11 +65,11 @@ def check_notify(config: TrainConfig) -> None:
         return
     if not target.strip():
         raise UsageError("--notify is empty; give a URL, which begins with https://, or a command, or omit it.")
-    # Only a shell knows what an assignment, a quote or a bracket at the beginning leads to.
+    # A command that begins with an assignment, a quote or a bracket is left to the shell.
     program = target.strip().partition(" ")[0]
     if not re.fullmatch(r"[\w.:/@+-]+", program):
         return
-    # To a shell, any file is a command that is named by its path, until it is to run.
+    # `command -v` accepts any file that is named by its path, even one that is not executable.
     if "/" in program and Path(program).exists() and shutil.which(program) is None:
         raise UsageError(
             "--notify begins with a path that is there and may not be run as a program; `chmod +x` a script of yours, "
@@ -89,7 +89,7 @@ def _is_url(target: str) -> bool:
 
 
 def message_of(result: TrainResult) -> dict[str, Any]:
-    """Return the facts of a run's end, with the ``text`` of a message; no secret is in them.
+    """Return the message about a run's end, as ``text`` and as single facts; no secret is in them.
 
     Example: ``message_of(result)["text"] == "Run first finished after 500 steps: validation accuracy 0.9312"``
     """
@@ -113,7 +113,7 @@ def message_of(result: TrainResult) -> dict[str, Any]:
 
 
 class Notification:
-    """Sends one message to ``target``, a URL or a command, beside whoever ends the run; nothing if it is None.
+    """Sends one message to ``target``, a URL or a command, in a thread; does nothing if ``target`` is None.
 
     Example::
 
@@ -128,7 +128,7 @@ class Notification:
         self._within_s = 0.0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send ``message`` in a thread, unless one was sent before."""
+        """Send ``message`` in a thread, unless a message was sent before."""
         if self._target is None or self._thread is not None:
             return
         is_url = _is_url(self._target)
@@ -148,7 +148,7 @@ class Notification:
         assert self._target is not None
         try:
             problem = call(self._target, message)
-        except Exception as error:  # whatever is wrong with it, the run has ended well
+        except Exception as error:  # a failed notification must not change the result of the run
             problem = f"{error or type(error).__name__}"
         if problem:
             reason = one_line(redact(str(problem)))[:_MAX_REASON]
@@ -156,13 +156,13 @@ class Notification:
 
 
 def _post(url: str, message: dict[str, Any]) -> str | None:
-    """Send ``message`` to a webhook; return the error as a text, or None."""
+    """Send ``message`` to a webhook; return the error as a text, or None if there is none."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener  # which takes a while to import
 
     class NoRedirects(HTTPRedirectHandler):
-        """Leaves a redirect as the answer: another address would be asked by GET, without the message."""
+        """Returns a redirect as the answer; following it would send a GET, without the message."""
 
         def redirect_request(self, *_: object) -> None:
             return None
@@ -187,7 +187,7 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
 def _run_command(command: str, message: dict[str, Any]) -> str | None:
     """Run the user's command in a shell, with the facts in its environment; return the error as a text, or None."""
     facts = {f"RAYTRAIN_{name.upper()}": str(value) for name, value in message.items()}
-    # Its errors go to a file: a pipe would stay open as long as what the command leaves in the background, with `&`.
+    # Errors go to a file: a pipe would stay open as long as any process that the command leaves in the background.
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,

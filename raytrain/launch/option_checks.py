@@ -1,6 +1,6 @@
-"""Refuse options that no run can start with, and say which can have no effect, before anything starts.
+"""Refuse options that no run can start with, and report those that have no effect, before anything starts.
 
-All of it goes by the options alone: nothing is read from storage, and torch is not imported.
+These checks look at the options alone: nothing is read from storage, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None) -> None:
-    """Raise UsageError for options that no run can start with, as far as they alone show it.
+    """Raise UsageError for options that no run can start with, whatever the images are.
 
     Example: ``check_options(TrainConfig(data="images", model="resnet"))`` raises it, with similar names.
     """
@@ -34,7 +34,7 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
         choose_decoder(config, gpu_decoder_problem("cpu"))
     check_recordable(config, config.device_type)
     check_warmup(config)
-    # The user's loop may ignore these options: it may train another network, with another optimizer and evaluation.
+    # These options are for the built-in loop: a user's loop may have its own network, optimizer and evaluation.
     if loop is None and config.loop is None:
         config.check_learning_rate()
         check_model_name(config.model)
@@ -50,10 +50,10 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
 
 def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if the options are something else, the data or the name is missing, or the name not allowed."""
+    """Raise UsageError if this is no TrainConfig, if the data or the name is missing, or the name is not allowed."""
     if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
         raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
-    if config.resume and not config.name:  # whose --data is that of the run
+    if config.resume and not config.name:  # with a name, --data would be that of the run
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if not config.data:
         raise UsageError(
@@ -64,7 +64,7 @@ def check_named(config: TrainConfig) -> None:
 
 
 def check_named_code(config: TrainConfig) -> None:
-    """Raise UsageError if a network, transforms or weights that the options name are surely not there."""
+    """Raise UsageError if a network, transforms or weights that the options name do not exist, as far as is known."""
     from raytrain.config.user_code import check_module, names_own_function
     from raytrain.training.loop_mistakes import check_named_function
     from raytrain.training.weights_source import check_weights_source
@@ -87,9 +87,9 @@ def check_recordable(config: TrainConfig, device: str) -> None:
 
 
 def choose_decoder(config: TrainConfig, problem: str | None) -> Decoder:
-    """Return the decoder of a run's training images; ``problem`` says why the workers' GPUs cannot be it, if so.
+    """Return the decoder of a run's training images; ``problem`` says why the workers' GPUs cannot decode, or is None.
 
-    Raises UsageError if they have, and ``--decoder gpu`` asks for them.
+    Raises UsageError if they cannot, but the options ask for ``--decoder gpu``.
     """
     if config.decoder == "gpu" and problem is not None:
         raise UsageError(
@@ -104,11 +104,11 @@ def choose_decoder(config: TrainConfig, problem: str | None) -> Decoder:
 def check_warmup(config: TrainConfig) -> None:
     """Raise UsageError if the warm-up is longer than the run, so that no step has the learning rate that was given.
 
-    That of a recipe may be: whoever tries it for an epoch did not ask for a warm-up. It is said when the run starts.
+    The default warm-up of a recipe may be longer, so that a recipe can be tried for one epoch; a warning says so later.
     """
-    has_given_it = config.recipe not in RECIPES or config.warmup_epochs != RECIPES[config.recipe]().warmup_epochs
+    is_given = config.recipe not in RECIPES or config.warmup_epochs != RECIPES[config.recipe]().warmup_epochs
     num_epochs = config.epochs - config.head_epochs
-    if config.warmup_epochs > num_epochs and has_given_it and not config.resume:
+    if config.warmup_epochs > num_epochs and is_given and not config.resume:
         of_head = f", of which --head-epochs takes {config.head_epochs}" if config.head_epochs else ""
         raise UsageError(
             f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {config.epochs}{of_head}: the learning rate "
@@ -117,7 +117,7 @@ def check_warmup(config: TrainConfig) -> None:
 
 
 def useless_lengths(config: TrainConfig) -> list[str]:
-    """Return a sentence for each length that is longer than the run, which harms nothing and changes nothing.
+    """Return a sentence for each option whose interval is longer than the run, so that it has no effect.
 
     Example: ``useless_lengths(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # collections while torch is imported find next to nothing, and take a quarter of the time
+    gc.disable()  # garbage collection takes a quarter of the import of torch, and finds next to nothing
 
 import inspect
 import io
@@ -47,16 +47,16 @@ from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
-_FAILED = 1  # exit code of a worker that has said why to the coordinator
+_FAILED = 1  # exit code of a worker that has reported its error to the coordinator
 
 
 def main() -> None:
-    """Start the workers of the run on standard input, and see them to their end."""
+    """Start the workers of the run that standard input describes, and wait until they have ended."""
     gc.enable()
-    # What goes wrong is said once, in our words.
+    # Our own code reports errors, so torch must not log them as well.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The folder first: to unpickle the rest may import what is in it.
+    # Change to the command's folder first: unpickling the rest may import modules from it.
     folder = pickle.load(sys.stdin.buffer)
     os.chdir(folder)
     spec, inputs = pickle.load(sys.stdin.buffer)
@@ -65,8 +65,8 @@ def main() -> None:
 
 
 def _end_with_starter() -> None:
-    """End this process and all workers if the process that started them has ended, and its end of the pipe with it."""
-    os.read(sys.stdin.fileno(), 1)  # a file's own lock would be held for ever in the forked processes
+    """End this process and all workers when the process that started them ends, which closes the pipe to it."""
+    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read(), whose lock the forked processes would inherit, held for ever
     os.killpg(0, signal.SIGKILL)
 
 
@@ -74,10 +74,10 @@ class _Agent(LocalElasticAgent):
     """Start the workers of a run, and start them again if one fails, up to ``--max-failures`` times."""
 
     def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
-        # torch has files for what workers raise, and leaves that of one that outlives its driver.
+        # torch writes files about exceptions of workers, and leaves them behind; this folder is removed.
         tempfile.tempdir = inputs.folder
-        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine. torch makes one beside
-        # the file nevertheless, unless this is set, and says on the terminal whose hostname it cannot look up.
+        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine. Without this variable,
+        # torch makes one nevertheless, and warns on the terminal if it cannot look up a hostname.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = f"{inputs.folder}/agent"
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
@@ -90,31 +90,32 @@ class _Agent(LocalElasticAgent):
             max_restarts=spec.config.max_failures,
             local_addr="localhost",
         )
-        # The driver shows what they print: this process is killed once the run has ended, with lines still to be read.
+        # Output goes into files, from which the driver shows it: this process is killed at the end of the run, and
+        # would lose the last lines.
         logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL)
-        # torch 2.8 waits 30 s for workers that are to end, and takes no other number.
+        # torch waits 30 s for workers that should end; versions after 2.8 let that be shortened.
         parameter_names = inspect.signature(LocalElasticAgent).parameters
         patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
         super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **patience)
         self._call = Caller(inputs.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look after the workers every 0.1 s, as torch's agent does, and report dead ones to the coordinator."""
+        """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator."""
         dead = _dead_workers(worker_group.workers)  # before torch's agent reaps them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
-        # torch keeps a worker that has finished until all have: one that is gone before has failed, whatever its code.
+        # A worker that exits before its loop has returned has failed, even with exit code 0.
         if dead and not result.is_failed():
             result = RunResult(WorkerState.FAILED)
         if result.is_failed():
             self._call("workers_lost", dead)
-            # gloo aborts a process that gets a tensor of another size: the next workers find out which tensor.
+            # gloo aborts a process that gets a tensor of another size: with this, the next attempt reports its shape.
             if any("SIGABRT" in how for how in dead.values()):
                 dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore
         return result
 
 
 def _dead_workers(workers: list[Worker]) -> dict[int, str]:
-    """Return, by rank, how each worker died that a signal has killed, or that has exited without saying why."""
+    """Return, by rank, how each worker died that a signal has killed, or that exited without reporting an error."""
     dead: dict[int, str] = {}
     for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
         try:
@@ -133,13 +134,13 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
 
     An error of the user's ends the run. After any other error, the agent starts all workers again.
     """
-    # The agent's handlers would raise in the loop, as if that had failed. The agent sends SIGTERM to workers whose
-    # neighbour has failed, and the system SIGINT once the agent has died.
+    # Restore the default handlers: those of the agent, which forked this process, would raise in the loop, as if the
+    # loop had failed. The agent sends SIGTERM if another worker has failed, the system SIGINT if the agent has died.
     for ends_worker in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ends_worker, signal.SIG_DFL)
     sys.argv = list(inputs.arguments)
-    tempfile.tempdir = None  # what a loop keeps for itself goes where the user wants it
-    # A file gets what is printed when a buffer is full, but the driver shows it at once.
+    tempfile.tempdir = None  # temporary files of the loop are not for the agent's folder
+    # Output to a file is buffered by default, but the driver shows lines at once.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
@@ -155,21 +156,21 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
         reporter.worker_failed(rank, describe(error), traceback.format_exc())
         os._exit(_FAILED)
     if dist.is_initialized():
-        dist.barrier()  # every worker must have written what it has left open: the driver ends them all
+        dist.barrier()  # until every worker has written everything: after the report, the driver ends them all
     if rank == 0:
         reporter.conclude(outcome)
 
 
 def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketReporter) -> Outcome:
-    """Put this worker's part of the run together, and train. Only worker 0 knows the outcome's checkpoint."""
+    """Put this worker's part of the run together, train, and return the outcome; only worker 0 has its checkpoint."""
     config, num_workers, attempt = spec.config, inputs.num_workers, os.environ["TORCHELASTIC_RESTART_COUNT"]
     loads = config.worker_load or (1.0,) * num_workers
-    isolated = config.resume or attempt != "0"  # an image may have ended the run, or its workers, before
+    isolated = config.resume or attempt != "0"  # a bad image may have ended an earlier attempt
     with MachineBatches(inputs.data, spec.plan, rank, loads, inputs.cache, reporter, isolated=isolated) as source:
-        # Not before those processes are forked: a user's file may start threads when it is imported.
+        # The user's code is imported after the decoding processes are forked, because it may start threads.
         spec = spec.with_functions()
 
-        # A GPU of its own, or a share of the cores.
+        # The worker gets a GPU of its own, or a share of the cores.
         if config.device_type == "cpu" or not torch.cuda.is_available():
             workers_here = int(os.environ["LOCAL_WORLD_SIZE"])
             torch.set_num_threads(config.threads_per_worker or max(1, cores() // workers_here))
@@ -184,7 +185,7 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
             backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
             dist.init_process_group(backend, store, rank=rank, world_size=num_workers)
 
-        # The weights are the last thing that may not fit to the options: from here on the run is worth writing down.
+        # The weights are the last thing that may not fit the options; then documents of the run may be written.
         weights = load_initial_weights(spec, inputs.first_step)
         if rank == 0:
             reporter.watch_for_stop()
@@ -197,8 +198,8 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
 class SocketReporter:
     """A worker's :class:`raytrain.training.protocols.Reporter`: calls the coordinator in the driver, over a socket.
 
-    Each call returns once the coordinator has taken it. Beside what a training loop reports, it has the calls of
-    :func:`work` and of the processes that decode.
+    Each call returns once the coordinator has handled it. Besides the reports of training, there are those of
+    :func:`work` and of the decoding processes.
     """
 
     def __init__(self, calls: CallAddress) -> None:
@@ -207,7 +208,7 @@ class SocketReporter:
         self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
         self._stop_requested = threading.Event()
 
-    # What the training reports, and is asked for.
+    # Reports and questions of training.
 
     def started(self, num_workers: int, step: int) -> None:
         self._call("started", num_workers, step)
@@ -237,7 +238,7 @@ class SocketReporter:
         """Return False: there are only the checkpoints that the options ask for."""
         return False
 
-    # What those that decode report.
+    # Reports of the decoding processes.
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         self._call("skip", images)
@@ -248,12 +249,12 @@ class SocketReporter:
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
         self._call("decoded_on_cpu", num_images, reason)
 
-    # Where the loop waits for a person.
+    # A report of the debugger, in which the loop waits for a person.
 
     def debugger(self, is_open: bool) -> None:
         self._call_slowly("debugger", is_open)
 
-    # How this worker begins and ends.
+    # Reports of work() on the begin and the end of this worker.
 
     def checked(self) -> None:
         self._call("checked")
@@ -268,7 +269,7 @@ class SocketReporter:
         self._call("worker_failed", rank, reason, trace)
 
     def watch_for_stop(self) -> None:
-        """Wait for a stop request from now on, in a thread."""
+        """Start a thread that waits for a request to stop."""
         call = Caller(self._calls)
 
         def wait_for_stop() -> None:

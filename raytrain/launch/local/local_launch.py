@@ -39,9 +39,9 @@ _MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 10
 
 
 class LocalLaunch:
-    """A :class:`raytrain.launch.session.Launch` on this machine, with the workers of ``agent``.
+    """A :class:`raytrain.launch.session.Launch` on this machine, whose workers ``agent`` starts.
 
-    Raises UsageError if the machine has too little for the run.
+    Raises UsageError if the machine has too few cores, GPUs or too little memory for the run.
     """
 
     ends_workers = True
@@ -64,22 +64,22 @@ class LocalLaunch:
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
-            started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
+            started_at=None if prepared.restarting else prepared.started_at,  # of a restart, the history has it
         )
         with ExitStack() as opened:
-            # Where the workers report. A socket's path has a limit that a long TMPDIR may exceed.
+            # The socket to which workers report. Its path has a limit that a long TMPDIR may exceed.
             folder = opened.enter_context(TemporaryFolder())
             is_long = len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER
             socket_folder = opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder
             calls = CallServer(socket_folder, self._coordinator)
             opened.callback(calls.close)
 
-            # Where they get images: runs that train at once on the same images decode them once for all.
+            # The workers' images. Runs that train on the same images at the same time share a cache.
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data.read_by(self.config), prepared.first_step, opened
             )
 
-            # The logs end after the workers, whose last lines they copy.
+            # The logs are closed after the agent, so that they have the workers' last lines.
             self._logs = opened.enter_context(WorkerLogs(prepared.store, folder, self._coordinator.printed))
             opened.callback(self._agent.close)
             self._agent.start_workers(
@@ -99,18 +99,18 @@ class LocalLaunch:
         return self._coordinator
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Pass on to the runs that share the images which of them cannot be used."""
+        """Tell the runs that share the images which of these cannot be used."""
         if self._shared is not None:
             self._shared.skip(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a worker has said how the run ends, or for ``timeout_s``; return whether the agent has ended.
+        """Wait at most ``timeout_s`` for the workers to report the end; return whether the agent has ended.
 
-        Raises :class:`CoordinatorLost` if the agent was killed. All that its workers had is made anew then.
+        Raises :class:`CoordinatorLost` if the agent was killed: then a new agent starts the next attempt.
         """
         self._coordinator.wait_for_end(timeout_s)
         if (killed_by := self._agent.killed_by) is not None and not self._coordinator.ending().has_come:
-            # The workers may still train. They end before another attempt begins, and what they have reported is kept.
+            # The workers may still train: they must end before the next attempt begins. Their reports so far are kept.
             self._agent.close()
             self._logs.show_rest()
             reason = f"the process that starts the workers was killed by {killed_by}"
@@ -123,11 +123,11 @@ class LocalLaunch:
         return self._agent.has_ended
 
     def failure(self) -> str | None:
-        """Return None: all that the agent knows it has said to the coordinator."""
+        """Return None: the agent reports every failure to the coordinator."""
         return None
 
     def end_workers(self) -> None:
-        """End all processes. What they have printed is copied by :meth:`close`, once the run is written down."""
+        """End all processes. :meth:`close` copies their logs later, once the result of the run is written."""
         self._agent.close()
         self._logs.show_rest()
         if self._shared is not None:
@@ -140,10 +140,10 @@ class LocalLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInputs:
-    """Images of a run's workers, and the address to which they report; all else is in the :class:`RunSpec`.
+    """The inputs of a run's workers that are not in the :class:`RunSpec`: images, and the address of the coordinator.
 
     ``folder`` is a temporary one, for files of the agent and the workers. ``arguments`` are ``sys.argv``, for a loop
-    that reads its options. ``terminal`` is that of the command, where a single worker may open a debugger.
+    that parses it. ``terminal`` is the command's, where a single worker may open a debugger.
     """
 
     data: Dataset
@@ -157,15 +157,15 @@ class WorkerInputs:
 
 
 class AgentProcess:
-    """The process of the agent, which ends with this process, and the workers with it.
+    """The process of the agent. It ends with this process at the latest, and the workers end with it.
 
-    It imports torch, which takes seconds, as soon as it is made, and waits for a run. ``environment`` is added to that
-    of this process.
+    As soon as it is created, it imports torch, which takes seconds, and waits for a run. ``environment`` has variables
+    that it gets besides those of this process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        # Not in the current folder, where Python would look for modules first: a stranger's may hold a torch.py.
+        # Not in the current folder, where Python would look for modules first: it may contain a torch.py of a stranger.
         self._process = subprocess.Popen(
             [sys.executable, "-m", _AGENT],
             stdin=subprocess.PIPE,
@@ -177,7 +177,7 @@ class AgentProcess:
     def start_workers(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         """Start the workers of the run."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the agent has ended, which whoever waits for it will see
+        with suppress(BrokenPipeError):  # the agent has ended already, as LocalLaunch.wait will notice
             pickle.dump(os.getcwd(), self._process.stdin)
             self._process.stdin.write(pickle_own_code((spec, inputs)))
             self._process.stdin.flush()
@@ -225,7 +225,7 @@ class CallServer:
     def close(self) -> None:
         """Accept no further connection."""
         self._closed = True
-        # Wakes the thread that accepts, without waiting for its answer: it may have seen that the server is closed.
+        # Connect once to wake the thread that accepts connections.
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address.path)
         self._thread.join()
@@ -233,7 +233,7 @@ class CallServer:
 
     def _accept(self) -> None:
         while not self._closed:
-            with suppress(OSError, EOFError, AuthenticationError):  # the caller is gone, or a stranger
+            with suppress(OSError, EOFError, AuthenticationError):  # the caller is gone, or does not know the key
                 connection = self._listener.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True, name="call").start()
 
