@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STARTUP = logging.getLogger("raytrain.startup")
+EVENTS = logging.getLogger("raytrain.monitor.recorder")  # of runs
 
 COPY_EVERY_S = 10.0
 READ_EVERY_S = 0.25
@@ -49,7 +50,7 @@ _LINE_END = re.compile(r"[\r\n]")  # a progress bar ends its lines by \r alone
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # loggers whose INFO is in driver logs
+_INFORMING = STARTUP.name, EVENTS.name, "raytrain.ray"  # loggers whose INFO is in driver logs
 _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 
@@ -367,16 +368,16 @@ def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
     setattr(sys, name, tee)
-    _redirect_handlers(stream, tee)
+    redirect_handlers(stream, tee)
     try:
         yield
     finally:
-        _redirect_handlers(tee, stream)
+        redirect_handlers(tee, stream)
         if getattr(sys, name) is tee:  # somebody may have replaced it since
             setattr(sys, name, stream)
 
 
-def _redirect_handlers(before: TextIO, after: TextIO) -> None:
+def redirect_handlers(before: TextIO, after: TextIO) -> None:
     """Have the handlers that write to the stream ``before`` write to ``after``."""
     for handler in [handler for name in _MAY_PRINT for handler in logging.getLogger(name).handlers]:
         if getattr(handler, "stream", None) is before:

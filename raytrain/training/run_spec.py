@@ -17,6 +17,7 @@ from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.storage.store import Store
 from raytrain.training.loop_source import SourceLines, source_lines
+from raytrain.training.script_logging import LoggerSettings, logging_here
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -38,6 +39,7 @@ class RunSpec:
     class_weights: tuple[float, ...] | None = None  # in the loss
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
     sources: Mapping[str, SourceLines] = field(default_factory=dict)  # of the loop, by file: for errors on workers
+    loggers: Mapping[str, LoggerSettings] = field(default_factory=dict)  # of the script, by name
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class RunSpec:
             class_weights=class_weights(config.class_weights, data.train),
             label_sets=data.train.label_sets,
             sources=source_lines(loop) if loop else {},
+            loggers=logging_here(),
         )
 
     @property
@@ -71,4 +74,11 @@ class RunSpec:
         loop = self.loop or load_optional("--loop", self.config.loop)
         transforms = load_optional("--transforms", self.config.transforms)
         sources = {**source_lines(loop), **source_lines(transforms)}  # a worker's own ones are those of its files
-        return replace(self, loop=loop, transforms=transforms, sources={**self.sources, **sources})
+        loggers = logging_here()  # which the files of these functions may have set up
+        return replace(
+            self,
+            loop=loop,
+            transforms=transforms,
+            sources={**self.sources, **sources},
+            loggers={**self.loggers, **loggers},
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import subprocess
 import sys
 import time
@@ -102,3 +103,44 @@ def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, t
     assert done.returncode == 1
     assert "[worker0]:a warning\n" in done.stderr
     assert "KeyError: 'x'" in done.stderr and "Traceback" not in done.stderr
+
+
+SCRIPT = """
+import logging
+import sys
+
+import raytrain
+from tests.helpers.small_runs import config
+
+log = logging.getLogger("mine")
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s")
+
+
+def loop(run):
+    log.info("begins")
+    log.debug("not shown")
+    logging.getLogger("urllib3").info("not shown")
+    for epoch in run.epochs(evaluate=dict):
+        for batch in epoch:
+            pass
+
+
+if __name__ == "__main__":
+    options = dict(address="local") if sys.argv[1] == "ray" else dict(backend="local")
+    raytrain.train(config(*sys.argv[2:], epochs=1, workers=1, **options), loop=loop)
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_loop_logs_as_the_script_has_set_it_up_and_the_run_is_shown_once(
+    backend: str, images: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", backend, str(images), str(tmp_path / "runs")]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "mine" in line] == ["[worker0]:mine INFO: begins"]
+    assert "not shown" not in done.stdout + done.stderr
+    assert done.stdout.count("starting the workers …") == 1 and "starting the workers" not in done.stderr
+    assert "training on 1 worker" in done.stdout and "training_started" not in done.stderr

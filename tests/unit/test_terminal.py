@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -213,6 +215,27 @@ def test_in_a_terminal_a_line_says_what_the_start_waits_for() -> None:
     wait_for_two_things(Console(file=out, force_terminal=True, width=100, height=40))
     assert "a name␛[2J" in out.getvalue() and "nobody" not in out.getvalue()
     assert screen(out).strip() == ""
+
+
+def test_handlers_of_a_script_print_above_the_picture_and_not_what_it_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(root, "handlers", [handler])
+    with TerminalView(Console(file=out, force_terminal=True, width=100, height=40)):
+        STARTUP.info("listing the images …")
+        root.warning("a warning")
+    root.warning("later")
+    assert capsys.readouterr().err == "later\n"
+    assert handler.stream is sys.stderr
+    assert out.getvalue().count("a warning\n") == 1 and "listing" in out.getvalue()
+
+    # Somebody who asks for the lines of raytrain gets them in a log, too.
+    monkeypatch.setattr(logging.getLogger("raytrain"), "level", logging.INFO)
+    with TerminalView(Console(file=io.StringIO())):
+        STARTUP.info("listing the images …")
+    assert capsys.readouterr().err == "listing the images …\n"
 
 
 def test_without_a_terminal_the_start_is_told_in_lines(capfd: pytest.CaptureFixture[str]) -> None:
