@@ -84,7 +84,7 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
     from raytrain.launch.ray.coordinator import lend_credentials, start_coordinator
     from raytrain.launch.ray.feed import block_cache, ingest, streaming
 
-    ingest.read_block = block_cache.read_table = at_once
+    ingest.read_block = block_cache.read_block = at_once
     with _cluster(nodes), ExitStack() as opened:
         store = open_store(images)
         manifest = build_manifest(store)

@@ -29,7 +29,7 @@ from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.partition import Partition, WorkerOrder
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.predict_request import BlockPredictor, PredictRequest, predict_blocks
@@ -403,7 +403,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
     missing.unlink()
     images = image_set(manifest)
-    table = ingest.read_table(images, ImageReader(images.store, *images.format), np.arange(150), epoch=0)
+    table = ingest.read_block(images, CacheOrder(BatchPlan(150, 32, 1, 0, shuffle=False), 0, 150), 0)
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
     coordinator: Any = images.coordinator

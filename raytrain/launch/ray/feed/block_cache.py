@@ -13,7 +13,7 @@ from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
-from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_table
+from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.ray_errors import root_cause
 
 _POLL_S = 10.0
@@ -67,8 +67,7 @@ class CacheFiller:
                 num_first[dataset] = min(_FIRST_BLOCKS, len(order)) if dataset == "train" else 0
                 with ImageReader(images.store, *images.format, isolated=True) as reader:
                     for number in range(num_first[dataset]):
-                        table = read_table(images, reader, order.draws(number), order.epoch(number))
-                        self._add(dataset, ray.put(table))
+                        self._add(dataset, ray.put(read_block(images, order, number, reader)))
 
             # Tasks take the cores that starting workers may need.
             self._started.wait()

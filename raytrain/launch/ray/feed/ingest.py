@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from raytrain.data.images.image_format import ImageFormat
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.partition import BlockOrder, BlockRef
-from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.private_api import is_repeated_task
 from raytrain.storage.retries_and_hedges import take_num_retries
@@ -114,29 +114,25 @@ def blocks_by_tasks(
 _buffers = Buffers()  # of this process: the next block needs as much as the last one
 
 
-def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
-    """Fetch and decode block ``number`` of ``order``, in a data task; see :func:`read_table` for its columns.
+def read_block(images: ImageSet, order: BlockOrder, number: int, reader: ImageReader | None = None) -> pa.Table:
+    """Fetch and decode block ``number`` of ``order``, and report unreadable images to the coordinator.
 
-    If Ray repeats the task, an image may have killed the process, so images are then decoded in another one.
+    Returns a table with a row for each image, and the columns image (H*W*C bytes, or a file), label (below 0 if the
+    image is unreadable) and draw; of files also length. A data task needs no ``reader``; whoever reads several blocks
+    gives one, whose decoding process is kept.
     """
-    with ImageReader(images.store, *images.format, isolated=is_repeated_task()) as reader:
-        return read_table(images, reader, order.draws(number), order.epoch(number))
-
-
-def read_table(images: ImageSet, reader: ImageReader, draws: Int64s, epoch: int) -> pa.Table:
-    """Read the images of ``draws``, int64 (n,), and report the unreadable ones to the coordinator.
-
-    Returns a table of n rows with the columns image (H*W*C bytes, or a file), label (below 0 if unreadable) and draw;
-    of files also length.
-    """
-    # The manifest lies in shared memory, which a process that kept it between two blocks would not let go.
+    # The manifest is not kept between two blocks, because that would keep its shared memory in use.
     manifest: Manifest = ray.get(images.manifest)
 
-    # Buffers have room for a whole block, so that the last block of an epoch, which is smaller, can use one of them.
+    # A buffer has the size of a full block, so that the last block of an epoch, which is smaller, can use it, too.
     buffer = None if images.format.as_files else _buffers.take((images.block_bytes,))
-    block, skipped = reader.read_draws(manifest, draws, epoch, buffer)
 
-    # The calls of the coordinator are not awaited: nothing here depends on their answers.
+    # If Ray repeats a task, an image may have killed its process, so images are then decoded in another one.
+    reading = nullcontext(reader) if reader else ImageReader(images.store, *images.format, isolated=is_repeated_task())
+    with reading as opened:
+        block, skipped = opened.read_draws(manifest, order.draws(number), order.epoch(number), buffer)
+
+    # Calls of the coordinator are not awaited, because nothing here depends on their answers.
     if num_retries := take_num_retries():
         images.coordinator.retried.remote(num_retries)
     if skipped:
