@@ -377,12 +377,16 @@ class LogLines:
         error = snapshot.result and snapshot.result.error
         self._print("", [*lines, one_line(error)] if error else lines)
 
-    def printed(self, process: str, logs: Sequence[StoredLog]) -> None:
-        """Print the lines that a process has printed since the last call, but for a last line that may still grow."""
+    def printed(self, process: str, logs: Sequence[StoredLog], *, grows: bool) -> None:
+        """Print the lines that a process has printed since the last call.
+
+        If the log ``grows``, a last line without an end waits for the rest of it.
+        """
         for log in logs:
-            # A line is complete if it ends with a newline.
-            whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
-            shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
+            *lines, rest = log.text.replace("\r\n", "\n").split("\n")
+            if rest and not grows:
+                lines.append(rest.rstrip("\r"))
+            shown = [one_line(line.rpartition("\r")[2]) for line in lines]  # a progress bar shows its last state
             self._print(f"== {process}, started {log.started}, {_STREAMS[log.stream]}", shown)
 
     def _print(self, heading: str, lines: list[str]) -> None:

@@ -205,9 +205,11 @@ def test_lines_are_shown_once_they_have_ended_and_without_secrets(
 
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LogLines(print)
-    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf")])
-    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), StoredLog("1", "err", "\x1b[2J\n")])
-    lines.printed("worker 0", [StoredLog("1", "out", "10%\nhalf a line\nlast\n"), StoredLog("1", "err", "\x1b[2J\n")])
+    error = StoredLog("1", "err", "\x1b[2J\n")
+    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf")], grows=True)
+    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), error], grows=True)
+    lines.printed("worker 0", [StoredLog("1", "out", "10%\nhalf a line\nlast\n"), error], grows=True)
+    lines.printed("worker 0", [StoredLog("1", "out", "last\n40%\r50%\r"), error], grows=False)
     assert capsys.readouterr().out.splitlines() == [
         "== worker 0, started 1, standard output",
         "a",
@@ -217,15 +219,16 @@ def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixtu
         "␛[2J",
         "== worker 0, started 1, standard output",
         "last",
+        "50%",
     ]
 
 
 def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = run_store(str(tmp_path), "first")
     store.put(CONFIG, b"{}")
-    store.put("logs/" + log_name(worker_log(1), "20261122T120000", "out"), b"step 1\n")
+    store.put("logs/" + log_name(worker_log(1), "20261122T120000", "out"), b"step 1\nstep 2")
     assert main(["logs", "first", "--worker", "1", "--storage", str(tmp_path)]) == 0
-    assert "step 1" in capsys.readouterr().out
+    assert "step 1\nstep 2\n" in capsys.readouterr().out
     assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 0
     assert "There is nothing yet." in capsys.readouterr().out
     write_status(store, RunStatus(status="finished", num_workers=2))

@@ -203,7 +203,7 @@ def logs(
         if not logs:
             lines.events(snapshot)
         for log in logs:
-            lines.printed(log.process.replace("-", " "), log.read())
+            lines.printed(log.process.replace("-", " "), log.read(), grows=follow and not snapshot.over)
 
     if follow:
         with suppress(KeyboardInterrupt):
