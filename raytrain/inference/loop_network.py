@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from raytrain.config.user_code import in_one_sentence
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Progress
+from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint_state import MEASURED
 from raytrain.training.model import build_model, initialise_lazy_layers
 from raytrain.training.optimisation import build_optimizer, build_scheduler
@@ -41,6 +43,7 @@ class _Preparing:
     config: ResolvedConfig
     classes: tuple[str, ...]
     plan: BatchPlan
+    folder: Path
 
     device = torch.device("cpu")
     rank, world_size = 0, 1
@@ -97,11 +100,12 @@ def loop_network(
     """
     # The plan has one image: the loop may ask for the number of epochs and steps, but never gets a batch.
     plan = BatchPlan(1, config.batch_size, config.epochs, config.seed)
-    run = _Preparing(config, classes, plan)
     failed = "The loop, run as far as its first epoch for its network, failed"
-    with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
-        send_own_code()  # to processes that the loop starts
-        loop(run)
+    with TemporaryFolder() as folder:
+        run = _Preparing(config, classes, plan, folder)
+        with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
+            send_own_code()  # to processes that the loop starts
+            loop(run)
 
     # A run is evaluated with the average of its weights, if its loop keeps one. Checkpoints may have the weights of the
     # last evaluation beside the newest ones, under the network's name with a suffix.

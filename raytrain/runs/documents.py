@@ -51,6 +51,7 @@ CHECKPOINTS = "checkpoints/"
 LOGS = "logs/"
 TRACE = "trace/"
 TRACKERS = "trackers/"
+FILES = "files/"  # that a loop of the user's writes
 CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE = "confusion.png", "rate.png", "sweep.png"
 """Figures of ``evaluate``, ``find-rate`` and ``sweep``, unless they are to be written elsewhere."""
 
@@ -88,6 +89,7 @@ _RUN_FILE = re.compile(
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
             rf"{TRACE}\d{{9,}}-\d{{9,}}-\d{{5,}}\.parquet",
             rf"{TRACKERS}[A-Za-z0-9_.-]+\.json",
+            rf"{FILES}.+",
         ]
     )
 )

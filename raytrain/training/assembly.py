@@ -35,12 +35,15 @@ from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels, checkpoint_gradients
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
+from raytrain.training.run_files import RunFiles
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.sample_margins import MARGINS, SampleMargins
 from raytrain.training.script_logging import log_as
 from raytrain.training.steps import Steps
 from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
+
+_SENT_WITHIN_S = 30.0  # files of a loop that has failed
 
 
 def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
@@ -117,6 +120,7 @@ def make_run(
         steps=steps,
         margins=margins,
         gallery=Gallery(config, spec.classes, spec.store, reporter.event),
+        files=RunFiles(spec.store, worker.rank, reporter.event),
         evaluation=evaluate_prepared,
         has_test="test" in spec.held_out_plans,
     )
@@ -164,6 +168,7 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
         except BaseException:
             run.leave_batch()
             run.steps.wait_for_checkpoint()  # so that another attempt loses fewer steps
+            run.files.close(_SENT_WITHIN_S)
             raise
 
 

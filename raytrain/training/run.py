@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -50,6 +51,7 @@ from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, shapes_of
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
+from raytrain.training.run_files import RunFiles
 from raytrain.training.sample_margins import SampleMargins
 from raytrain.training.steps import Steps
 from raytrain.training.weight_average import WeightAverage
@@ -94,6 +96,7 @@ class Run:
     state: CheckpointState  # all that the loop has prepared
     steps: Steps
     gallery: Gallery
+    files: RunFiles
     margins: SampleMargins
     evaluation: Callable[[Run], dict[str, float]]  # the built-in one, of the first prepared network
     has_test: bool = False  # there are test images, beside those for validation
@@ -136,6 +139,19 @@ class Run:
     def progress(self) -> Progress:
         """How far the run is."""
         return self.steps.progress
+
+    @property
+    def folder(self) -> Path:
+        """Folder for files that the loop writes, such as pictures; it has them again after a resume.
+
+        What worker 0 writes there is kept in ``files/`` of the run's storage. If that is a bucket, it is sent there
+        every half minute and at the end of the run, also of one that fails. What other workers write is dropped.
+
+        Example::
+
+            torch.save(model.state_dict(), run.folder / f"epoch-{epoch.number}.pt")
+        """
+        return self.files.folder
 
     def build_model(self) -> nn.Module:
         """Return the network that the options name, with its initial weights and its frozen layers."""
@@ -248,6 +264,7 @@ class Run:
         """Yield the batches up to ``last_step``, augmented and mixed, and do what is due between two of them."""
         while not self.steps.is_over and self.progress.step < last_step:
             # Begin the step of the next batch.
+            self.files.keep_changes()
             started = time.perf_counter()
             with record_function(WAIT_FOR_DATA):
                 local, tensors = next(local_batches)
@@ -480,6 +497,7 @@ class Run:
             self._measure_test()
             outcome = replace(outcome, progress=self.progress)
         self.gallery.close()
+        self.files.close()
         return outcome
 
     @torch.no_grad()

@@ -59,9 +59,9 @@ class Started:
         """Return the exit code, or a signal's number below 0; None if the process runs."""
         return self._process.exitcode
 
-    def wait(self) -> int | None:
-        """Wait until the process has ended; return its exit code, as :meth:`poll` does."""
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until the process has ended, at most ``timeout`` seconds; return its exit code, as :meth:`poll` does."""
+        self._process.join(timeout)
         return self._process.exitcode
 
     def kill(self) -> None:

@@ -109,7 +109,8 @@ class RayLaunch:
                 module_path=tuple(sys.path),
                 threads=self._placement.threads,
                 arguments=prepared.arguments,
-                working_folder=os.getcwd() if self._cluster.own else None,
+                node=ray.get_runtime_context().get_node_id(),
+                working_folder=os.getcwd(),
                 feeders=self._feed.feeders,
                 coordinator=coordinator,
             )
@@ -158,8 +159,10 @@ class RayLaunch:
         """Return why Ray Train gave up; None if it has not ended, or ended normally."""
         return self._trainer.ended.result() if self._trainer.ended.done() else None
 
-    def end_workers(self) -> None:
+    def end_workers(self, patience_s: float) -> None:
         """Note the images that runs beside this one could not use. The workers end by themselves, or when it closes."""
+        if patience_s:
+            self.wait(patience_s)
         if self._shared is not None:
             self._monitor.skip(self._shared.skipped_images())
 

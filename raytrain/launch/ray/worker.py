@@ -11,8 +11,8 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, b
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, some_of
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
@@ -106,7 +106,8 @@ class RayWorkerInputs:
     module_path: tuple[str, ...]  # where the driver looks for modules: some workers have the same folders
     threads: int
     arguments: tuple[str, ...]  # sys.argv, for a loop that reads its options
-    working_folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
+    node: str  # ID of the driver's node
+    working_folder: str  # of the driver
     feeders: tuple[FeederHandle, ...]  # from which workers get what is streamed
     coordinator: CoordinatorHandle
 
@@ -121,8 +122,9 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     open_at_breakpoints(None, lambda is_open: None)
     torch.set_num_threads(inputs.threads)
     sys.argv = list(inputs.arguments)
-    if inputs.working_folder is not None:
-        os.chdir(inputs.working_folder)  # a loop or a model may read files by relative paths
+    is_on_drivers_node = ray.get_runtime_context().get_node_id() == inputs.node
+    if is_on_drivers_node:
+        os.chdir(inputs.working_folder)  # a loop or a model may read and write files by relative paths
     missing_folders = [folder for folder in inputs.module_path if folder not in sys.path]
     sys.path.extend(missing_folders)  # a loop may import what is beside it
 
@@ -130,7 +132,8 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reporter = RayReporter(inputs.coordinator, watch=rank == 0)
     try:
-        with ProcessLog(spec.store, rank, reporter.printed), ends_as_a_script():
+        left = nullcontext() if is_on_drivers_node else noting_files_left(reporter)
+        with ProcessLog(spec.store, rank, reporter.printed), left, ends_as_a_script():
             loop, transforms = pickle.loads(inputs.functions)
             spec = replace(spec, loop=loop, transforms=transforms)
 
@@ -150,6 +153,25 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
         ray.get(inputs.coordinator.conclude.remote(outcome))
+
+
+@contextmanager
+def noting_files_left(reporter: RayReporter) -> Generator[None]:
+    """Report which files the ``with`` block leaves in the working folder of this machine, which is not the driver's."""
+    folder, rank = os.getcwd(), ray.train.get_context().get_world_rank()
+    before = set(os.listdir(folder))
+    try:
+        yield
+    finally:
+        left = sorted(set(os.listdir(folder)) - before - {"__pycache__"})
+        if left and ray.train.get_context().get_local_rank() == 0:  # the workers of a machine share the folder
+            machine = ray.util.get_node_ip_address()
+            reporter.event(
+                Note(
+                    f"while worker {rank} trained, {some_of(left)} came into {folder} of its machine, {machine}: "
+                    "what a loop writes into run.folder is kept in the run's storage"
+                )
+            )
 
 
 class RayBatches:
