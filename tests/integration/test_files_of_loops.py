@@ -59,6 +59,7 @@ def test_a_folder_has_them_and_so_has_a_run_that_fails(images: Path, tmp_path: P
         assert open_store(f"{storage}/run").get("files/before") == b"x"
 
 
+@pytest.mark.slow  # two clusters
 @pytest.mark.parametrize("cpus", [["2"], ["0", "2"]], ids=["on the driver's node", "on another node"])
 def test_what_is_written_elsewhere_is_said(cpus: list[str], images: Path, tmp_path: Path) -> None:
     folder, started = tmp_path / "of-the-driver", tmp_path / "of-the-cluster"
