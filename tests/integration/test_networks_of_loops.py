@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from torch import nn
 
 import raytrain
+from raytrain.cli.main import main
 from raytrain.inference.classifier import load
 from raytrain.runs.documents import run_store
 from raytrain.runs.history import read_metrics
@@ -51,3 +55,38 @@ def test_a_function_that_no_file_names_is_given_again(images: Path, tmp_path: Pa
 def test_a_network_of_the_options_needs_no_trust(images: Path, tmp_path: Path) -> None:
     trained(images, tmp_path, "as_the_options_say")
     assert not load("as_the_options_say", storage=tmp_path).training
+
+
+PRINTING = """
+import torch
+
+print("imported", end="")
+
+
+def network(num_classes, **options):
+    print("built", end="")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 12 * 12, num_classes))
+"""
+
+
+def test_what_its_file_prints_is_no_part_of_the_results_of_commands(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(PRINTING)
+    more = {"backend": "local", "workers": 1, "epochs": 1, "model": f"{tmp_path}/mine.py:network"}
+    raytrain.train(small_config(images, tmp_path, **more))
+    image = next(images.rglob("*.png"))
+    for words, member in (
+        (["evaluate", "run", "--data", str(images)], "accuracy"),
+        (["predict", "run", str(image)], "rows"),
+        (["export", "run", "--output", str(tmp_path / "run.pt2")], "size_bytes"),
+    ):
+        capsys.readouterr()
+        assert main([*words, "--storage", str(tmp_path), "--trust", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert member in json.loads(out) and "importedbuilt" in err
+
+    # The same in a fresh process, for a person.
+    command = [sys.executable, "-m", "raytrain", "predict", "run", str(image), "--storage", str(tmp_path), "--trust"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    assert "imported" not in done.stdout and "importedbuilt" in done.stderr

@@ -1,8 +1,14 @@
-"""Commands that use the network of a run."""
+"""Commands that use the network of a run.
+
+The network may be code of the user's, which prints what it likes: on standard error here, since a command's table, rows
+or JSON are on standard output.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -77,7 +83,8 @@ def evaluate(
     picture = output or f"{prediction.storage.rstrip('/')}/{run}/{CONFUSION_PICTURE}"
     if output is not None:
         check_output(output, (".png",))
-    result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
+    with redirect_stdout(sys.stderr):
+        result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
     if result.skipped and not result.images:
         raise UsageError(
             f"None of {format_count(result.skipped, 'image')} of {result.data} can be decoded; check the files."
@@ -120,7 +127,8 @@ def predict(
         raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, one of both.")
     if embeddings and output is None:
         raise UsageError("--embeddings are hundreds of numbers per image; give --output, a .parquet file.")
-    result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
+    with redirect_stdout(sys.stderr):
+        result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
     if result.errors and result.errors == result.images:
         reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
         whose = files[0] if len(files) == 1 else f"None of {format_count(result.images, 'image')} of {result.data}"
@@ -186,7 +194,8 @@ def export(
 
     from raytrain.display.console import key_value_table
 
-    document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
+    with redirect_stdout(sys.stderr):
+        document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
     # People copy these lines, so the terminal must not wrap them.
     use = "With raytrain.models alone" if "from raytrain.models import" in document["example"] else "Without raytrain"
     lines = Text(f"\n{use}:\n\n{document['example']}", no_wrap=True, overflow="ignore")
