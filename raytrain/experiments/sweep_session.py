@@ -42,6 +42,7 @@ from raytrain.runs.documents import STUDY, SUMMARY, write_json
 from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.training.evaluation_metrics import measured_metrics
 
@@ -128,6 +129,7 @@ class SweepSession:
         for trial in trials:
             self._add(trial)
         self._is_stopping = False
+        self._notes: set[str] = set()  # of trials, that were printed
 
         # The cost of the sweep is that of the machines of all trials; a machine on which two trials train counts once.
         before = RunStatus(status="starting")
@@ -361,6 +363,10 @@ class SweepSession:
     def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
         """Show the trials; return the state of the sweep, and why the images cannot be used, or None if they can."""
         results = tuple(run.result for run in self._runs)
+        for run in self._runs:
+            for note in run.notes - self._notes:
+                self._notes.add(note)  # most are the same in all trials
+                _log.warning("%s: %s", run.trial.name, one_line(note))
         snapshot, failure = self._images.poll()
         training = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)

@@ -14,6 +14,7 @@ from raytrain.experiments.trial_results import TrialResult, is_over, is_stopped_
 from raytrain.experiments.trials import Trial
 from raytrain.launch.prepare import Loop, RunGroup, TrainRequest
 from raytrain.launch.train import start_run
+from raytrain.monitor.events import Note
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG
@@ -86,6 +87,7 @@ class TrialRun:
         self.result = stored_result(trial)
         self.aborted = False
         self.machines: tuple[MachineUse, ...] = ()  # on which the trial trains now
+        self.notes: frozenset[str] = frozenset()  # of the run, such as options that its loop does not use
         self._judge = judge
         self.signals = StopSignals()  # a waiting trial that is asked to stop does not start
         self._evaluations: dict[int, MetricRow] = {}  # by step
@@ -131,6 +133,7 @@ class TrialRun:
         if self.aborted:
             raise KeyboardInterrupt
         self.machines = snapshot.machines
+        self.notes |= {timed.event.text for timed in snapshot.events if isinstance(timed.event, Note)}
         if snapshot.first_row == 0:
             self._evaluations.clear()
         for row in snapshot.rows:

@@ -59,7 +59,7 @@ class RunFiles:
     def folder(self) -> Path:
         """The folder, made at its first use. Raises StorageError if what a resume finds in a bucket cannot be read."""
         if self._is_kept:
-            self._report(Note(f"files that the loop writes into run.folder are kept in {self._store.url}/{FILES}"))
+            self._report(Note(f"files that the loop writes into run.folder are kept with the run, in {FILES}"))
         if self._is_kept and self._store.cloud is None:
             folder = Path(self._store.url, FILES)
             folder.mkdir(parents=True, exist_ok=True)

@@ -108,6 +108,23 @@ def test_a_bad_trial_is_stopped_early_with_a_checkpoint(backend: str, images: Pa
     assert (stop_reason_of(record.summary), record.status.status) == (worse.reason, "stopped")
 
 
+def of_one_rate(run: raytrain.Run) -> None:
+    """A loop that uses no learning rate of the options."""
+    run.prepare(run.build_model())
+    for epoch in run.epochs(evaluate=lambda: {"accuracy": 0.5}):
+        for _ in epoch:
+            pass
+
+
+def test_an_option_that_the_loop_does_not_use_is_said_once(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = at_once(images, tmp_path, workers=1, epochs=1, backend="local")
+    raytrain.sweep(options, vary="learning-rate=0.5,0.6", loop=of_one_rate)
+    (said,) = [record.getMessage() for record in caplog.records if "build_optimizer" in record.getMessage()]
+    assert said.startswith("tried-0") and "--learning-rate takes effect in run.build_optimizer" in said
+
+
 def die(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     """The process of seed 0 dies once, that of seed 1 each time."""
     died = folder / f"died-{run.config.seed}"

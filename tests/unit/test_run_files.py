@@ -42,7 +42,7 @@ def test_a_bucket_has_them_as_soon_as_they_are_sent(files: RunFiles, store: Stor
     assert store.get("files/pictures/a b.png") == b"picture"
     assert store.get("files/last.txt") == b"last"
     assert [str(event.text) for event in events if isinstance(event, Note)] == [
-        f"files that the loop writes into run.folder are kept in {store.url}/files/"
+        "files that the loop writes into run.folder are kept with the run, in files/"
     ]
 
 
