@@ -36,7 +36,7 @@ def send_own_code() -> None:
 
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:
-    """Return how ``value`` is made in another process; NotImplemented to have it pickled as usual."""
+    """Return the function and the arguments that rebuild ``value`` elsewhere; NotImplemented to pickle it as usual."""
     if not isinstance(value, (type, FunctionType)):
         return NotImplemented
     named = None  # what the other process would find by the name

@@ -194,12 +194,12 @@ class AugmentationOptions:
 
     @property
     def crops_originals(self) -> bool:
-        """True if each epoch decodes other parts of the original images, so that decoded images cannot be kept."""
+        """True if each epoch decodes different parts of the original images, so decoded images cannot be cached."""
         return self.random_resized_crop and self.cache_side is None
 
 
 def check_augmentation(options: AugmentationOptions) -> None:
-    """Raise UsageError for a policy that does not exist, or a size for random crops without random crops."""
+    """Raise UsageError if ``auto_augment`` names no policy, or ``cache_side`` is given without random crops."""
     if options.auto_augment is not None:
         AutoAugment.parse(options.auto_augment)
     if options.cache_side is not None and not options.random_resized_crop:

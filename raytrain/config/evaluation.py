@@ -63,7 +63,7 @@ def is_fraction(metric: str) -> bool:
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
-    """Raise UsageError if evaluations cannot stop the run as they should."""
+    """Raise UsageError if ``until`` or a metric is malformed, or evaluations are needed that never happen."""
     if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+(e[-+]?\d+)?", options.until):
         raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
     for name in options.metrics:
@@ -77,7 +77,7 @@ def check_evaluation(options: EvaluationOptions) -> None:
 
 
 class Intervals(NamedTuple):
-    """A checkpoint is due after so many epochs, steps or seconds, whichever comes first; 0: not by these."""
+    """A checkpoint is due after so many epochs, steps or seconds, whichever comes first; 0 turns that interval off."""
 
     epochs: int = 0
     steps: int = 0

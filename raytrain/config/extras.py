@@ -28,7 +28,7 @@ def pip_install(packages: str) -> str:
 
 
 def extra(name: str) -> str:
-    """Return an extra with the command that adds it to this installation, for sentences: "install …".
+    """Return the name of an extra with the command that installs it here, for sentences such as "install …".
 
     Example: ``extra("onnx") == "raytrain[onnx] (`uv sync --inexact --extra onnx` in /home/me/raytrain)"``
     """

@@ -49,7 +49,7 @@ class Prices:
         return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
 
     def of_gpu(self, name: str) -> float | None:
-        """Return the price of a GPU by its name: that of the longest type that is a part of it; None if none is."""
+        """Return the price of a GPU: that of the longest type which is a part of its ``name``; None without one."""
         fitting = [(len(gpu), price) for gpu, price in self.by_gpu if gpu.lower() in name.lower()]
         return max(fitting)[1] if fitting else None
 
@@ -98,12 +98,12 @@ class MachineOptions:
 
     @property
     def device_type(self) -> DeviceType:
-        """``device`` without numbers or a type of GPU; never auto in a ResolvedConfig."""
+        """``device`` without the numbers or the type of GPUs: auto, cpu or cuda. A ResolvedConfig never has auto."""
         return self.device.partition(":")[0]  # pyright: ignore[reportReturnType]
 
     @property
     def gpus(self) -> str | None:
-        """The numbers of the GPUs of this machine to train on, such as 0,2; None for all."""
+        """The numbers of this machine's GPUs to train on, such as 0,2; None for all GPUs."""
         chosen = self.device.partition(":")[2]
         return chosen if chosen[:1].isdecimal() else None
 

@@ -103,7 +103,7 @@ class NetworkOptions:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The arguments in ``model_option`` by their names: numbers, None, True and so on as such, else text."""
+        """The arguments in ``model_option`` by name. A value that is no Python literal is text."""
         options: dict[str, Any] = {}
         for word in self.model_option:
             name, _, text = word.partition("=")
@@ -120,12 +120,12 @@ class NetworkOptions:
 
     @property
     def full_image_size(self) -> ImageSize:
-        """The height and width for which the network is trained, also if training starts with smaller images."""
+        """The height and width of images at the end of training, which may start with smaller ones."""
         return first_and_full_size(self.image_size or DEFAULT_SIZE)[1]
 
 
 def check_network(options: NetworkOptions) -> None:
-    """Raise UsageError if a range of image sizes is malformed, or the numbers of ``mean`` and ``std`` are too few."""
+    """Raise UsageError if a range of image sizes or an argument is malformed, or ``mean`` does not fit the channels."""
     if isinstance(options.image_size, str) and not re.fullmatch(r"[1-9]\d*\.\.[1-9]\d*", options.image_size):
         raise UsageError(
             f"--image-size is {options.image_size!r}; give a side, such as 224, height and width, or a range for "
@@ -177,8 +177,8 @@ def first_and_full_size(image_size: Size | str) -> tuple[Size, Size]:
 def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
     """Return the size of training images in ``epoch``, counted from 0, of so many ``epochs``.
 
-    It grows linearly, in multiples of four pixels. It is the full size in the last fifth of the epochs, and at least in
-    the last one, so that the network fits the size that it is used with.
+    The size grows linearly, in steps of four pixels. It is the full size in the last fifth of the epochs, and always in
+    the last one, so that the network fits the size with which it is used.
 
     Example: ``training_size("128..224", epoch=2, epochs=10) == (152, 152)``
     """

@@ -172,12 +172,12 @@ class OptimisationOptions:
 
     @property
     def is_range_test(self) -> bool:
-        """True if the learning rate rises to find a good one: then no checkpoint is kept, and nothing is evaluated."""
+        """True if the run raises the learning rate to find a good one; it neither evaluates nor keeps checkpoints."""
         return self.learning_rate_schedule.shape == "rising"
 
     @property
     def max_time_s(self) -> float | None:
-        """``max_time`` in seconds."""
+        """``max_time`` in seconds; None if it is not given."""
         return seconds(self.max_time) if self.max_time else None
 
 

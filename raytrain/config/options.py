@@ -92,7 +92,7 @@ SECTIONS = {
     "evaluation": EvaluationOptions,
     "checkpoint": CheckpointOptions,
 }
-"""In the order of the help: first those that most people use."""
+"""The sections by name, in the order of the help: first those that most people use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ class TrainConfig(
     ) -> ResolvedConfig:
         """Return the options of a run that starts, with everything decided.
 
-        ``device`` is what the workers train on, ``mean`` and ``std`` are those of the training images.
-        Raises UsageError if there are more or fewer loads than workers.
+        ``device`` is what the workers train on. ``mean`` and ``std`` were measured on the training images.
+        Raises UsageError if ``--worker-load`` does not have one number for each worker.
         """
         if self.worker_load is not None and len(self.worker_load) != num_workers:
             raise UsageError(
@@ -215,7 +215,8 @@ class TrainConfig(
     def check_metrics(self, measured: Collection[str], advice: str | None = None) -> None:
         """Raise UsageError if evaluations, which measure ``measured``, lack a metric that an option is about.
 
-        Without ``advice``, which is for a loop's own ones, no fraction may have to be larger than 1.
+        ``advice`` is given for the metrics of a user's own loop. Without it, ``--until`` must not ask for a fraction
+        above 1.
 
         Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
         """
@@ -307,7 +308,7 @@ def options_with(mark: Mark) -> tuple[str, ...]:
 
 
 def similar_options(name: str) -> str:
-    """Return `` (did you mean …?)`` with options that are similar to ``name``, or that it is a second name of."""
+    """Return `` (did you mean …?)`` with options that are similar to ``name``, or have it as their second flag."""
     by_synonym = {
         mark.flag: option
         for option, hint in hints_of(TrainConfig).items()
@@ -339,7 +340,7 @@ class ResolvedConfig(TrainConfig):
     """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.
 
     ``batch_size`` and ``learning_rate`` are global. The learning rate is 0 if the user's own loop does without one. The
-    defaults are those of options that nothing else decides.
+    defaults below apply where neither the user nor the machines nor the weights have decided.
     """
 
     name: str = field()

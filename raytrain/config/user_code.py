@@ -35,7 +35,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
     Example: ``load_function("--loop", "my_loop.py:train")``
     """
-    # Import the module; an error on the way is the user's, in one sentence.
+    # Import the module. An exception in it is a mistake of the user's, and becomes one sentence.
     place, _, function_name = name.rpartition(":")
     if not place:
         raise _names_no_function(option, name)
@@ -64,7 +64,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     return function
 
 
-_OWN = "raytrain_own_"  # begins the name of a module that is imported from a file: it must not hide one of that name
+_OWN = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no module of the same name
 
 
 def import_own_file(path: str | Path) -> ModuleType:
@@ -127,7 +127,7 @@ def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
 
 
 def check_module(option: str, name: str) -> None:
-    """Raise UsageError if ``name`` is none of a function, or its file or package does not exist. Imports nothing."""
+    """Raise UsageError if ``name`` does not name a function, or its file or package is missing. Imports nothing."""
     place = name.rpartition(":")[0]
     if not place:
         raise _names_no_function(option, name)
@@ -145,7 +145,7 @@ def _names_no_function(option: str, name: str) -> UsageError:
 
 
 def names_own_function(name: str | None) -> bool:
-    """Return True if ``name``, as of ``--model``, is a function that is neither raytrain's nor of a library.
+    """Return True if ``name``, a value of ``--model``, is a function of the user's: not raytrain's, nor a library's.
 
     Example: ``names_own_function("my_loop.py:train") and not names_own_function("resnet18")``
     """
@@ -155,9 +155,9 @@ def names_own_function(name: str | None) -> bool:
 
 
 def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:
-    """Return the error for an own function of the user's that only ``document`` names, so that it must not run.
+    """Return the error for a function of somebody's that only ``document`` names, so it must not run without consent.
 
-    ``may_be_named`` says that the command has the option, too, so that naming the function there would do.
+    ``may_be_named``: the command has the same option, so the user may name the function there instead.
     """
     place, _, function = name.rpartition(":")
     name_it = f"give {flag(option)} {name} in this command, or " if may_be_named else ""
@@ -188,7 +188,7 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        # Pickling says what it could not pickle, but not where it is: each variable is tried by itself.
+        # Pickle does not say which variable holds the value that it refuses: so try each variable by itself.
         culprits: dict[str, list[str]] = {}
         for name, function in functions.items():
             if function is not None:
@@ -300,7 +300,7 @@ def restart_may_help(error: BaseException) -> bool:
 
 @contextmanager
 def in_one_sentence(failure: str) -> Generator[None]:
-    """Make a UsageError, ``failure`` and its reason, of the user's code's exception, unless a restart may help."""
+    """Turn an exception of the user's code into a UsageError, ``failure`` and its reason, unless a restart may help."""
     try:
         yield
     except RaytrainError:

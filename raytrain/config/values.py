@@ -123,7 +123,7 @@ def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = T
     if not matches(value, hint) and str in _alternatives(hint):
         value = _as_text(given, value, hint, numbers_as_text=numbers_as_text)
     if not matches(value, hint) and matches((value,), hint):
-        value = (value,)  # one of what there may be several of
+        value = (value,)  # a single value where several are allowed
     if value is None and not matches(None, hint) and matches((), hint):
         value = ()
     # NaN is a number that check_limits refuses, with the limits.
@@ -194,7 +194,7 @@ def seconds(text: str) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as the command line gives it: paths as text, numbers of NumPy and torch as Python's, tuples."""
+    """Return ``value`` in the types of the command line: text for paths, Python's numbers, tuples for sequences."""
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):  # NAME=VALUE, as of --model-option
@@ -211,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) -> object:
-    """Return a value of Python's as the text, or the tuple of texts, that the command line takes; else as it is.
+    """Return a Python value as the text, or the tuple of texts, that the command line takes; unchanged if it is none.
 
     ``value`` is ``given`` as :func:`_plain` returns it.
     """
@@ -263,7 +263,7 @@ def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the types that an annotation allows, without their limits; of a tuple, the types of its items."""
+    """Yield the types that an annotation allows, without limits; for a tuple, the types of its items."""
     if get_origin(hint) in (Annotated, tuple):
         yield from _alternatives(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -281,7 +281,7 @@ def hints_of(options: type) -> dict[str, Any]:
 
 @cache
 def _bounds(options: type) -> dict[str, list[Bound]]:
-    """Return the bounds of each option; those of a tuple hold for each of its numbers."""
+    """Return the bounds of each option. The bounds of a tuple hold for each of its numbers."""
     return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in hints_of(options).items()}
 
 

@@ -82,7 +82,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Block:
-    """Images that are moved together. A label below 0 marks an image that could not be read."""
+    """Images that travel together. A label below 0 marks an image that could not be read."""
 
     images: Any  # decoded ones, uint8 (n, H, W, C), or Files
     labels: Int64s  # (n,)
@@ -133,9 +133,9 @@ def to_table(block: Block) -> pa.Table:
 
 
 class Buffers:
-    """Arrays for images, each used again once nobody has it, or a part of it, any more.
+    """Arrays for images, each used again once nobody has a reference to it or to a part of it.
 
-    The system clears the memory that it gives to a process, which for a large batch takes longer than to copy it.
+    The system clears memory before a process gets it. For a large batch that takes longer than copying the images.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Buffers:
 
 
 def lend(array: Pixels, give_back: Callable[[], None]) -> Pixels:
-    """Return the same array, uint8 (n,); ``give_back`` is called when nobody has it, or a part of it, any more."""
+    """Return the same array, uint8 (n,); call ``give_back`` once nobody refers to it or to a part of it any more."""
     return np.asarray(_Lent(array, give_back))
 
 
@@ -178,7 +178,7 @@ _MAX_FREE = 2  # arrays that wait for the next use: more would only keep memory 
 
 
 class CachedBlocks:
-    """A whole data set in the given order; ``block(number)`` waits until that block is there."""
+    """The blocks of a whole data set in the given order; ``block(number)`` waits until that block has been read."""
 
     def __init__(self, block: Callable[[int], Block], order: CacheOrder) -> None:
         self._block = block
@@ -216,7 +216,7 @@ class CachedBlocks:
 
 
 def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
-    """Return an array of texts, None for null. Raise UnicodeEncodeError for text that is not valid Unicode."""
+    """Return an Arrow array of texts; None becomes null. Raise UnicodeEncodeError for text that is no valid Unicode."""
     encoded = [b"" if value is None else value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     valid = None
@@ -226,7 +226,7 @@ def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
 
 
 def number_array(values: npt.NDArray[Any]) -> pa.Array:
-    """Return an array of numbers (n,), without a copy if they are contiguous."""
+    """Return numbers (n,) as an Arrow array, without a copy if they are contiguous."""
     contiguous = np.ascontiguousarray(values)
     kind = pa.from_numpy_dtype(contiguous.dtype)
     return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
@@ -341,7 +341,7 @@ class Prefetch(Iterator[T]):
             self._thread.join(wait_s)
 
     def _produce(self) -> None:
-        """Put items into the queue until there are no more, or nobody wants them; an exception counts as the end."""
+        """Put items into the queue until they are exhausted or the queue is closed; an exception counts as the end."""
         try:
             for item in self._items:
                 if not self._offer(item):
@@ -352,7 +352,7 @@ class Prefetch(Iterator[T]):
             self._offer(_End(error))
 
     def _offer(self, item: T | _End) -> bool:
-        """Put an item into the queue; return False if nobody wants it any more."""
+        """Put an item into the queue once there is room; return False if the queue was closed."""
         while not self._closed.is_set():
             with suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)
@@ -362,7 +362,7 @@ class Prefetch(Iterator[T]):
 
 @dataclass(frozen=True)
 class _End:
-    """Marks the end of the items."""
+    """The last entry of a queue: the exception that ended its items, StopIteration if they were exhausted."""
 
     error: BaseException
 

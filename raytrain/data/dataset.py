@@ -111,7 +111,7 @@ class Dataset:
 
 
 def count_left_out(*parts: Manifest) -> dict[str, int]:
-    """Return how many files beside the images are not used, by reason; each once if several parts are in one folder."""
+    """Count the unused files beside the images by reason. Files of a folder that has several parts count once."""
     by_url = {manifest.url: manifest for manifest in reversed(parts)}
     return dict(sum((Counter(manifest.left_out) for manifest in reversed(by_url.values())), Counter[str]()))
 
@@ -170,7 +170,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         manifests = labelled_parts(config, stores, tables)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
-    # A folder that is given twice is a slip, or a first try. Parts of one folder have labels or folders that say so.
+    # A folder that is given for two parts is a slip, or a first try: its images are then both trained on and held out.
+    # They are not if labels or folders divide them.
     for part in HELD_OUT:
         if part in stores and stores[part].url == stores["train"].url:
             trained = set(train.keys.to_pylist())
@@ -243,7 +244,7 @@ def label_columns(config: TrainConfig) -> LabelColumns:
 
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
-    """Return how images are decoded on which the network is evaluated or used."""
+    """Return how images are decoded for evaluation and for prediction."""
     cropping = Cropping(
         config.resize or ResolvedConfig.resize,
         config.crop_fraction or ResolvedConfig.crop_fraction,
@@ -253,7 +254,7 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
 
 
 def training_format(config: TrainConfig) -> ImageFormat:
-    """Return how images are decoded for training: at random parts, or with a margin if random crops are cut later."""
+    """Return how images are decoded for training: a random part, or all with a margin if crops are cut out later."""
     shape, cropping, _ = evaluation_format(config)
     resizer = "pillow" if config.resizer == "auto" else config.resizer
     cropping = replace(cropping, resizer=resizer)
@@ -285,7 +286,7 @@ def measure_mean_std(
 
 
 def random_order(manifest: Manifest, seed: int) -> Int64s:
-    """Return all images in a random order, (N,); packed ones in theirs, which is random already."""
+    """Return the indices of all images in a random order, (N,). Packed images keep their order, which is random."""
     order = np.arange(len(manifest))
     return order if manifest.packing is not None else np.random.default_rng(seed).permutation(order)
 
@@ -294,8 +295,8 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
     """Return the weight of each class that ``--class-weights`` asks for; None if it is not given.
 
     Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
-    image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
-    Anything else is a JSON object with a number for each class, or a file of one. Raises UsageError if it is not.
+    image may have several classes, the weight (N - n_c) / n_c applies to the images that have class c. Any other
+    option is a JSON object with a number for each class, or a file with one; raises UsageError if it is neither.
     """
     if option is None:
         return None

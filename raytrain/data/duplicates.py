@@ -36,7 +36,7 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Images with the same content. ``compared`` of all ``images`` were compared; there was no time for the others."""
+    """Images with the same content. Only ``compared`` of all ``images`` were compared before the deadline."""
 
     compared: int
     images: int
@@ -89,7 +89,7 @@ def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplica
 def _hashes(
     parts: Sequence[StoredImages], ends: Int64s, candidates: Int64s, deadline_s: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield number and hash of the images of all parts, numbered one part after another, until the deadline."""
+    """Yield the number and the hash of each candidate until the deadline. Images are numbered part after part."""
     for start in range(0, len(candidates), _BLOCK):
         if start and time.monotonic() >= deadline_s:
             return
@@ -102,13 +102,13 @@ def _hashes(
 
 @dataclass(frozen=True, eq=False)
 class StoredImages:
-    """The images of a part, and the hashes of their files."""
+    """The images of one part in storage."""
 
     store: Store
     manifest: Manifest
 
     def hashes(self, indices: Int64s) -> Iterator[tuple[int, str]]:
-        """Yield the MD5 of the files at ``indices``, but for those that are gone."""
+        """Yield the index and the MD5 of each file at ``indices``; a file that is gone is left out."""
         chosen = self.manifest.select(indices)
         etags = [_md5_of(etag) if self._etags_are_hashes else None for etag in chosen.etags.to_pylist()]
         unknown = np.array([etag is None for etag in etags], bool)
@@ -124,7 +124,7 @@ class StoredImages:
 
     @cached_property
     def _etags_are_hashes(self) -> bool:
-        """True if the entity tags that look like MD5 are those of the files. Not so in S3 with keys of AWS KMS."""
+        """True if entity tags that look like an MD5 are the MD5 of the file, which is not so in S3 with AWS KMS."""
         alike = (index for index, etag in enumerate(self.manifest.etags) if _md5_of(etag.as_py()))
         chosen = self.manifest.select(np.fromiter(islice(alike, _NUM_VERIFIED), np.int64))
         contents = read_contents(self.store, chosen)
@@ -137,6 +137,6 @@ def _md5(content: bytes) -> str:
 
 
 def _md5_of(etag: str) -> str | None:
-    """Return the MD5 that an entity tag of S3 may be; None if it is none."""
+    """Return the entity tag if it has the form of an MD5, else None."""
     match = _MD5.fullmatch(etag.strip('"'))
     return match and match[0]

@@ -1,4 +1,4 @@
-"""Parquet files from outside, of which some kilobytes may stand for gigabytes."""
+"""Reads Parquet files from strangers, in which a few kilobytes may expand to gigabytes of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _ST
 
 
 def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
-    """Return those of the columns ``names`` that a file has, numbers or strings, or else all, of any type.
+    """Return the columns ``names`` of a file, as far as it has them, or all columns.
+
+    The named columns must hold numbers or strings; all columns may hold anything.
 
     Raises ValueError if they would take too much memory: a file may take 64 MiB, or 300 times its own size.
 
@@ -33,8 +35,8 @@ def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
         if not is_string and not pa.types.is_primitive(field.type):
             raise ValueError(f"its column {field.name} holds {field.type}")
 
-    # What the file says itself: its size without compression, and the numbers of its values. A column of lists or of
-    # records is stored in columns of single values.
+    # First check what the file says of itself: its size without compression, and how many values it has. A column of
+    # lists or of records is stored in several columns of single values.
     chosen = {field.name for field in fields}
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     check_memory(sum(group.total_byte_size for group in groups), data)
@@ -43,7 +45,7 @@ def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
     num_bytes = sum(column.num_values * _VALUE_BYTES.get(column.physical_type, 1) for column in columns)
     check_memory(num_bytes, data)
 
-    # A string that occurs often is in the file once. Read like that, it takes little memory, too.
+    # Then the strings. One that occurs often is stored once in the file; read as a dictionary, it takes little memory.
     strings = sorted({column.path_in_schema for column in columns if column.physical_type == _STRING})
     once = pq.ParquetFile(pa.BufferReader(data), read_dictionary=strings)
     for batch in once.iter_batches(_ROWS_AT_A_TIME, columns=strings) if strings else ():
@@ -53,7 +55,7 @@ def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
 
 
 def _bytes_of_strings(column: Any) -> int:
-    """Return how many bytes the strings in ``column``, also in lists and records, take if each is stored by itself."""
+    """Return the bytes that the strings in ``column`` take if each is stored by itself; lists and records included."""
     if pa.types.is_dictionary(column.type):
         return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
     if pa.types.is_struct(column.type):

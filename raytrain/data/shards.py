@@ -44,7 +44,7 @@ class DamagedShard(ValueError):
 
 
 def assign_shards(images: Manifest) -> list[Manifest]:
-    """Distribute images over shards, mixed, always alike; return the images of each, in the order of its rows."""
+    """Shuffle images in a fixed way and divide them into shards; return those of each, in the order of its rows."""
     packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
     # A shard ends with the image in which its bytes do: bounds are the first image of each shard, and the end.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
@@ -66,7 +66,7 @@ def packed_manifest(images: Manifest, shards: Sequence[Manifest], paths: Sequenc
 
 
 def shard_path(number: int, data: bytes) -> str:
-    """Return the path of shard ``number`` with the content ``data``, of which it has a checksum."""
+    """Return the path of shard ``number``, which contains a checksum of its content ``data``."""
     return f"shards/{number:06d}-{_checksum(data)}.parquet"
 
 
@@ -95,7 +95,7 @@ def _metadata(images: Manifest) -> bytes:
 
 
 def is_shard_of(images: Manifest, path: str, data: bytes) -> bool:
-    """Return whether ``data`` at ``path`` is the whole shard of ``images``, as far as it says itself."""
+    """Return True if ``data`` at ``path`` is undamaged and, by its metadata, the shard of exactly these ``images``."""
     try:
         table = _parse(path, data, ["key", "label", "image"])
     except DamagedShard:
@@ -108,7 +108,7 @@ def is_shard_of(images: Manifest, path: str, data: bytes) -> bool:
 
 
 def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
-    """Yield index in ``packing`` and content of each image, shard by shard, each of which is fetched once or cached."""
+    """Yield the index in ``packing`` and the content of each image, shard by shard; cached shards are not fetched."""
     numbers, which = np.unique(packing.shard, return_inverse=True)
     for arrived, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
         for index in np.flatnonzero(which == arrived).tolist():
@@ -161,7 +161,7 @@ shard_cache = ShardCache()
 
 
 def _parse(path: str, data: bytes, columns: list[str]) -> pa.Table:
-    """Return these columns of a shard, in one chunk. Raise DamagedShard if it is not what was written at ``path``."""
+    """Return some columns of a shard, in one chunk each. Raise DamagedShard if its content is not that of ``path``."""
     if not path.endswith(f"-{_checksum(data)}.parquet"):
         raise DamagedShard(_DAMAGED)
     try:

@@ -25,7 +25,7 @@ _VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
 def encode_table(table: pa.Table, output: str) -> bytes:
-    """Return a table as the content of the file ``output``, in the format of its suffix, .csv or .parquet."""
+    """Encode a table in the format that the suffix of ``output`` names, .csv or .parquet."""
     sink = pa.BufferOutputStream()
     with table_writer(sink, output, table.schema) as write:
         write(table)
@@ -58,7 +58,8 @@ def _without_formulas(table: pa.Table) -> pa.Table:
 def export_history(storage: str, name: str, output: str) -> int:
     """Write the history of a run into the file ``output``, .csv or .parquet; return the number of rows.
 
-    Each row of the history is a row, each name that occurs in it a column. What a row lacks is null.
+    The table has a column for each name that occurs in the history, and null where a row lacks the name.
+
     Example: ``export_history("s3://runs/photos", "first", "history.csv")``.
     """
     check_output(output, (".parquet", ".csv"))

@@ -45,16 +45,16 @@ T = TypeVar("T")
 _log = logging.getLogger("raytrain")
 
 _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
-_DOCUMENT_BYTES = 16 << 20  # an owner writes as much in one request, if nobody else has written meanwhile
-_OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the owner
-_MAX_CHANGES = 20  # of an object by others, while its owner tries to write it
-# A server that keeps objects as files may have none while one is replaced: rclone's does, and s3proxy's.
+_DOCUMENT_BYTES = 16 << 20  # an owner writes objects up to this size conditionally, in one request
+_OWNERS_REQUEST_S = 15.0  # half a lease: after a whole one, another process may be the owner
+_MAX_CHANGES = 20  # times that others may change an object while its owner tries to write it
+# Servers that keep objects as files, such as rclone's and s3proxy's, may miss an object while it is replaced.
 _REPLACED_WITHIN_S, _LOOK_EVERY_S = 2.0, 0.1
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
-_LAST = "\U0010ffff"  # behind all names
-_PAGE_CHECK_S = 5.0  # in which the server has to answer; if it takes longer, the check is left out
+_LAST = "\U0010ffff"  # sorts after all names
+_PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check is left out
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
 
@@ -78,7 +78,7 @@ class BucketStore(Store):
     """Distinguishes stores with different credentials, in every process that a store is sent to."""
     retry_policy: RetryPolicy = DEFAULT
     multipart: bool = False  # upload in parts, each of which obstore retries
-    request_s: float | None = None  # most that a request may take; None: half an hour
+    request_s: float | None = None  # limit for one request; None: half an hour
     guard: Guard | None = field(default=None, compare=False)
     disk: DiskCache | None = field(default=None, compare=False)  # keeps what was read
 
@@ -135,7 +135,7 @@ class BucketStore(Store):
             raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
 
     def _client(self) -> BucketClient:
-        """Return this process's client, which stores share that differ in their guard, disk or retries only."""
+        """Return this process's client, shared by stores that differ only in guard, disk or retries."""
         connection = BucketConnection(
             self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s
         )
@@ -170,8 +170,8 @@ class BucketStore(Store):
             return
 
         def put_as_owner(client: ObjectStore) -> None:
-            # Whoever becomes the owner after the check, and writes the object, is not overwritten: its version, which
-            # was asked for before the check, is another one then.
+            # Get the version before the check: if another process becomes the owner after it and writes the object, the
+            # version has changed, and the write is refused.
             for _ in range(_MAX_CHANGES):
                 version = _current_version(client, path)
                 self._check_owner(client)
@@ -191,7 +191,7 @@ class BucketStore(Store):
                 client.put(path, content, chunk_size=_PART_BYTES)
             except Exception as error:
                 if not is_transient(error):
-                    self._check_owner(client)  # another one has aborted this upload
+                    self._check_owner(client)  # perhaps another owner has aborted this upload
                 raise
 
         dataclasses.replace(self, multipart=multipart)._send(path, request)
@@ -241,7 +241,7 @@ class BucketStore(Store):
         self.guard.check(_if_found(lambda: bytes(client.get(path).bytes()), _REPLACED_WITHIN_S), self.url)
 
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
-        """Return the store for a small write or a deletion: an owner's must not arrive when its lease is over."""
+        """Return the store with a short limit for small writes and deletions of an owner, whose lease must not end."""
         is_brief = self.guard is not None and num_bytes < _PART_BYTES // 5
         return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if is_brief else self
 
@@ -251,7 +251,7 @@ class BucketStore(Store):
         prefix = prefix.strip("/")
         unusable_names: list[str] = []
         self._check_pages()
-        # Go down to where the tree branches: several folders can be listed at a time.
+        # Go down to where the tree branches, so that several folders can be listed at once.
         folders = [prefix]
         objects: list[ObjectMeta] = []
         while len(folders) == 1:
@@ -262,8 +262,8 @@ class BucketStore(Store):
                 if self._is_broken_off(folder, listed):
                     folders, listed["objects"] = [], self._list_folder(folder, unusable_names)
                 objects += listed["objects"]
-                # obstore drops a slash that a name begins with: these names are in a folder without a name, which
-                # would be the bucket itself again.
+                # obstore drops a slash at the beginning of a name. Such names seem to be in a folder without a name,
+                # which would be listed as the bucket itself again.
                 if "" in folders:
                     folders.remove("")
                     objects += self._list_any_names("/", unusable_names, UnusableNames(_LEADING_SLASH.format(self.url)))
@@ -285,12 +285,12 @@ class BucketStore(Store):
             )
 
     def _check_pages(self) -> None:
-        """Raise StorageError if a server of S3's protocol does not say how a listing goes on after its first page.
+        """Raise StorageError if an S3 server does not say how a listing continues after its first page.
 
-        obstore takes such a page for the last one, or asks for it for ever, and no later request would show it. So the
-        first two pages below ``url`` are asked for by boto3, once in each process, as obstore asks for them: with and
-        without folders. A server that hangs meanwhile keeps the caller waiting for five seconds more, and is left to
-        the caller's own request.
+        obstore would take such a page for the last one, or ask for it for ever, and no later request would show the
+        mistake. So boto3 requests the first two pages below ``url``, once in each process, both with and without
+        folders, as obstore does. A server that does not answer this within five seconds is left to the caller's own
+        request.
         """
         client = self._client()
         if not isinstance(self.cloud, S3) or client.pages_are_checked:
@@ -316,8 +316,8 @@ class BucketStore(Store):
         objects: list[ObjectMeta] = []
 
         def resume(client: ObjectStore) -> None:
-            # A page of S3 after the first ones may also lack the token of the next. So a listing of more than one page
-            # has ended only if the server has no name behind the last one.
+            # Later pages may also lack the token of the next one. So a listing of more than one page has ended only
+            # when the server has no names after the last one.
             while True:
                 num_before, last = len(objects), objects[-1]["path"] if objects else None
                 for page in client.list(folder, offset=last):
@@ -332,20 +332,20 @@ class BucketStore(Store):
         return objects
 
     def _fills_a_page(self, num_names: int) -> bool:
-        """Return whether so many names may be a page of S3, and not all. Other clouds say how a listing goes on."""
+        """Return True if so many names may be one page of S3 and not all names. Other clouds have no such doubt."""
         return isinstance(self.cloud, S3) and num_names >= self._client().page_names
 
     def _is_broken_off(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:
-        """Return whether there are names in ``folder`` behind those that the server has ``listed`` as all of them."""
+        """Return True if ``folder`` has names after those that the server has ``listed`` as if they were all."""
         names = [f"{name}/{_LAST}" for name in listed["common_prefixes"]] + [meta["path"] for meta in listed["objects"]]
         if not self._fills_a_page(len(names)):
             return False
         return self._send(folder, lambda client: next(iter(client.list(folder, offset=max(names))), None)) is not None
 
     def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
-        """List objects whose names begin with ``start``, and add those that cannot be used to ``unusable_names``.
+        """List objects whose names begin with ``start`` by boto3, which returns names that obstore refuses.
 
-        Raises ``error`` outside S3.
+        Names that cannot be used are added to ``unusable_names``. Raises ``error`` for other clouds than S3.
         """
         if not isinstance(self.cloud, S3):
             raise error
@@ -392,7 +392,7 @@ def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
 
 
 def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
-    """Return the result of ``ask``; None if there is no such object, and none within ``within_s`` seconds either.
+    """Return the result of ``ask``; None if the object does not exist, nor appears within ``within_s`` seconds.
 
     Raises FileNotFoundError if there is no bucket.
     """
@@ -409,7 +409,7 @@ def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
 
 
 def _version(meta: ObjectMeta) -> UpdateVersion:
-    """Return the version of an object, which one that replaces it has not: its ETag, and Google's generation."""
+    """Return what identifies this version of an object: its ETag, and in Google's cloud its generation."""
     version: UpdateVersion = {"e_tag": meta["e_tag"]}
     if (generation := meta["version"]) is not None:
         version["version"] = generation
@@ -417,9 +417,9 @@ def _version(meta: ObjectMeta) -> UpdateVersion:
 
 
 def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
-    """Write an object that is still of ``version``, or does not exist if that is None; return whether it was written.
+    """Write an object if it still has ``version``, or if it still does not exist for None; return True if written.
 
-    A server that knows no conditions writes it anyway.
+    A server without conditional writes writes it in any case.
     """
     try:
         client.put(path, data, mode=version or "create")
@@ -433,5 +433,5 @@ def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: Up
 
 
 def _normalized(etag: str) -> str:
-    """Remove the quotes and the ``W/`` around an ETag, which servers add in some answers and not in others."""
+    """Return an ETag without quotes and ``W/``, which servers add in some answers and not in others."""
     return etag.removeprefix("W/").strip('"')

@@ -31,7 +31,7 @@ TIMEOUTS: ClientConfig = {
     "read_timeout": timedelta(seconds=30),
     "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as bytes arrive
 }
-# Of requests by stores, obstore retries parts of uploads only; all others are retried, and counted, by with_retries.
+# obstore retries only the parts of large uploads. with_retries retries, and counts, all other requests of stores.
 RETRIES: RetryConfig = {
     "max_retries": DEFAULT.max_retries,
     "retry_timeout": timedelta(seconds=DEFAULT.max_duration_s),
@@ -46,14 +46,14 @@ _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 
 @dataclass(frozen=True)
 class BucketConnection:
-    """The way of a process to a prefix of a bucket. Stores with equal connections share a client in each process."""
+    """How to reach a prefix of a bucket. Stores with equal connections share a client in each process."""
 
     url: str
     cloud: Cloud
     credentials: CredentialSource = field(compare=False, repr=False)
     id: str  # distinguishes connections with different credentials, in every process that a store is sent to
-    multipart: bool  # uploads come in parts, each of which obstore retries
-    request_s: float | None  # most that a request may take; None: half an hour
+    multipart: bool  # upload in parts, each of which obstore retries
+    request_s: float | None  # limit for one request; None: half an hour
 
 
 class BucketClient:
@@ -64,11 +64,11 @@ class BucketClient:
         self._lock = threading.Lock()
         self.credentials = CredentialCache(connection.credentials)
         self.obstore = self._connect()
-        self.pages_are_checked = False  # whether the server is known to say how a listing goes on after its first page
-        self.page_names = 1000  # fewest names that a page of a listing may have, if another page follows
+        self.pages_are_checked = False  # True once the server has shown that it says how a listing continues
+        self.page_names = 1000  # a page with fewer names is the last one of its listing
 
     def renewed(self, refused: ObjectStore) -> ObjectStore:
-        """Return an obstore with new credentials after ``refused``, made once however many threads were refused."""
+        """Return an obstore with new credentials in place of ``refused``; all threads that were refused share it."""
         with self._lock:
             if self.obstore is refused:
                 self.credentials = CredentialCache(self._connection.credentials, self.credentials.identity)
@@ -91,14 +91,14 @@ class BucketClient:
 
 
 def client_options(cloud: Cloud) -> ClientConfig:
-    """Return obstore's options: timeouts, the certificates that this process's environment names, and proxies."""
+    """Return obstore's options: timeouts, proxies, and the certificates that this process's environment names."""
     options: ClientConfig = {**TIMEOUTS}
     if cloud.endpoint_url:
         options["allow_http"] = cloud.endpoint_url.startswith("http://")
     # No proxy reaches this machine's own servers, and obstore takes HTTP_PROXY unless it is given a proxy.
     if is_loopback(cloud.endpoint_url):
         options["proxy_url"], options["proxy_excludes"] = "http://localhost", "localhost,127.0.0.0/8,::1"
-    # obstore does not say which file of certificates it cannot read, so that is tried first.
+    # Try the file of certificates first, because obstore would not say that it cannot read it.
     variable = cloud.sentences.certificates_variable
     if file := os.environ.get(variable):
         try:

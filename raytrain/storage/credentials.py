@@ -14,7 +14,7 @@ T = TypeVar("T", bound="BucketCredentials")
 
 _ASK_EVERY_S = 60.0
 
-CredentialFields = tuple[Any, ...]  # the fields of credentials in order, as they are sent to another process
+CredentialFields = tuple[Any, ...]  # the fields of credentials, in which they are sent to another process
 
 
 class BucketCredentials(ABC):
@@ -34,7 +34,7 @@ class BucketCredentials(ABC):
 
     @property
     def have_expired(self) -> bool:
-        """Return whether they have expired. Unlike that of timeouts, this clock runs on in sleep."""
+        """True if they have expired, by the wall clock, which runs on while the machine sleeps."""
         return self.expires_at is not None and self.expires_at <= datetime.now(timezone.utc)
 
     def for_obstore(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class GoogleCredentials(BucketCredentials):
 
 
 def credentials_of_fields(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
-    """Make the credentials of a cloud, such as ``s3``, from the fields of :meth:`BucketCredentials.fields`."""
+    """Return credentials of a cloud, such as ``s3``, made from the result of :meth:`BucketCredentials.fields`."""
     kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials, "gs": GoogleCredentials}
     return kinds[cloud](*fields) if fields else None
 
@@ -116,10 +116,10 @@ class NoCredentials(Exception):
 
 
 CredentialSource = Callable[[], "BucketCredentials | None"]
-"""Returns credentials that are valid now, or None; is pickled with its store, so it must not contain a secret."""
+"""Returns credentials that are valid now, or None. It is pickled with its store, so it must not contain a secret."""
 
 LentCredentials = Callable[[str], "BucketCredentials | None"]
-"""Returns the credentials that the driver lends for a cloud, such as ``s3``; likewise pickled with a store."""
+"""Returns the credentials that the driver lends for a cloud, such as ``s3``. It is pickled with a store, too."""
 
 
 def require_credentials(credentials: T | None) -> T:
@@ -130,9 +130,9 @@ def require_credentials(credentials: T | None) -> T:
 
 
 def ask_again_after_s(credentials: BucketCredentials | None) -> float:
-    """Return the seconds until a source is to be asked again: 60, or a third of the time until they expire if less.
+    """Return after how many seconds to ask a source again: 60, or a third of the time until ``credentials`` expire.
 
-    Also credentials that never expire may be replaced: somebody rewrites the file that they are in.
+    Even credentials that never expire may be replaced in the file that they are read from.
     """
     if credentials is None or credentials.expires_at is None:
         return _ASK_EVERY_S
@@ -141,7 +141,7 @@ def ask_again_after_s(credentials: BucketCredentials | None) -> float:
 
 
 class CredentialCache:
-    """Keep credentials for a client: obstore asks for them ten times a second shortly before they expire."""
+    """Caches a source's credentials for a client: obstore asks ten times a second shortly before they expire."""
 
     def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
         self._source = source
@@ -149,9 +149,9 @@ class CredentialCache:
         self._cached: BucketCredentials | None = None
         self._ask_again_at_s = 0.0
         self.identity = identity
-        """The identity of the last credentials, which may be shown."""
+        """The identity of the last credentials, for messages."""
         self.failure: Exception | None = None
-        """The error of the source the last time, if it failed; obstore passes on only its text."""
+        """The exception of the source if its last call failed; obstore would pass on only the text."""
 
     def __call__(self) -> Any:
         """Return the credentials as obstore wants them; raise the source's exception, or NoCredentials."""

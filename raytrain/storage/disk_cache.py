@@ -1,7 +1,7 @@
 """Files of a bucket, kept on a disk of the machine, for all processes and runs on it.
 
-An entry's name is a digest of what it is called in the bucket, with its ETag, so that no entry ever changes. It ends
-with a checksum: a crash leaves at worst an entry that counts as missing.
+An entry's name is a digest of the object's name and its ETag, so that no entry ever changes. An entry ends with a
+checksum: a crash leaves at worst an entry that counts as missing.
 
 A run never evicts an entry that it has used itself, only those that were last used by earlier runs. With a plain
 least-recently-used cache, a data set larger than the limit would lose each file shortly before its next use. This way
@@ -28,8 +28,8 @@ from raytrain.storage.locks import acquire
 
 _CHECKSUM_BYTES = 4
 _MIN_GRANT_BYTES = 1 << 20
-_GRANTS = 256  # a process counts again what lies in the cache when it has written this part of the limit
-_FREE_FRACTION = 0.05  # of the disk, which is left to others
+_GRANTS = 256  # after writing the 256th part of the limit, a process counts again how full the cache is
+_FREE_FRACTION = 0.05  # of the disk, left to others
 _ABANDONED_AFTER_S = 3600.0
 _UNFINISHED = "unfinished-"
 _FOLDER_NAME, _ENTRY_NAME = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{38}")
@@ -44,7 +44,7 @@ class DiskCache:
     run_started_at: float
 
     def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return the content of ``name`` from the disk, or from ``fetch``, whose result is kept if there is room."""
+        """Return the content of ``name`` from the disk, or from ``fetch``, whose result is stored if there is room."""
         if not _belongs_to_user(self.folder):
             return fetch()
         digest = hashlib.sha256(name.encode()).hexdigest()
@@ -74,7 +74,7 @@ class DiskCache:
         return None
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write an entry, unless there is no room for it; if the disk refuses, this process writes no more."""
+        """Write an entry if there is room for it; if the disk refuses, this process writes no more entries."""
         if not _room(self).take(len(data) + _CHECKSUM_BYTES):
             return
         try:
@@ -93,10 +93,10 @@ class DiskCache:
 
 @contextmanager
 def _turn(path: Path) -> Generator[bool]:
-    """Let one process at a time fetch an entry: those that decode images of one shard want it at the same moment.
+    """Let one process at a time fetch an entry: processes that decode images of one shard want it at the same moment.
 
-    Yields whether this process has waited for another. Threads of one process do not wait: the second one is there
-    because the first one's request is slow.
+    Yields True if this process had to wait for another one. Threads of one process do not wait for each other: the
+    second one is a hedge, because the request of the first one is slow.
     """
     if path in _paths_in_turn:
         yield False
@@ -105,7 +105,7 @@ def _turn(path: Path) -> Generator[bool]:
     try:
         with ExitStack() as stack:
             has_waited = False
-            with suppress(OSError):  # a disk that refuses costs a request at worst
+            with suppress(OSError):  # without the lock, at worst a request is sent twice
                 lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
                 has_waited = stack.enter_context(acquire(lock)).waited
             yield has_waited
@@ -127,9 +127,9 @@ class _Room:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> bool:
-        """Return whether there is room for ``num_bytes``, and take it."""
+        """Reserve room for ``num_bytes``; return False if there is none."""
         with self._lock:
-            # What a grant has left is given up: the next one counts all that lies in the cache.
+            # Get a new grant, and give up the rest of the old one: a grant counts all files in the cache.
             if self._left_bytes < num_bytes and not self.is_closed:
                 grant_bytes = max(self._grant_bytes, num_bytes)
                 self._left_bytes = grant_bytes if self._make_room(grant_bytes) else 0
@@ -140,13 +140,13 @@ class _Room:
             return True
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove entries that no run has used for longest, and return whether there is room for ``num_bytes``."""
+        """Make room for ``num_bytes`` by removing entries of earlier runs; return False if that is not enough."""
         try:
             over_limit_bytes = kept_bytes(self._disk.folder) + num_bytes - self._disk.limit_bytes
             excess_bytes = max(over_limit_bytes, num_bytes - usable_bytes(self._disk.folder))
             if excess_bytes <= 0:
                 return True
-            # Only of earlier runs, the least recently used first.
+            # Only entries that no current run has used, the least recently used first.
             unused = sorted(entry for entry in _entries(self._disk.folder) if entry.used_at < self._disk.run_started_at)
         except OSError:
             return False
@@ -171,7 +171,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(folder: str) -> Iterator[_Entry]:
-    """Iterate over all entries, in no order. Removes unfinished ones of killed processes, and touches nothing else."""
+    """Iterate over all entries, in no order. Remove unfinished ones of killed processes, and touch no other files."""
     for child in os.scandir(folder):
         if _FOLDER_NAME.fullmatch(child.name) and child.is_dir(follow_symlinks=False):
             for file in os.scandir(child.path):
@@ -190,7 +190,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def make_folder(folder: str) -> bool:
-    """Make the folder of a cache; return whether it is this user's: what others put there must not become an image."""
+    """Make the folder of a cache; return False if it belongs to another user, whose files must not become images."""
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.getuid()
 

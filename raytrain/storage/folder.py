@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 REPORT_AFTER_S = 5.0
-_UNTIL_CLOSED = RetryPolicy(20, 30.0)  # of opening a file, while this process has too many open
-_MAX_REMOVALS = 20  # of a folder by others, while a file is opened in it
-_NO_FOLDER = "lost+found"  # of a disk, which only root may read
-# put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
+_UNTIL_CLOSED = RetryPolicy(20, 30.0)  # for opening a file while this process has too many files open
+_MAX_REMOVALS = 20  # times that others may remove a folder while a file is opened in it
+_NO_FOLDER = "lost+found"  # a folder at the root of a disk, which only root may read
+# Files that are no objects: put() writes a .part and renames it, put_if() locks a .lock. Killed processes leave some.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
 TOO_MANY_FILES = (
@@ -49,7 +49,7 @@ _BY_ERRNO: dict[int, str] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), TOO_MANY_FILES),
     errno.EDQUOT: "The disk quota for {url} is used up; free space or choose another place.",
 }
-_UNWRITABLE: dict[int, str] = {  # of a whole folder, where it reads otherwise than of a file in it
+_UNWRITABLE: dict[int, str] = {  # sentences about a whole folder, where they differ from those about a file in it
     errno.ENOENT: "{url} cannot be written: no folder and no file can be made there; choose another place.",
     errno.EEXIST: "{url} is a file, but should be a folder; remove it or choose another place.",
     errno.EACCES: "This user has no permission to write to {url}; change the permissions or choose another place.",
@@ -147,7 +147,7 @@ class FolderStore(Store):
             raise explain_os_error(error, error.filename or self._file(prefix)) from error
 
     def folders_with(self, name: str, report: Callable[[str], object]) -> Sequence[str]:
-        # One level alone: nothing that is deeper in one of the folders can hide the others.
+        # Look at one level only, so that trouble deep in one folder does not hide the others.
         try:
             folders = os.listdir(self.url) if os.path.lexists(self.url) else []
         except OSError as error:
@@ -185,7 +185,7 @@ class FolderStore(Store):
         except StorageError as error:
             if not isinstance(cause := error.__cause__, OSError):
                 raise
-            # The folder is what somebody can mend; the name of the file that was tried says nothing.
+            # Name the folder, which the user can mend, and not the file that the check tried to write.
             if sentence := _UNWRITABLE.get(cause.errno or 0):
                 raise StorageError(sentence.format(url=self.url)) from cause
             raise explain_os_error(cause, self.url) from cause
@@ -209,8 +209,8 @@ class FolderStore(Store):
 
     @contextmanager
     def _as_owner(self) -> Generator[None]:
-        """Write as the owner, whom nobody replaces meanwhile: that needs the same lock."""
-        self._check_owner()  # first without the lock, whose file would make the folder of a run that was deleted
+        """Hold the lock that a new owner would need, so that the owner is not replaced during a write."""
+        self._check_owner()  # first without the lock, whose file would bring back the folder of a deleted run
         if self.guard is None:
             yield
             return
@@ -220,7 +220,7 @@ class FolderStore(Store):
 
     @contextmanager
     def _locked(self, path: str) -> Generator[FileLock]:
-        """Have the file ``path`` for this caller alone, on all machines, unless the disk knows no locks."""
+        """Lock the file ``path`` for this caller, on all machines, unless the disk knows no locks."""
         name = f"{self._file(path)}.lock"
         with self._explained(path), _opened_below(os.path.dirname(name), lambda: _acquire_or_report(name)) as lock:
             with suppress(OSError):  # the disk may be full
@@ -232,7 +232,7 @@ class FolderStore(Store):
         return os.path.join(self.url, path.strip("/"))
 
     def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
-        """Iterate over all files in ``folder``. Follows links, except to a folder that contains ``folder``."""
+        """Iterate over all files below ``folder``. Follow links, except to a folder that contains ``folder``."""
         folder_status = os.stat(folder)
         identity = (folder_status.st_dev, folder_status.st_ino)
         if identity in parents:
@@ -263,8 +263,8 @@ class FolderStore(Store):
 def _opened_below(folder: str, open_file: Callable[[], T]) -> T:
     """Make ``folder``, and return the file that ``open_file`` opens there.
 
-    Make it again if another process, which held the lock or had it first, has removed the folder because it was empty.
-    While this process has as many files open as it may, wait: those of other threads are closed soon.
+    Another process may remove the folder meanwhile because it is empty; then make it again. If this process has as many
+    files open as it may, wait: other threads will close theirs soon.
     """
     for _ in range(_MAX_REMOVALS):
         os.makedirs(folder, exist_ok=True)
@@ -274,12 +274,12 @@ def _opened_below(folder: str, open_file: Callable[[], T]) -> T:
 
 
 def has_too_many_files(error: BaseException) -> bool:
-    """Return whether this process or machine has as many files open as it may (EMFILE, ENFILE)."""
+    """Return True if this process or machine has as many files open as it may (EMFILE, ENFILE)."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _acquire_or_report(file: str) -> FileLock:
-    """Lock ``file``; if that takes long, report which process holds it: it may be halted."""
+    """Lock ``file``; if that takes long, report which process holds the lock, as that may be halted."""
     try:
         return acquire(file, wait=False)
     except BlockingIOError:
@@ -292,7 +292,7 @@ def _acquire_or_report(file: str) -> FileLock:
 
 
 def _report_holder(file: str) -> None:
-    """Warn that somebody waits for the process which has locked ``file``, and has written its name there."""
+    """Log that this process waits for another one, which has locked ``file`` and written its name there."""
     holder = ""
     with suppress(OSError, ValueError):
         holder = Path(file).read_text()
@@ -312,7 +312,7 @@ def explain_os_error(error: OSError, url: str) -> StorageError:
 
 
 def links_out(store: Store, paths: Sequence[str]) -> list[str]:
-    """Return those of ``paths`` that links lead to, out of the folder of ``store``; none for a bucket."""
+    """Return those of ``paths`` that lead out of the folder of ``store`` through links; none for a bucket."""
     if not isinstance(store, FolderStore):
         return []
     inside = os.path.join(os.path.realpath(store.url), "")
@@ -327,7 +327,7 @@ def links_out(store: Store, paths: Sequence[str]) -> list[str]:
 
 
 def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
-    """Raise UsageError if links in a folder lead to files outside it, which are not meant to be copied elsewhere."""
+    """Raise UsageError if links in a folder lead out of it: those files may not be meant to be copied."""
     if outside := links_out(store, paths):
         raise UsageError(
             f"{len(outside):,} of {len(paths):,} files in {store.url} are links that lead out of it, such as "
@@ -336,7 +336,7 @@ def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
 
 
 def dead_ends(store: Store) -> list[str]:
-    """Return the names that :meth:`Store.list` leaves out: of broken links, and of empty folders, with a slash."""
+    """Return what :meth:`Store.list` leaves out: broken links, and empty folders, whose names end in a slash."""
     if not isinstance(store, FolderStore):
         return []
 

@@ -43,11 +43,11 @@ _DECRYPT = ["kms:Decrypt", "kms:GenerateDataKey"]
 
 
 class CredentialBroker:
-    """Hold the credentials that the driver lent last for each cloud, in the memory of this process.
+    """Holds the credentials that the driver has lent for each cloud, in the memory of this process.
 
-    Who asks for some that have expired waits up to 10 s for others: if the machine has slept, the driver lends again.
-    If it does not, they are revoked, or their source has failed: then nobody waits for these any more. Each request of
-    a store would, and a run that has to end with a sentence would take hours.
+    A caller that asks for expired credentials waits up to 10 s for new ones: after the machine has slept, the driver
+    lends again. If it does not, the credentials were revoked or their source has failed, and from then on nobody waits
+    for them. Otherwise each request of a store would wait, and a run that must end would take hours to do so.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CredentialBroker:
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """Replace the lent credentials of a cloud. The first ticket counts; raise PermissionError for another one."""
+        """Replace the credentials of a cloud. The first call sets the ticket; PermissionError for another one later."""
         self._ticket = self._ticket or ticket
         self._check(ticket)
         with self._changed:
@@ -65,13 +65,13 @@ class CredentialBroker:
             self._changed.notify_all()
 
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """Return the fields of a cloud's credentials for another process; raise PermissionError for another ticket."""
+        """Return the fields of a cloud's credentials, for another process; PermissionError for a wrong ticket."""
         self._check(ticket)
         lent = self.source(cloud)
         return lent.fields() if lent else None
 
     def source(self, cloud: str) -> BucketCredentials | None:
-        """Return the lent credentials of a cloud. This method is the ``LentCredentials`` of stores in this process."""
+        """Return the lent credentials of a cloud; the ``LentCredentials`` of stores in this process."""
 
         def is_settled() -> bool:
             lent = self._lent.get(cloud)
@@ -84,12 +84,13 @@ class CredentialBroker:
             return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:
+        """Raise PermissionError unless ``ticket`` is that of the first loan."""
         if self._ticket is None or not hmac.compare_digest(ticket.encode(), self._ticket.encode()):
             raise PermissionError("Credentials are lent to the processes of the run only.")
 
 
 class CredentialLender:
-    """Lend the credentials of each cloud's source with ``lend``: when this is made, and again before they expire."""
+    """Calls ``lend`` with the credentials of each cloud's source: at once, and again before they expire."""
 
     def __init__(
         self, lend: Callable[[str, CredentialFields | None], None], sources: Mapping[str, CredentialSource]
@@ -103,14 +104,14 @@ class CredentialLender:
     def lend_if_due(self) -> None:
         """Lend anew the credentials whose source is due by :func:`raytrain.storage.credentials.ask_again_after_s`."""
         for cloud, next_at_s in self._next_at_s.items():
-            # Expired before that time: the machine has slept, and its monotonic clock with it.
+            # Credentials may expire before they are due if the machine has slept: its monotonic clock stood still.
             lent = self._lent.get(cloud)
             if time.monotonic() < next_at_s and not (lent and lent.have_expired):
                 continue
             try:
                 credentials = self._lent[cloud] = self._sources[cloud]()
             except Exception:
-                # Those lent before may last until the source works again. If not, their users report the error.
+                # Those lent before may last until the source works again. If not, requests fail with a sentence.
                 self._next_at_s[cloud] = time.monotonic() + _RETRY_AFTER_S
                 self._lent[cloud] = None
                 continue
@@ -123,7 +124,7 @@ class CredentialLender:
 
 @dataclass(frozen=True)
 class Scope:
-    """The URLs that credentials are good for: those that start with one of ``reads`` or ``writes``, except folders."""
+    """The URLs in S3 that credentials shall be good for: all that start with one of ``reads`` or ``writes``."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -152,7 +153,7 @@ class Scope:
 
 
 class ScopedCredentials:
-    """A source of AWS credentials that STS has limited to a scope, and renews; raises UsageError if STS refuses."""
+    """A source of AWS credentials that STS limits to a scope, and renews. Raises UsageError if STS refuses."""
 
     def __init__(self, scope: Scope, region: str) -> None:
         self._scope = scope
@@ -166,7 +167,7 @@ class ScopedCredentials:
         unscoped = resolve_credentials()
         if unscoped is None:
             return None
-        # Renew them when half of their time is over, or when this process has got others, of another user perhaps.
+        # Renew them when half of their time is over, or when this process has other credentials than before.
         half_over = datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
         if self._scoped is None or unscoped != self._unscoped or (self._scoped.expires_at or half_over) <= half_over:
             self._scoped = _limited(unscoped, self._scope, self._region)
@@ -175,7 +176,7 @@ class ScopedCredentials:
 
 
 def _limited(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
-    """Ask STS for keys of the same user, or of the same role, with the scope's policy as a further limit."""
+    """Return keys of the same user or role from STS, further limited by the scope's policy."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -219,5 +220,5 @@ def _arn(partition: str, bucket: str, root: str | None = None) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return ``text`` without the meaning that ``*``, ``?`` and ``$`` have in a policy."""
+    """Return ``text`` with ``*``, ``?`` and ``$`` escaped, which have a meaning in policies."""
     return re.sub(r"[*?$]", lambda match: f"${{{match[0]}}}", text)

@@ -1,4 +1,4 @@
-"""Locks between processes: a file that one of them holds at a time, until it lets go or dies.
+"""Locks between processes: a file that one process holds at a time, until it releases the file or dies.
 
 The library filelock keeps its file after the release, hides its descriptor, does not tell who has waited, and retries
 every 50 ms. A run's folder must be empty again, though, a holder writes its name into the file, and the disk cache
@@ -20,7 +20,7 @@ class FileLock:
     path: str
     descriptor: int
     exclusive: bool  # False on a disk that knows no locks, such as a network disk that was mounted without them
-    waited: bool  # whether another process held it at first
+    waited: bool  # True if another process held it at first
 
     def release(self) -> None:
         """Delete the file, and let another process have the lock."""
@@ -57,7 +57,7 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
                 exclusive = waited = True
             except OSError:  # the disk knows no locks
                 exclusive = False
-            # Who held the lock may have deleted the file meanwhile, and another process made one of the same name.
+            # The holder may have deleted the file before its release, and another process may have made a new one.
             try:
                 is_in_place = os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
             except FileNotFoundError:

@@ -60,7 +60,10 @@ def configured_cloud(url: str) -> Cloud:
 
 
 def check_folder_name(path: str) -> None:
-    """Raise UsageError if ``path`` was a URL: a folder of that name would be made. It may contain credentials."""
+    """Raise UsageError if ``path`` is a URL that has lost a slash, as in s3:/bucket; it would become a folder.
+
+    The sentence does not show the path, which may contain credentials.
+    """
     scheme, slash, _ = path.partition(":/")
     if slash and scheme in _FORMS:
         raise UsageError(
@@ -70,7 +73,7 @@ def check_folder_name(path: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError unless ``url`` can be used; it is shown only if it cannot contain credentials."""
+    """Raise UsageError unless ``url`` can be used. The sentence shows it only if it cannot contain credentials."""
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     if "?" in url or "@" in bucket or (scheme.lower() in _FORMS and not re.fullmatch(r"[\w.-]*", bucket)):
@@ -93,9 +96,9 @@ def check_url(url: str) -> None:
 
 
 def read_input(name: str, option: str | None = None) -> bytes:
-    """Return the content of a file or an object in a bucket, which ``option`` may have named.
+    """Return the content of a file or of an object in a bucket. ``option`` is the option that named it, if any.
 
-    Raises StorageError, with the option, if it cannot be read.
+    Raises StorageError, whose sentence names the option, if the file cannot be read.
 
     Example: ``read_input("labels.csv", "--labels")``
     """
@@ -114,7 +117,7 @@ def read_input(name: str, option: str | None = None) -> bytes:
 
 
 def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output") -> None:
-    """Raise UsageError, which names ``option``, unless ``output`` ends in one of ``suffixes`` and its folder exists."""
+    """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and its folder exists."""
     if not output.endswith(suffixes):
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:
@@ -148,6 +151,6 @@ def new_output(output: str) -> Generator[Path]:
 
 
 def _open_folder(output: str) -> tuple[Store, str]:
-    """Return the store of the folder that ``output`` lies in, and its name there; UsageError if it has no bucket."""
+    """Return the store of the folder of ``output``, and the name in it; raise UsageError if a URL has no bucket."""
     folder, slash, name = output.rpartition("/")
     return open_store(folder + slash or "."), name  # with its slash: "/" is the root, and "s3://" has no bucket

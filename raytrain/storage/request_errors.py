@@ -1,4 +1,4 @@
-"""Errors of requests to storage: what they mean for the next request, and one sentence for the user.
+"""Errors of requests to storage: whether to repeat the request, and one sentence for the user.
 
 obstore has types for a few errors and raises GenericError for all others; only its text contains the server's answer.
 """
@@ -69,13 +69,16 @@ _BY_TEXT: dict[str, str] = {
     "HTTP error": UNREACHABLE,
     "invalid list response": _OTHER_PROTOCOL,
 }
-"""By text of obstore and the libraries below it about a request without an answer; the more specific first."""
+"""Sentences by a part of the text of an error without an answer, from obstore or a library below it.
+
+More specific texts come first.
+"""
 
 
 def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
     """Return a StorageError of one sentence for an ``error`` of obstore, boto3 or the system.
 
-    ``identity`` is what the sentence may show of the credentials that were used.
+    ``identity`` names the credentials that were used, without a secret.
     """
     if isinstance(error, StorageError):
         return error
@@ -96,9 +99,9 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
 
 
 def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
-    """Return the sentence for an error of obstore or of the cloud's library, and what its ``{detail}`` is."""
+    """Return the sentence for an error of obstore or of the cloud's library, and the text for its ``{detail}``."""
     sentences, text = cloud.sentences, str(error)
-    # Errors whose type says what happened.
+    # The type of some errors says what happened.
     if isinstance(error, NoCredentials):
         return sentences.no_credentials, ""
     if known_to_cloud := cloud.sentence_and_detail(error):
@@ -107,12 +110,12 @@ def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
         return _UNUSABLE_NAME, text.partition("\n")[0]
     if failure := _credential_source_failure(error):
         return sentences.not_obtained, failure
-    # A bucket in another region: obstore has words of its own for a redirect, and only some answers name the region.
+    # The bucket may be in another region. obstore describes a redirect in its own words; few answers name the region.
     code = error_code(error) or ""
     if code in _REGION_CODES or "incorrectly configured region" in text:
         named = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", text)
         return (_REGION, named[1] or named[2]) if named else (_OTHER_REGION, "")
-    # What the server answered: its code says more than the status. Without an answer, the text says what failed.
+    # The code in the server's answer says more than the status. Without an answer, the text says what failed.
     statuses = {401: sentences.refuses_credentials, 403: sentences.no_permission, **_BY_STATUS}
     answered = sentences.by_code.get(code) or _BY_CODE.get(code) or statuses.get(http_status(error) or 0)
     sentence = answered or next((sentence for part, sentence in _BY_TEXT.items() if part in text), None)
@@ -120,7 +123,7 @@ def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
 
 
 def error_code(error: BaseException) -> str | None:
-    """Return the cloud's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
+    """Return the cloud's error code, such as ``SlowDown``; None if the server sent none."""
     if response := _boto_response(error):
         return response.get("Error", {}).get("Code")
     # The second form comes from deleting an object.
@@ -129,7 +132,7 @@ def error_code(error: BaseException) -> str | None:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the status of the answer, such as 503; None if there was no answer or it was successful."""
+    """Return the HTTP status of the answer, such as 503; None if there was no answer, or it was successful."""
     if isinstance(error, PermissionDeniedError):
         return 403
     if isinstance(error, UnauthenticatedError):
@@ -141,14 +144,14 @@ def http_status(error: BaseException) -> int | None:
 
 
 def names_no_bucket(error: BaseException) -> bool:
-    """Return whether the bucket itself does not exist."""
+    """Return True if the error says that the bucket itself does not exist."""
     return error_code(error) in _NO_BUCKET_CODES
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the cloud was busy or a connection broke, so that the same request may succeed later.
+    """Return True if the cloud was busy or a connection broke, so that the same request may succeed later.
 
-    Likewise if this process had as many files and connections open as it may: others are closed soon.
+    The same holds if this process had as many files and connections open as it may: some will be closed soon.
     """
     if has_too_many_files(error) or "Too many open files" in str(error):
         return True
@@ -159,7 +162,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def refuses_credentials(error: BaseException) -> bool:
-    """Return whether the cloud refuses the credentials themselves, so that asking their source again may help."""
+    """Return True if the cloud refuses the credentials themselves, so that new ones from their source may help."""
     if isinstance(error, UnauthenticatedError):  # or there were none to send
         return _credential_source_failure(error) is None
     return error_code(error) in _CREDENTIAL_CODES

@@ -1,8 +1,8 @@
 """Requests: many at a time, sent again if they are slow (hedges) or fail (retries).
 
 Concurrency: a bucket answers most requests within tens of milliseconds. How many must be in flight until a core has
-enough to decode depends on how far away the bucket is. So it is tried: 64 at first, then twice as many, which stay if
-they are at least 1.1 times as fast.
+enough to decode depends on how far away the bucket is, so the number is found by trial: 64 at first, then twice as
+many, which stay if they are at least 1.1 times as fast.
 
 Hedges: one answer in twenty or so takes hundreds of milliseconds, whatever the object. A request that has taken twice
 the 90th percentile of the last ones is sent a second time, and the answer that comes first counts. At most a tenth of
@@ -31,12 +31,12 @@ from typing import TypeVar
 MAX_THREADS = 256  # most requests that one process has in flight at a time, over all of its stores
 
 _FIRST_LIMIT, _LAST_LIMIT = 64, 128  # requests in flight of one call; there is room for more calls, and for hedges
-_MIN_GAIN = 1.1  # times as fast must twice as many requests be
-_TRY_EVERY = 64  # calls
-_NUM_REMEMBERED, _LEARN_EVERY = 1024, 64  # requests: the slow ones of a call come together, at its end
-_MIN_HEDGE_DELAY_S = 0.1  # on a busy machine many requests take longer than they should
+_MIN_GAIN = 1.1  # speed-up from which on twice as many requests are kept
+_TRY_EVERY = 64  # calls between two such trials
+_NUM_REMEMBERED, _LEARN_EVERY = 1024, 64  # requests; many, because the slow ones of a call come together at its end
+_MIN_HEDGE_DELAY_S = 0.1  # no shorter, because on a busy machine many requests are delayed
 _POLL_HEDGES_EVERY_S = 0.05
-_WAKE_AT = 16  # answers: to wake for each one would take a tenth of the time that small requests take
+_WAKE_AT = 16  # answers: waking for each one would take a tenth of the time of small requests
 _HEDGED_FRACTION = 0.1  # of a call's requests at most
 
 INITIAL_WAIT_S = 0.1
@@ -74,11 +74,11 @@ def fetch_each(
             fetch.enough_arrived.clear()
             while fetch.arrived:
                 index, content = fetch.arrived.popleft()
-                if index in fetch.missing:  # as opposed to the later answer to a hedged request
+                if index in fetch.missing:  # else it is the second answer to a hedged request
                     fetch.missing.remove(index)
                     yield index, content
     finally:
-        # Leave no index to the threads: a caller that breaks off gets no more requests sent.
+        # Leave no index to the threads, so that no more requests are sent for a caller that breaks off.
         for _ in fetch.remaining:
             pass
     _concurrency.observe(limit, len(paths), time.monotonic() - began)
@@ -90,7 +90,7 @@ class _Fetch:
     def __init__(self, get: Callable[[str, str], bytes], requests: list[tuple[str, str]]) -> None:
         self._get = get
         self._requests = requests
-        self.remaining = iter(range(len(requests)))  # all threads share it: whichever is free takes the next index
+        self.remaining = iter(range(len(requests)))  # shared by all threads: whichever is free takes the next index
         self.missing = set(range(len(requests)))
         self._begun: deque[tuple[int, float]] = deque()  # index and time, the earliest first
         self.arrived: deque[tuple[int, Content]] = deque()
@@ -124,10 +124,12 @@ class _Fetch:
         return _POLL_HEDGES_EVERY_S if self._hedges_left else None
 
     def _hedge(self, index: int) -> None:
+        """Send a request a second time, in a thread."""
         with suppress(Exception):  # the first request may yet succeed
             self._arrive(index, self._get(*self._requests[index]))
 
     def _arrive(self, index: int, content: Content) -> None:
+        """Hand over an answer, and wake the caller if there are enough."""
         self.arrived.append((index, content))
         if len(self.arrived) >= self.wake_at:
             self.enough_arrived.set()
@@ -146,10 +148,10 @@ class Concurrency:
     def observe(self, limit: int, num: int, seconds: float) -> None:
         """Learn that a call of ``num`` objects took ``seconds``, with ``limit`` requests in flight."""
         with self._lock:
-            # A call of another thread may have begun with another limit, and a small one does not reach it.
+            # Ignore calls of other threads that began with another limit, and small calls, which do not reach it.
             if limit != self.limit or num < limit:
                 return
-            # The first call with so many requests makes their connections, so its time says nothing.
+            # The first call with so many requests opens their connections, so its time says nothing.
             if not self._is_connected:
                 self._is_connected = True
                 return
@@ -162,6 +164,7 @@ class Concurrency:
                 self._try(*((2 * limit, rate) if doubles else (limit, None)))
 
     def _try(self, limit: int, rate_before: float | None) -> None:
+        """Use ``limit`` requests from now on; ``rate_before`` is the rate to beat, if they are a trial."""
         self._is_connected = limit <= self.limit
         self.limit, self._rate_before, self._calls_left = limit, rate_before, _TRY_EVERY
 
@@ -192,14 +195,14 @@ _concurrency, _hedge_delay = Concurrency(), HedgeDelay()
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Limits of the retries of a request: their number, and the time in which they begin."""
+    """Limits on the retries of a request: their number, and the time within which they begin."""
 
     max_retries: int
     max_duration_s: float  # measured from the first try; no retry starts later
 
 
 DEFAULT = RetryPolicy(100, 180.0)
-"""Limited by its duration: if half of all requests fail, one in a thousand needs ten retries."""
+"""Limited by its duration in practice: if half of all requests fail, one in a thousand needs ten retries."""
 FAIL_FAST = RetryPolicy(2, 10.0)
 
 _retried: deque[None] = deque()  # an entry for each retry since they were counted last, by any thread
@@ -208,7 +211,7 @@ _retried: deque[None] = deque()  # an entry for each retry since they were count
 def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: Callable[[Exception], bool]) -> T:
     """Call ``operation``, and again after transient errors; raise the last error if ``policy`` allows no more.
 
-    obstore's own retries can neither be counted, nor differ between calls, nor be broken off when the process ends.
+    obstore's own retries could not be counted, not differ between calls, and not be broken off when the process ends.
     """
     give_up_at = time.monotonic() + policy.max_duration_s
     for number in range(policy.max_retries):
@@ -224,13 +227,13 @@ def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: 
 
 
 def sleep_unless_exiting(seconds: float) -> bool:
-    """Sleep; return False at once if this process is about to end, for which Python waits for all requests."""
+    """Sleep for so many seconds; return False early if this process is about to end, which waits for its threads."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_EXIT_EVERY_S))
         try:
             _pool(os.getpid(), 1).submit(int)
-        except RuntimeError:  # no other public call of Python tells that the process ends
+        except RuntimeError:  # no other public call of Python reveals that the interpreter is ending
             return False
     return True
 
@@ -255,5 +258,5 @@ def request_threads() -> ThreadPoolExecutor:
 
 @cache
 def _pool(process: int, num_threads: int) -> ThreadPoolExecutor:
-    """Return a pool of each process's own: a forked process has the pool of its parent, but none of its threads."""
+    """Return a pool of threads. It is cached by ``process``: a forked process must not use the pool of its parent."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="storage")

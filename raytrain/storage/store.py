@@ -19,7 +19,7 @@ _OF_CHECK = re.compile(r"/\.(write|condition)-check-[0-9a-f]+$")
 
 
 def place_of(url: str) -> str:
-    """Return ``url`` as a sentence names it: of an object that only a check writes, its folder.
+    """Return ``url`` for an error sentence: for an object that only a check writes, the folder that is checked.
 
     Example: ``place_of("s3://bucket/runs/.write-check-0a1b") == "s3://bucket/runs"``
     """
@@ -40,18 +40,21 @@ class ObjectChanged(Exception):
 
 
 class Guard(Protocol):
-    """The right to write to a store, which one of its objects gives to one owner at a time. Can be pickled."""
+    """The right of one owner at a time to write to a store: an object in the store names the owner. Can be pickled."""
 
     path: ClassVar[str]
     """The object that names the owner."""
 
     @property
     def takeover(self) -> int:
-        """Return a number for names that no earlier owner uses, whose last request may still be under way."""
+        """A number for names of objects that no earlier owner uses, whose last request may still be under way."""
         ...
 
     def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged if ``content`` names another owner, or is None: it is gone from the store ``url``."""
+        """Raise OwnerChanged if ``content``, that of the object ``path`` in the store ``url``, names another owner.
+
+        Raise it also if ``content`` is None, because the object is gone.
+        """
 
 
 class Store(ABC):
@@ -64,7 +67,7 @@ class Store(ABC):
     url: str  # ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder
     cloud: Cloud | None  # where the bucket is reached; None for a folder
     guard: Guard | None
-    """The owner's right to write, which each try of a write or a deletion checks first; None: anybody may write."""
+    """The owner's right to write, checked before each attempt of a write or a deletion; None: anybody may write."""
 
     @abstractmethod
     def get(self, path: str, etag: str = "") -> bytes:
@@ -93,7 +96,7 @@ class Store(ABC):
 
     @abstractmethod
     def has_conditional_puts(self) -> bool:
-        """Return whether of two calls of :meth:`put_if` at the same moment one is refused."""
+        """Return True if the server refuses one of two calls of :meth:`put_if` at the same moment."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
@@ -102,7 +105,7 @@ class Store(ABC):
     def folders_with(self, name: str, report: Callable[[str], object]) -> Sequence[str]:
         """Return the names of the folders directly below that hold an object called ``name``.
 
-        ``report`` gets a sentence about each one that cannot be looked into, which is left out.
+        A folder that cannot be read is left out, and ``report`` gets a sentence about it.
         """
         paths = (stored.path.split("/") for stored in self.list())
         return [parts[0] for parts in paths if len(parts) == 2 and parts[1] == name]
@@ -117,37 +120,37 @@ class Store(ABC):
 
     @abstractmethod
     def guarded(self, guard: Guard) -> Store:
-        """Return the same store, which only its owner can write to.
+        """Return the same store with a guard: only the owner can write to it.
 
-        In a folder nobody takes over between the check and the write. In a bucket, a write that arrives later than
+        In a folder, nobody can take over between the check and the write. In a bucket, a write that arrives after
         another owner's write to the same object is refused, if the server has conditional writes and the object has at
-        most 16 MiB; larger ones are to have ``guard.takeover`` in their names.
+        most 16 MiB; larger objects must have ``guard.takeover`` in their names.
         """
 
     def kept_on(self, disk: DiskCache | None) -> Store:
-        """Return the same store, which keeps on a disk the objects that :meth:`get` returns.
+        """Return the same store with a cache on a disk for the objects that :meth:`get` returns.
 
         Its objects must not change, unless they are read with an ETag.
         """
         return self
 
     def with_lent_credentials(self, lent: LentCredentials) -> Store:
-        """Return the same store with the credentials that ``lent`` has for its cloud; a folder needs none.
+        """Return the same store with the credentials that ``lent`` returns for its cloud; a folder needs none.
 
-        In Amazon's S3, those of the node's own role come first, if it has one.
+        In Amazon's S3, the credentials of the node's own role take precedence, if it has one.
         """
         return self
 
     def fail_fast(self) -> Store:
-        """Return the same store for callers that must not wait: it gives up within seconds if nothing answers."""
+        """Return the same store for callers that must not wait: requests give up within seconds if nothing answers."""
         return self
 
     @abstractmethod
     def check_readable(self) -> None:
-        """Raise StorageError unless the store can be listed. Takes only seconds, also if nothing answers."""
+        """Raise StorageError unless the store can be listed. Takes only seconds, even if nothing answers."""
 
     def check_writable(self) -> None:
-        """Raise StorageError unless objects can be written and deleted. Takes only seconds, also if nothing answers."""
+        """Raise StorageError unless objects can be written and deleted. Takes only seconds, even if nothing answers."""
         store, name = self.fail_fast(), f".write-check-{uuid.uuid4().hex}"
         store.put(name, b"")
         store.delete(name)
@@ -157,14 +160,14 @@ class Store(ABC):
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
     def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:  # noqa: B027
-        """Abort uploads that nobody ends any more of objects whose paths ``is_wanted`` accepts.
+        """Abort abandoned uploads in parts of objects whose paths ``is_wanted`` accepts.
 
-        Only S3 keeps the parts of such an upload, and lists them. Nothing happens if it refuses: a rule of the bucket
-        may remove them.
+        Only S3 keeps and lists the parts of such an upload. Nothing happens if it refuses: a rule of the bucket may
+        remove them.
         """
 
     def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:
-        """Fetch many objects at a time; return the content of each, or the error of :meth:`get`, in their order."""
+        """Fetch many objects at once; return the content of each, or the exception of :meth:`get`, in their order."""
         contents: list[bytes | Exception] = [b""] * len(paths)
         for index, content in fetch_each(self.get, paths, etags):
             contents[index] = content

@@ -35,24 +35,24 @@ class TemporaryFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder with its content. What cannot be removed at this moment is left to the next process."""
+        """Remove the folder with its content. If that fails, the next process that makes one removes it."""
         with suppress(OSError):  # such as for lack of descriptors
             _remove(self.path)
         os.close(self._lock.descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove folders whose lock is free. The operating system releases a lock when its process ends."""
+    """Remove the folders of processes that have ended: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # BlockingIOError if the lock is held
-            # Only this user's folders that have such a name: no link to one, and no file.
+            # Touch only folders of this user with such a name, and no links or files.
             status = folder.lstat()
             is_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             if not is_folder or not _NAME.fullmatch(folder.name):
                 continue
             lock = acquire(folder / _LOCK, wait=False, create=False)
             try:
-                # Nothing can be read at a position of a pipe: it raises an OSError.
+                # pread raises an OSError for a pipe, which has no positions.
                 if lock.exclusive and os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK:
                     _remove(folder)
             finally:
@@ -60,7 +60,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, its lock last: without one, nobody else would ever remove what could not be removed now."""
+    """Remove a folder, the lock last: without a lock, nobody would ever remove the rest if this fails half-way."""
     for path in folder.iterdir():
         if path.name == _LOCK:
             continue

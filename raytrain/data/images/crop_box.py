@@ -33,7 +33,10 @@ _CROP_STREAM = 1  # keeps the random numbers of the crops apart from the order o
 
 
 class CropBox(NamedTuple):
-    """A part of an image in pixels, from edge to edge, and the size that it gets; if too small, centred on black."""
+    """A part of an image in pixels, from edge to edge, and the size that it is resized to.
+
+    If that is smaller than the output, the part is centred on black.
+    """
 
     left: float
     top: float
@@ -51,9 +54,9 @@ class CropBox(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """The part of one image that is seen: all, its centre, all of it on black, or the part that ``numbers`` choose.
+    """Which part of one image is shown: all of it, its centre, all of it on black, or a part that ``numbers`` choose.
 
-    A crop is called with the size of the image, as soon as that is known, and can be sent to another process before.
+    A crop can be sent to another process before the size of the image is known, and is called with that size there.
     """
 
     kind: Resize | Literal["random"] = "stretch"
@@ -63,7 +66,7 @@ class Crop(NamedTuple):
     resizer: Resizer = "pillow"
 
     def __call__(self, image: Size, output: Size) -> CropBox:
-        """Return the box of an ``image`` of this height and width that gives an image of the size ``output``."""
+        """Return the box in an image of the height and width ``image`` that is resized to the size ``output``."""
         height, width = output
         left, top, right, bottom = 0.0, 0.0, float(image[1]), float(image[0])
         if self.kind == "random":
@@ -86,9 +89,9 @@ STRETCH = Crop()
 class Cropping:
     """Rule by which the crop boxes of a data set are chosen.
 
-    ``stretch`` shows all of an image. ``crop`` shows the ``crop_fraction`` of it around its centre, without distortion.
-    ``pad`` shows all of it without distortion, on black. With ``crop_seed``, an image that is read for training shows
-    another random part in each epoch.
+    ``stretch`` shows the whole image, distorted to the output. ``crop`` shows the ``crop_fraction`` around its centre
+    without distortion. ``pad`` shows the whole image without distortion, on black. With ``crop_seed``, a training image
+    shows another random part in each epoch.
 
     Example: ``Cropping("crop", crop_fraction=0.875)``, or ``Cropping(crop_seed=0).crops(draws, epoch=3)``
     """
@@ -131,9 +134,9 @@ def crop_boxes(image: Size, numbers: Floats) -> Floats:
 
 
 def _edges(image: Size, numbers: Sequence[Any] | Floats) -> tuple[Any, ...]:
-    """Return left, top, right and bottom: of one box by four floats, or of n by (4, n).
+    """Return left, top, right and bottom of one box, for four floats, or of n boxes, for an array (4, n).
 
-    One box is not taken as n = 1, because a row of NumPy takes 40 µs longer than floats.
+    One box is not an array with n = 1, because that takes 40 µs longer than floats.
     """
     height, width = image
     area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * numbers[_AREA])
@@ -146,18 +149,18 @@ def _edges(image: Size, numbers: Sequence[Any] | Floats) -> tuple[Any, ...]:
 
 
 def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
-    """Return the crop box of decoded pixels, uint8 (h, w, C), or of an image of Pillow, as uint8 (H, W, C) of ``size``.
+    """Cut ``box`` out of decoded pixels, uint8 (h, w, C), or of a Pillow image, and resize it to uint8 (H, W, C).
 
-    Images of Pillow are resized by Pillow, whatever the box says.
+    ``size`` is (H, W). A Pillow image is resized by Pillow, whichever library the box names.
     """
-    # Pixels of which all is seen, in the size that they have, are the result.
+    # If the whole image is wanted in the size that it has, there is nothing to do.
     is_array = isinstance(image, np.ndarray)
     width, height = image.shape[1::-1] if is_array else image.size
     if is_array and (height, width) == size and box[:6] == (0, 0, width, height, height, width):
         return image
     from PIL import Image
 
-    # What is not seen is not copied. The box moves with the part that is left: it then begins within its first pixel.
+    # Do not copy what is not seen. The box moves along with the remaining part, in whose first pixel it now begins.
     seen: Any = image
     if box[:4] != (0, 0, width, height):
         left, top = math.floor(box.left), math.floor(box.top)
@@ -177,7 +180,7 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
             seen = seen.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
         resized = np.asarray(seen, dtype=np.uint8).reshape(box.height, box.width, -1)
 
-    # A box that is smaller than the image to be made is centred on black.
+    # Centre a box that is smaller than the output on black.
     if resized.shape[:2] == size:
         return resized
     output = np.zeros((*size, resized.shape[2]), np.uint8)

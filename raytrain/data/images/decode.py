@@ -173,10 +173,10 @@ def _decode_by_pillow(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
 
 
 def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> Any:
-    """Decode an image of which only the header was read, and return it upright.
+    """Decode an image of which Pillow has read only the header, and return it upright.
 
-    A JPEG is decoded at a fraction of its size if that is enough for the ``box`` of an image of its size. Raises
-    BadImage if the image would need too much memory.
+    ``box`` returns the crop box for an image's size. A JPEG is decoded at a fraction of its size if that is enough for
+    the box. Raises BadImage if the image would need too much memory.
     """
     orientation = 1
     if image.format == "JPEG":
@@ -187,7 +187,8 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
         scale = min(box(upright).scale, 1.0)
         image.draft(None, (math.ceil(image.width * scale - ROUNDING), math.ceil(image.height * scale - ROUNDING)))
 
-    # What Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background.
+    # Refuse images that are too large. The bytes per pixel are what Pillow takes at its peak, as measured: with the
+    # decoder's copies, the rotation and a white background.
     frame = image.tile[0][1] if image.format == "GIF" and image.tile else None
     is_frame_smaller = frame is not None and tuple(frame) != (0, 0, *image.size)
     bytes_per_pixel = 20 if image.format == "WEBP" else 8
@@ -198,7 +199,7 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
         raise too_large(image.width, image.height, limit)
     image.load()
 
-    # What Pillow makes of transparency otherwise than browsers do.
+    # Show transparency as browsers do, where Pillow does not.
     if is_frame_smaller:
         image = _on_transparent_canvas(image, frame)
     elif image.format == "PNG" and "transparency" in image.info:
@@ -222,7 +223,7 @@ def _turn(image: Any, orientation: int) -> Any:
 
 
 def _on_transparent_canvas(image: Any, frame: Any) -> Any:
-    """Return a GIF whose first ``frame`` is smaller than its canvas: browsers show nothing beside the frame."""
+    """Return a GIF whose first ``frame`` is smaller than its canvas, transparent beside the frame as in browsers."""
     from PIL import Image
 
     canvas = Image.new("RGBA", image.size, (255, 255, 255, 0))
@@ -231,7 +232,10 @@ def _on_transparent_canvas(image: Any, frame: Any) -> Any:
 
 
 def _with_transparent_colour(image: Any, data: bytes) -> Any:
-    """Return a PNG with the transparency of one colour that it names, which Pillow compares with pixels of 8 bits."""
+    """Return a PNG in which the one colour that it declares transparent is so.
+
+    Pillow compares that colour with pixels of 8 bits, which is wrong for images of fewer or of 16 bits.
+    """
     from PIL import Image
 
     transparent = image.info["transparency"]
@@ -239,7 +243,7 @@ def _with_transparent_colour(image: Any, data: bytes) -> Any:
     if colour_type == _PNG_GREY and depth < 8 and transparent < 2**depth:
         image.info["transparency"] = transparent * 255 // (2**depth - 1)
     elif colour_type == _PNG_RGB and depth == 16:
-        # Pillow keeps the high bytes alone; read as if the low ones came first, the file gives these.
+        # Pillow keeps only the high byte of each channel. Decoded with swapped bytes, the file yields the low ones.
         with _opened(data) as other:
             other.tile = [tile._replace(args=_LOW_BYTES) for tile in other.tile]
             other.load()
@@ -270,7 +274,7 @@ def pixels_of(image: Any, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image by Pillow, which reads only its header yet. What Pillow raises meanwhile becomes BadImage."""
+    """Open an image with Pillow, which at first reads only the header. Exceptions in the block become BadImage."""
     from PIL import Image
 
     try:
@@ -293,7 +297,7 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 
 def _open_jpeg(data: bytes) -> Any:
-    """Open a JPEG without Pillow's own limit, which is below the one here; None if it is damaged, or another file."""
+    """Open a JPEG without Pillow's size limit, which is below ours; return None if it is damaged, or no JPEG."""
     from PIL.JpegImagePlugin import JpegImageFile
 
     with suppress(SyntaxError):
@@ -302,7 +306,7 @@ def _open_jpeg(data: bytes) -> Any:
 
 
 def _without_text(data: bytes) -> bytes:
-    """Return a PNG without its large texts and colour profile: Pillow refuses the image if one has more than 1 MiB."""
+    """Return a PNG without large texts and colour profiles: Pillow refuses an image with one of more than 1 MiB."""
     if not data.startswith(_PNG):
         return data
     kept, start, position = [], 0, len(_PNG)
@@ -315,13 +319,13 @@ def _without_text(data: bytes) -> bytes:
     return b"".join([*kept, data[start:]]) if kept else data
 
 
-# What a JPEG says before its pixels.
+# The segments of a JPEG before its pixels.
 
 
 def _inspect_jpeg(data: bytes, height: int, width: int) -> int:
-    """Return the orientation of a JPEG, as its EXIF block says it.
+    """Return the orientation of a JPEG from its EXIF block, after checks of its size.
 
-    Raises BadImage if the JPEG needs too much time, or the coefficients of a progressive one too much memory.
+    Raises BadImage if decoding would take too much time, or the coefficients of a progressive JPEG too much memory.
     """
     num_pixels = width * height
     limit = _MAX_JPEG_PIXELS
@@ -370,7 +374,7 @@ def plain_jpeg_size(data: bytes) -> Size | str:
 
 
 def _exif_orientation(exif: bytes | None) -> int:
-    """Return the orientation that an EXIF block says, 1 to 8; 1, as it is stored, if it says none or is damaged."""
+    """Return the orientation in an EXIF block, 1 to 8; 1 (upright) if there is none, or the block is damaged."""
     if exif is None:
         return 1
     content = exif.removeprefix(_EXIF)
@@ -386,10 +390,10 @@ def _exif_orientation(exif: bytes | None) -> int:
 
 
 def _is_read_in_scans(data: bytes) -> bool:
-    """Return whether a JPEG is progressive, or has components in scans of their own, or an unusual header."""
+    """Return True if a JPEG is progressive, has its components in separate scans, or has an unusual header."""
     num_components = 0
     for marker, content in _segments(data):
-        if marker == _START_OF_SCAN_MARKER:  # and the number of its components
+        if marker == _START_OF_SCAN_MARKER:  # whose content begins with the number of its components
             return content[:1] < bytes([num_components])
         if _is_frame(marker):
             if marker not in (_BASELINE, _EXTENDED):
@@ -408,7 +412,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
-        if marker == 0xFF:  # a byte that fills
+        if marker == 0xFF:  # padding
             position += 1
             continue
         stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")

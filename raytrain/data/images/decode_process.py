@@ -44,7 +44,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
             self._clean_up(self._process)
 
     def decode(self, data: bytes, crop: Crop = STRETCH) -> Pixels:
-        """Decode as ``decode`` does. An image that twice kills the process, or keeps it for a minute, is a BadImage."""
+        """Decode as ``decode`` does. An image that kills the process twice, or takes over a minute, is a BadImage."""
         ended = ""
         for _ in range(2):  # the first time, something else may have killed it
             process = self._process or self._start()
@@ -98,7 +98,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
 
 
 class DecodeProcesses:
-    """Processes that decode to ``shape``, one for each thread that decodes at a time; kept until they are closed."""
+    """A pool of processes that decode to ``shape``, as many as there were threads decoding at once."""
 
     def __init__(self, shape: ImageShape) -> None:
         self._shape = shape

@@ -20,7 +20,7 @@ def too_large(width: int, height: int, limit: int) -> BadImage:
 
 
 class ImageHeader(NamedTuple):
-    """Format and size in pixels of an image file, as it is stored: EXIF may say that it is shown rotated."""
+    """Format and size in pixels of an image file as stored, before any rotation that EXIF asks for."""
 
     format: str
     width: int
@@ -49,7 +49,7 @@ class ImageShape(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """The shape of the decoded images of a data set, and the part of each that is seen.
+    """The shape of the decoded images of a data set, and the part of each image that they show.
 
     ``as_files``: the images travel as files to the workers, which decode them on their GPUs.
     """

@@ -62,10 +62,10 @@ class ImageReader(AbstractContextManager["ImageReader"]):
     def read_draws(
         self, manifest: Manifest, draws: Int64s, epoch: int, pixels: Pixels | None = None
     ) -> tuple[Block, list[SkippedImage]]:
-        """Return the images of ``draws``, int64 (n,), decoded for ``epoch``, and those that could not be read.
+        """Return a block of the images of ``draws``, int64 (n,), decoded for ``epoch``, and the images that failed.
 
-        The latter are black, or empty files, and have the label -1. ``pixels`` and what is raised are those of
-        :meth:`read`.
+        An image that could not be read is black in the block, or an empty file, and has the label -1. ``pixels`` and
+        the exceptions are those of :meth:`read`.
         """
         rows = manifest.select(samples_of(draws, len(manifest)))
         images: Pixels | Files
@@ -81,7 +81,7 @@ class ImageReader(AbstractContextManager["ImageReader"]):
     def read(
         self, manifest: Manifest, crops: Sequence[Crop] | None = None, pixels: Pixels | None = None
     ) -> tuple[Pixels, dict[int, str]]:
-        """Return the images of ``manifest``, uint8 (n, H, W, C), and index and reason of each that could not be read.
+        """Return the images of ``manifest``, uint8 (n, H, W, C), and the reasons of those that failed, by index.
 
         ``crops`` say what is seen of each image, in place of the reader's cropping. The images are put into the bytes
         ``pixels``, uint8 (at least n·H·W·C,), if given. The pixels of an unreadable image are 0. Raises StorageError if
@@ -103,10 +103,10 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         return images, dict(sorted(bad.items()))
 
     def read_files(self, manifest: Manifest, room: Pixels | None = None) -> tuple[Files, dict[int, str]]:
-        """Return the files of the images of ``manifest``, and index and reason of each that could not be read.
+        """Return the files of the images of ``manifest``, and the reasons of those that could not be read, by index.
 
-        They are put into the bytes ``room``, if given, each where those before it end by their sizes in the manifest. A
-        file that could not be read is empty. Raises StorageError if the store refuses or cannot be reached.
+        They are put into the bytes ``room``, if given, one after the other by their sizes in the manifest. A file that
+        could not be read is empty. Raises StorageError if the store refuses or cannot be reached.
         """
         ends = np.cumsum(manifest.sizes_bytes)
         files = Files(
@@ -129,7 +129,7 @@ class ImageReader(AbstractContextManager["ImageReader"]):
 
 
 def readable_images(store: Store, manifest: Manifest, shape: ImageShape, cropping: Cropping) -> list[Pixels]:
-    """Return those of the images that can be read, each uint8 (H, W, C), without a copy; UsageError if none can."""
+    """Return the readable images, each uint8 (H, W, C), without a copy; raise UsageError if there is none."""
     with ImageReader(store, shape, cropping, isolated=True) as reader:
         images, bad = reader.read(manifest)
     if len(bad) == len(images):
@@ -141,7 +141,7 @@ def readable_images(store: Store, manifest: Manifest, shape: ImageShape, croppin
 
 
 def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
-    """Return the files of the images of ``manifest``, in its order, or why one cannot be read."""
+    """Return the content of each image's file in the order of ``manifest``, or the exception of fetching it."""
     contents: list[bytes | Exception] = [b""] * len(manifest)
     for index, content in fetch_images(store, manifest):
         contents[index] = content
@@ -149,14 +149,14 @@ def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
 
 
 def fetch_images(store: Store, manifest: Manifest) -> Iterator[tuple[int, bytes | Exception]]:
-    """Yield index and content of each image's file, or why it cannot be read, as they arrive."""
+    """Yield the index of each image with the content of its file, or the exception of fetching it, as they arrive."""
     if manifest.packing is not None:
         return each_packed(store, manifest.packing)
     return fetch_each(store.get, manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
 
 def require_bytes(data: bytes | Exception) -> bytes:
-    """Return the content of a file; raise BadImage if the file itself is at fault, and any other exception as it is."""
+    """Return ``data``; if it is an exception, raise it, as a BadImage if it is about this one file."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, FileNotFoundError):

@@ -113,8 +113,8 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
 def _check_tables_below(files: Listing) -> None:
     """Raise UsageError if a label file such as site_A/metadata.csv gives the images of one folder several classes.
 
-    Only one directly below ``--data`` is read. Without it, the folders would be the classes. Log which tables directly
-    below ``--data`` are not read, since their names are others.
+    Only label files directly below ``--data`` are read, and without one the folders would become the classes. Log the
+    tables directly below ``--data`` that are not read because of their names.
     """
     # Tables of other names beside the images may be anything, so they are only named.
     unread = sorted(path for path in files.left_out[TABLES] if "/" not in path and path.lower().endswith(_ROW_TABLES))
@@ -156,7 +156,7 @@ def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
 
 @dataclass(frozen=True)
 class FolderLabels:
-    """The class and the part of each of N images, as their folders say."""
+    """The class and the part of each of N images, according to their folders."""
 
     classes: tuple[str, ...]  # (N,), empty if an image is in no class folder
     parts: tuple[str, ...] | None = None  # (N,), names of folders; None if no folders are of parts
@@ -204,7 +204,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
 
 
 def composed(text: str) -> str:
-    """Return a name in the Unicode form in which names are compared: a Mac writes é as two characters, others as one.
+    """Return a name in Unicode's composed form (NFC), in which names are compared: a Mac writes é as two characters.
 
     >>> len(composed("e\\u0301"))
     1
@@ -213,7 +213,7 @@ def composed(text: str) -> str:
 
 
 def plain_booleans(labels: Sequence[str]) -> Sequence[str]:
-    """Return labels in lower case if they are booleans, which programs write as True, TRUE or true; else as they are.
+    """Return labels in lower case if all are booleans, which programs write as True, TRUE or true; else unchanged.
 
     >>> plain_booleans(["True", "FALSE", ""])
     ['true', 'false', '']
@@ -222,12 +222,12 @@ def plain_booleans(labels: Sequence[str]) -> Sequence[str]:
 
 
 def top_folders(keys: Iterable[str]) -> list[str]:
-    """Return the topmost folder of each key, but for folders that all share; empty for a key in none."""
+    """Return the topmost folder of each key, below the folders that all keys share; empty for a key in no folder."""
     return [path[0] if path else "" for path in _below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
 
 
 def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the folders of each image without those that all share, as long as each has another one below."""
+    """Return the folders of each image without the leading ones that all share; every image keeps at least one."""
     while paths and all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
         paths = [path[1:] for path in paths]
     return paths
@@ -247,13 +247,14 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
         for folder in (train, *held_out)
     }
 
-    # Classes may be called train and test. Then others are beside them, and most of their images are directly in them.
+    # "train" and "test" may be classes, such as of vehicles. Then other classes are beside them, and most of their
+    # images are directly in them.
     num_below = sum(path[:1] == (train,) and len(path) > 1 for path in paths)
     if no_parts and (not classes_in[train] or num_below < sum(path == (train,) for path in paths)):
         return None
 
-    # All have to hold the same classes, and nothing else may be beside them. Test images without classes, which
-    # competitions give out, are left out if there are validation images.
+    # All parts must hold the same classes, and no other folder may be beside them. Test images without classes, as
+    # competitions publish them, are left out if there are validation images.
     url, last = url.rstrip("/"), held_out[-1]
     if not classes_in[train]:
         raise UsageError(
@@ -280,7 +281,7 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
 def _problem_of_part(
     paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
 ) -> str | None:
-    """Return why the images of a held-out ``folder`` have none of the training images' classes; None if they have."""
+    """Return the sentence for a held-out ``folder`` without classes of the training images; None if it has some."""
     # Images in class folders of the same names are the usual case.
     num_direct = sum(path == (folder,) for path in paths)
     in_train, in_folder = classes_in[train], classes_in[folder]
@@ -322,7 +323,10 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
 
 
 def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
-    """Log if several top folders hold the same folders; raise UsageError if all do: either may be the classes."""
+    """Log if several top folders hold folders of the same names; raise UsageError if all do, as either may be classes.
+
+    An example is site1/cat, site1/dog, site2/cat and site2/dog.
+    """
     tops = sorted({path[0] for path in paths if path})
     if len(tops) < 2 or any(len(path) < 2 for path in paths):
         return
@@ -340,7 +344,7 @@ def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
 
 
 def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None) -> Manifest:
-    """Return the images of one part, or of all, with the classes that their folders say."""
+    """Return the images of one part, or of all parts, labelled by their folders."""
     # Images in no class folder, and those of other parts, are left out.
     chosen = np.array(folders.classes, object) != ""
     files.left_out[_STRAY] = [files.images[index].path for index in np.flatnonzero(~chosen)]
@@ -365,7 +369,7 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
 
 
 def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
-    """Raise UsageError unless ``present`` are classes to train on, or, if ``classes`` is given, are some of those."""
+    """Raise UsageError unless ``present`` are at least two classes, or all among ``classes`` if these are given."""
     if not present:
         raise UsageError(
             f"There are no class folders below {url}, only {format_count(num_images, 'image')}; put each class into a "
@@ -384,7 +388,7 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
 
 
 def report_alike(classes: Sequence[str], url: str) -> None:
-    """Log which classes differ in upper and lower case, in signs, or in zeros before a number, only."""
+    """Log classes whose names differ only in case, punctuation or leading zeros, and so are probably the same."""
     plain = {name: _SIGNS.sub(" ", name.casefold()).strip() or name for name in classes}
     plain = {name: text.lstrip("0") if text.isdecimal() else text for name, text in plain.items()}
     counts = Counter(plain.values())

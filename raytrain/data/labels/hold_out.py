@@ -25,7 +25,7 @@ def hold_out(
 
     Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
     With ``groups``, the name of each image's group (N,), every group is on one side as a whole, and a class may lack
-    validation images. So it is if an image may have several classes. Returns the training and the validation images,
+    validation images. It may also if an image can have several classes. Returns the training and the validation images,
     each in the manifest's order: ``train, validation = hold_out(images, 0.2, seed=0)``.
 
     Raises UsageError if no group can be held out.
@@ -77,7 +77,7 @@ def hold_out_fold(
 
 
 def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the fold of each image, (N,): those of a class are dealt out, each class from another fold on."""
+    """Return the fold of each image, (N,). The images of a class are dealt out to the folds like cards."""
     counts = manifest.class_counts()
     if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < num_folds]:
         fewest = int(counts.min())
@@ -91,14 +91,15 @@ def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDAr
     for label in range(len(manifest.classes)):
         members = np.flatnonzero(manifest.labels == label)
         shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
-        fold_of[shuffled] = (np.arange(len(members)) + label) % num_folds  # the folds get equal numbers of all
+        # Each class begins with another fold, so that the remainders of all classes spread over the folds.
+        fold_of[shuffled] = (np.arange(len(members)) + label) % num_folds
     return fold_of
 
 
 def _folds_of_groups(
     manifest: Manifest, groups: npt.NDArray[np.object_] | None, num_folds: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the fold of each image, (N,): each group, the largest first, goes where the classes lack most of it.
+    """Return the fold of each image, (N,). Each group, the largest first, goes to where its classes are rarest so far.
 
     Without ``groups``, (N,), each image is a group of its own.
     """
@@ -130,12 +131,12 @@ def _folds_of_groups(
 def _held_out_groups(
     manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int
 ) -> npt.NDArray[np.bool_]:
-    """Hold out each group, the largest first, that brings the held-out share of the classes closer to ``fraction``."""
+    """Return which images are held out, (N,): groups that bring the share of each class closer to ``fraction``."""
     names, group = np.unique(groups.astype(str), return_inverse=True)
     sizes = np.bincount(group)
     shares = _shares_of_groups(manifest, group, len(names))
 
-    # Large groups come first: the small ones after them can make up for what is lacking.
+    # Large groups come first, so that small ones can fill the gaps that they leave.
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
     chosen, distance = np.zeros(len(names), bool), np.full(shares.shape[1], -fraction)
     for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
@@ -151,7 +152,10 @@ def _held_out_groups(
 
 
 def _shares_of_groups(manifest: Manifest, group: npt.NDArray[np.integer], num_groups: int) -> npt.NDArray[np.float64]:
-    """Return the share of each class that each group has, (G, C); a column more, of all, if images have several."""
+    """Return the fraction of each class that each group has, (G, C).
+
+    If images may have several classes, a further column has the fraction of all images, (G, C + 1).
+    """
     if manifest.label_sets is None:
         counts = np.zeros((num_groups, len(manifest.classes)))
         np.add.at(counts, (group, manifest.labels), 1)

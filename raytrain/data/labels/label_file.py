@@ -42,11 +42,11 @@ JOINED = "\x1f"  # joins the classes of an image that may have several
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
 """Texts that programs write in place of a missing value."""
 
-MOST_SPLITS = 20  # a column with as many different texts says something else than what is held out
+MOST_SPLITS = 20  # a column with as many different texts is about something else than splits
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 
 _log = logging.getLogger("raytrain")
-_NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if they have train and test
+_NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if their values are train and test
 _NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -78,7 +78,10 @@ class LabelTable:
     """Stands for the rows if they were found by a pattern."""
 
     def with_parts(self, others: Mapping[Part, LabelTable]) -> LabelTable:
-        """Return these rows to train on, and those of ``others`` for their parts; UsageError if an image is in two."""
+        """Return one table of these rows, for training, and of the rows of ``others``, each for its part.
+
+        Raises UsageError if an image is in two tables, or a table has splits of its own.
+        """
         # Each table is about one part, and no image may be in two.
         tables: dict[Part, LabelTable] = {"train": self, **others}
         for part, table in tables.items():
@@ -117,21 +120,21 @@ class LabelTable:
         keys = [composed(str(key)) for key in images.keys.to_pylist()]
 
         def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
-            """Return the rows by the first form of the images' keys of which any is in the table."""
+            """Return the rows by the first of ``forms`` of the images' keys that occurs in the table."""
             for form in forms:
                 rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
                 if (rows >= 0).any():
                     return rows
             return None
 
-        # Many tables have keys without suffixes, or without folders.
+        # Many tables have keys without suffixes, or without folders: try these forms after the whole key.
         by_key = {key: row for row, key in enumerate(self.keys)}
         rows = rows_in(by_key, str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key)))
         if rows is not None:
             return rows
 
-        # Or keys are paths of another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
-        # name: then what comes after it counts. If two keys end alike, it is not known which of them is meant.
+        # Or keys are paths on another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
+        # name: then compare what comes after that name, unless two keys are alike there.
         folder = posixpath.basename(images.url.rstrip("/"))
         below = [(f"/{key}".partition(f"/{folder}/")[2], row) for row, key in enumerate(self.keys)]
         by_path = {path: row for path, row in below if path}
@@ -183,7 +186,7 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
 
 
 def _open_table(url: str, columns: LabelColumns, option: str | None = None) -> pa.Table:
-    """Read the table in a label file, with the names in lower case that its columns of keys and labels may have."""
+    """Read the table in a label file, whose columns of keys and labels may have the names that ``columns`` allows."""
     key_names = {columns.key.lower()} if columns.key else set(KEY_COLUMNS)
     label_names = {name.lower() for name in (columns.label or LABEL_COLUMNS) if len(columns.label) < 2}
     return read_table(url, key_names, label_names, option)
@@ -198,7 +201,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     split = _split_column(table, url, columns)
     group = columns.group and column_called(table, url, "--group-by", columns.group)
 
-    # A list of images alone has no labels but its folders.
+    # A list of images has no column of labels: the folders in it are the labels.
     if len(table.column_names) == 1 and not columns.label:
         labels = list(read_folders(keys, url).classes)
         if not any(labels):
@@ -210,7 +213,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     else:
         labels = labels_of(table, url, columns)
 
-    # A row that is there twice counts once, and one without a key does not.
+    # Drop rows without a key, and repeated rows.
     none = [""] * len(table)
     rows = pa.table(
         {
@@ -225,7 +228,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
 
-    # Without a column of splits, folders of parts say it, if all keys are in some.
+    # Without a column of splits, the folders may say the split, if they are called train, test and so on for all keys.
     if not any(splits):
         tops = top_folders(keys)
         parts = parts_among(tops)
@@ -249,7 +252,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
 
 
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
-    """Return an image's path below one of ``images_urls``: ``./a//b.png`` and the whole URL are ``a/b.png``."""
+    """Return a key as a path below one of ``images_urls``: ``./a//b.png`` and the whole URL become ``a/b.png``."""
     key = composed(key.strip()).removeprefix("file://")
     if "\\" in key and "/" not in key:
         key = key.replace("\\", "/")  # as Windows writes paths
@@ -262,9 +265,10 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
 
 
 def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
-    """Return the column that says which images are held out: split, or one with such texts; None if none does.
+    """Return the column that says which images are held out: split, or one with values such as train and test.
 
-    Raises UsageError if several do. Columns that look like one and are not read are logged.
+    Return None without such a column; raise UsageError if there are several. Log columns that look like one but are
+    not read.
     """
     label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
     other_columns = [
@@ -274,8 +278,8 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     named = [name for name, _ in other_columns if name.lower() == "split"]
     saying, doubtful = list(named), list[str]()
     for name, column in () if named else other_columns:
-        # A column says it if it has few different texts, of which some mean training and some other images. As many may
-        # mean neither, such as extra or unassigned: rows with these are counted, and not used.
+        # Such a column has few different values, some of which mean training images and some held-out ones. Up to half
+        # of the values may mean neither, such as extra or unassigned: rows with these are counted, and not used.
         is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
         distinct = column.cast(pa.string()).unique() if is_text else ()
         values = {str(value).strip() for value in distinct[:MOST_SPLITS]} - NO_LABELS
@@ -293,7 +297,7 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
         )
     if saying and not named:
         _log.warning("The column %r of %s says the split into training and held-out images.", saying[0], url)
-    # Without any, whoever has meant a column to say it should know that it is not read.
+    # Without such a column, tell whoever meant one to be it that it is not read.
     for name in () if saying else [name for name, _ in other_columns]:
         if not (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
             continue
@@ -304,7 +308,7 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
 
 
 def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
-    """Return the label of each row: a class, or the sorted classes joined by JOINED. Raise UsageError without any."""
+    """Return the label of each row: a class, or sorted classes joined by JOINED. Raise UsageError without a column."""
     # A column of 0 and 1 for each class.
     if len(columns.label) > 1:
         flags_of_classes: list[Texts] = []
@@ -345,7 +349,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
 
 
 def _single_labels(labels: Sequence[str], url: str) -> list[str]:
-    """Return the names of classes, empty for texts that stand for none; log how many do."""
+    """Return the class in each label, empty for a text that means "no label"; log how many of these there are."""
     if several := sum(label.count(JOINED) > 1 for label in labels):
         raise UsageError(
             f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
@@ -391,9 +395,10 @@ def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) 
 
 
 def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
-    """Return a column as composed text without blanks around it, empty if a value is missing; UsageError without text.
+    """Return a column as composed texts without surrounding blanks; a missing value is empty.
 
-    If it ``may_be_lists``, each text of a list ends in JOINED.
+    If it ``may_be_lists``, a list becomes one text, in which each item ends in JOINED. Raises UsageError if the values
+    cannot be text.
     """
     if table.column_names.count(name) > 1:
         raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
@@ -425,7 +430,7 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
 
 
 def as_text(column: Any) -> Any:
-    """Return an array of Arrow as texts; pa.ArrowNotImplementedError or pa.ArrowInvalid if its values are none."""
+    """Return an Arrow array as texts; raise pa.ArrowNotImplementedError or pa.ArrowInvalid if that is impossible."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     return column.cast(pa.string())

@@ -51,10 +51,11 @@ _Record = dict[str, Any]
 
 
 def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str | None = None) -> pa.Table:
-    """Return the table in a file or an object of a bucket, which ``option`` may have named; its suffix says the format.
+    """Return the table in a file or a bucket's object, in the format of its suffix. ``option`` is for error sentences.
 
-    If none of ``key_names``, in lower case, is a column, a first line with the name of an image is a row as well.
-    Numbers in a column that is one of ``label_names`` become names of classes, if a JSON document has those, too.
+    ``key_names`` and ``label_names`` are names of columns, in lower case. If the first line has none of ``key_names``
+    but the name of an image, it is a row, not a header. Numbers in a column of ``label_names`` become names of classes
+    if a JSON document lists these beside the table.
 
     Raises:
         StorageError: it cannot be read.
@@ -71,7 +72,7 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
         )
     text = "" if suffix == ".parquet" else _decode_text(url, content)
 
-    # Each reader raises what its library does for a file that is damaged or of another form.
+    # The readers raise the exceptions of their libraries if the file is damaged, or of another form.
     try:
         if suffix == ".parquet":
             return read_columns(content)
@@ -104,7 +105,7 @@ def _decode_text(url: str, content: bytes) -> str:
 
 def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     """Read columns between commas, semicolons, tabs or bars, or else between blanks, where keys may contain some."""
-    # Remarks come first: lines that begin with #, unless they name a column or an image.
+    # Skip comments: lines at the top that begin with #, unless they name a column or an image.
     while text.startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
         words = _BETWEEN_WORDS.split(line)
@@ -112,7 +113,7 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
             break
         text = "".join(rest)
 
-    # The delimiter is the sign that is most frequent in the first line, and that is in all lines of a list.
+    # The delimiter is the most frequent candidate in the first line. In a list (.txt), it must be in all lines.
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
     delimiter = max(",;\t|", key=header.count)
@@ -123,11 +124,11 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
 
 
 def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """Read all columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
+    """Read all columns as text: 007 is not 7."""
     content = text.encode()
     read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    # The names are read first: Arrow wants to know them before it takes each of them for a text.
+    # Read the names first: Arrow needs them to be told that each column is text.
     names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
     if not _is_header(names, key_names) and (suffix == ".txt" or any(map(_is_image, names))):
         read.column_names = names = _invented_names(names)
@@ -167,7 +168,9 @@ def _is_image(text: object) -> bool:
 
 
 def _invented_names(row: Sequence[object]) -> list[str]:
-    """Return names for columns that have none: key for that of images, and of two columns label for the other one."""
+    """Return names for the columns of a table without a header: key for the column of images, label for the other one
+    of two columns, and numbers for more.
+    """
     key = next((index for index, text in enumerate(row) if _is_image(text)), 0)
     names = [f"column {number}" if len(row) > 2 else "label" for number in range(1, len(row) + 1)]
     return [*names[:key], "key", *names[key + 1 :]]
@@ -197,7 +200,7 @@ def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str
 
 
 def _refuse_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
-    """Return the object that json has read as ``pairs``; ValueError if a name is in it twice."""
+    """Return a JSON object as a dictionary; raise ValueError if a name is in it twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
@@ -206,7 +209,10 @@ def _refuse_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
 
 
 def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
-    """Return a document without the names of its classes, and these by their numbers; none if no table is beside."""
+    """Split a document into its table and the names of its classes by number.
+
+    Without a table beside them, what looks like names of classes is the table itself.
+    """
     if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
         return document, {}
     rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
@@ -215,7 +221,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     if name is None or not (is_table or (rest and all(map(is_part, rest)))):
         return document, {}
 
-    # They are a list of names or of COCO's categories, or an object from numbers to names or back.
+    # The names are a list, a list of COCO's categories, or an object from numbers to names or from names to numbers.
     classes = document[name]
     if isinstance(classes, list):
         are_categories = _is_list_of(classes, dict)
@@ -231,7 +237,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
 
 
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
-    """Return the rows that a document has in one of the forms in which programs write tables."""
+    """Return the rows of a document in any form in which programs write tables."""
     if isinstance(document, list):
         return _listed(document)
     if not isinstance(document, dict) or not document:
@@ -243,7 +249,7 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     if all(map(is_part, document)):
         return [{**record, "split": name} for name, part in document.items() for record in _records(part, key_names)]
 
-    # One list in it is the table, whatever stands beside it.
+    # If the document holds one list, that is the table, whatever stands beside it.
     lists = {name: value for name, value in document.items() if _is_list_of(value, (dict, list))}
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
@@ -254,26 +260,26 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
 
 
 def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
-    """Return the rows of an object of columns, of images of each class, or of labels or records by an image's name."""
+    """Return the rows of an object that has columns by name, records or labels by image, or images by class."""
     values = list(document.values())
-    # Columns, as lists or, as pandas writes them, as objects by the number of the row.
+    # Columns by name: lists or, as pandas writes them, objects with the row's number as name.
     if all(isinstance(value, (dict, list)) for value in values) and _is_header(list(document), key_names):
         columns = [value if isinstance(value, dict) else dict(enumerate(value)) for value in values]
         if any(column.keys() != columns[0].keys() for column in columns):
             raise ValueError(f"its columns have {min(map(len, columns)):,} to {max(map(len, columns)):,} values")
         return [{name: column[row] for name, column in zip(document, columns, strict=True)} for row in columns[0]]
-    # Records by the name of the image, or by anything else if they have it themselves.
+    # Records by image, or by anything else if each record names its image.
     if all(isinstance(value, dict) for value in values):
         has_keys = all(_is_header(list(record), key_names) for record in values)
         return values if has_keys else [{"key": name, **record} for name, record in document.items()]
-    # Images by their class, and classes by their image.
+    # Lists of images by class; else the label by image.
     if all(isinstance(value, list) and value and all(map(_is_image, value)) for value in values):
         return [{"key": key, "label": name} for name, keys in document.items() for key in keys]
     return [{"key": name, "label": label} for name, label in document.items()]
 
 
 def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
-    """Return rows of images as COCO describes them, with the list of their categories as label."""
+    """Return the images of a COCO document as rows, each with the list of its categories as label."""
     names = {category["id"]: category["name"] for category in rest.get("categories", ())}
     labels = {image["id"]: list[str]() for image in images}
     if len(labels) < len(images) or len(set(names.values())) < len(rest.get("categories", ())):
@@ -305,9 +311,9 @@ def _is_by_image(value: object) -> bool:
 
 
 def _name_classes(records: list[_Record], names: dict[str, str], label_names: Set[str]) -> None:
-    """Replace numbers of classes by their ``names`` in the columns of labels; not in labels that are names already.
+    """Replace numbers of classes by their ``names`` in the columns of labels, unless the labels are names already.
 
-    Raises ValueError if it is not clear which of both they are.
+    Raises ValueError if the labels may be either.
     """
     for column in {name for record in records for name in record if name.lower() in label_names}:
         labels_of_rows = [_texts_in(record.get(column)) for record in records]
@@ -332,7 +338,10 @@ def _texts_in(label: Any) -> list[str]:
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
-    """Return texts, or lists of texts if one value is a list, or nothing but a type that cannot be text."""
+    """Return a column of texts, or of lists of texts if a value is a list.
+
+    For other values return nulls of a type that cannot be text, which is refused if the column is used.
+    """
     kinds = set(map(type, values))
     if list in kinds:
         lists = [value if isinstance(value, list) else [value] for value in values]

@@ -56,7 +56,7 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
             )
         _log.warning("%s; they are not used.", problem)
 
-    # The same as a label file with a column for each group.
+    # From here on, the names are like a label file with a column for each group of the pattern.
     chosen = [index for index, match in enumerate(matches) if match is not None]
     matched = [match for match in matches if match is not None]
     names = [name for name in expression.groupindex if name not in (_KEY, LABEL)]
@@ -78,14 +78,14 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
 
 
 def digest_of_pattern(pattern: str) -> str:
-    """Return a digest in place of that of the labels that a pattern finds: a resume knows it without listing them."""
+    """Return a digest that stands for the labels of a pattern: a resume can compare it without listing the files."""
     return hashlib.sha256(f"--label-pattern {pattern}".encode()).hexdigest()
 
 
 def groups_in_names(keys: Sequence[str], pattern: str, group_by: str) -> npt.NDArray[np.object_] | None:
-    """Return what the group ``group_by`` of ``pattern`` finds in the name of each image, (n,).
+    """Return the text that the group ``group_by`` of ``pattern`` matches in the name of each image, (n,).
 
-    Return None if a name does not match, as that of an image from elsewhere may not.
+    Return None if a name does not match: the images may come from elsewhere.
 
     Example: ``groups_in_names(["p1_cat_3.jpg"], r"(?P<patient>p\\d+)_(?P<label>.+)_", "patient")``
     """
@@ -94,6 +94,6 @@ def groups_in_names(keys: Sequence[str], pattern: str, group_by: str) -> npt.NDA
 
 
 def _matches(keys: Sequence[str], pattern: str) -> list[re.Match[str] | None]:
-    """Return what ``pattern`` finds in the name of each file or, if it has a slash, in its path."""
+    """Return the match of ``pattern`` in the name of each file or, if the pattern has a slash, in its whole path."""
     expression = check_label_pattern(pattern)
     return [expression.search(key if "/" in pattern else key.rpartition("/")[2]) for key in keys]

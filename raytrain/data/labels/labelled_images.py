@@ -31,12 +31,13 @@ def labelled_parts(
 ) -> dict[Part, Manifest]:
     """Return the training images, the validation images and, if there are three parts, the test images.
 
-    ``stores`` are those that the options name, ``tables`` their label files. What is below ``--data`` may say all parts
-    by its folders or by a column of its label file. A part with a store of its own, and a label file of its own or none
-    at all, is labelled by itself. If no part is held out, ``--validation-fraction`` of the training images is, in whole
-    groups if ``--group-by`` is given; so it is if only test images are given, and the option is.
+    ``stores`` are those that the options name, ``tables`` their label files. The images below ``--data`` may be divided
+    into parts by their folders, or by a column of their label file. A held-out part with a store of its own is labelled
+    separately, by its own label file or its folders, unless ``--labels`` labels all images. If no part is held out, or
+    only test images are and ``--validation-fraction`` is given, that fraction of the training images is held out for
+    validation, in whole groups with ``--group-by``.
     """
-    # The images that one label file labels, or those of the folders below --data.
+    # First the images below --data, and all others that its label file labels.
     table = tables.get("train")
     apart: list[Part] = [part for part in HELD_OUT if part in stores and (table is None or part in tables)]
     is_own_table = table is None
@@ -49,10 +50,10 @@ def labelled_parts(
     else:
         together: dict[Part, Store] = {part: store for part, store in stores.items() if part not in apart}
         parts = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
-        if is_own_table:  # which a run that resumes does not read again, so that it cannot compare the digest
+        if is_own_table:  # a resumed run does not read this table again, and so cannot compare its digest
             parts = {part: replace(images, labels_digest="") for part, images in parts.items()}
 
-    # The parts with labels of their own.
+    # Then the parts with labels of their own.
     for part in apart:
         own_table = tables.get(part)
         parts[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, parts["train"].classes)
@@ -89,14 +90,14 @@ def labelled_parts(
 def _parts_of_table(
     table: LabelTable, stores: Mapping[Part, Store], max_bad_fraction: float, *, has_others: bool
 ) -> dict[Part, Manifest]:
-    """Return the images that one label file labels: all of each store, or those of the splits that it names.
+    """Return the images that one label file labels: those of each store, or those of each split in the file.
 
-    ``has_others``: other images are held out, so that a split into training images alone is whole.
+    ``has_others``: held-out images have label files of their own, so this file may have training images alone.
     """
     listed = {part: table.images or list_images(store) for part, store in stores.items()}
     check_keys(table, tuple(listed.values()), max_bad_fraction)
     splits = _split_names(table, has_others=has_others)
-    # A folder of test images, and rows whose split is val: they are the same ones.
+    # With a store of test images and rows whose split is val, these rows are about that store.
     held_out = splits.keys() & {*HELD_OUT}
     if len(held_out) == 1 and not held_out & listed.keys() and len(listed) > 1:
         splits["test" if "test" in listed else "validation"] = splits.pop(held_out.pop())
@@ -110,7 +111,7 @@ def _parts_of_table(
 
 
 def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | None, Manifest]]) -> None:
-    """Log how many groups a split that was given divides over its parts."""
+    """Log how many groups are divided over several parts by the split that came with the images."""
     groups = [set(table.groups[table.rows_of(images)]) for table, images in parts if table is not None]
     counts = Counter(group for names in groups for group in names)
     if shared := sorted(group for group, count in counts.items() if count > 1):
@@ -122,7 +123,7 @@ def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | Non
 
 
 def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, tuple[str, ...]]:
-    """Return the values of the column ``split`` for each part; none without one. Rows with others are not used."""
+    """Return the values of the column ``split`` that mean each part; empty without splits. Log values of no part."""
     present = sorted(set(table.splits))
     if not any(present):
         return {}
@@ -142,11 +143,11 @@ def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, t
 def images_of_part(
     store: Store, table: LabelTable | None, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
 ) -> Manifest:
-    """Return the images below ``store`` that the label file labels; those of the part's split if it has any.
+    """Return the images of ``part`` below ``store``, labelled by ``table``.
 
-    Without one, it is the label file beside the images, or else their folders are the labels. ``classes`` are those
-    that the labels index: for held-out images, those of the training images. Where images of this part are not named,
-    those of the other held-out part are taken.
+    Without a table, the label file beside the images labels them, or else their folders do. ``classes`` are those that
+    the labels index: for held-out images, the classes of the training images. If the label file has no split for this
+    part, the split of the other held-out part is used.
     """
     if table is None:
         own_table = own_label_table(store)
@@ -164,7 +165,10 @@ def images_of_part(
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
-    """Warn of keys and images without the other; UsageError if more than ``max_bad_fraction`` have no image."""
+    """Log keys without an image and images without a key; UsageError if too many keys have no image.
+
+    ``max_bad_fraction`` is the fraction of keys that may have none.
+    """
     has_image = np.zeros(len(table.keys), bool)
     for images in listed:
         if not any(table.splits) and (parts := parts_among(top_folders(images.keys.to_pylist()))):
@@ -172,7 +176,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
             _log.warning(sentence, first_names(parts), images.url, table.url)
         rows = table.rows_of(images)
 
-        # Keys such as C:/photos/cat/1.jpg were written elsewhere: people should know what they are taken for.
+        # Keys such as C:/photos/cat/1.jpg were written on another machine: log which image such a key is taken for.
         first = int((rows >= 0).argmax()) if len(rows) else 0
         if len(rows) and rows[first] >= 0:
             key, path = table.keys[rows[first]], images.keys[first].as_py()
@@ -218,8 +222,8 @@ def labelled(
     """Return the images that the table labels, of the given ``splits`` or of all.
 
     ``classes`` are those that the labels index, by default the names in the table, sorted. Raises UsageError if a label
-    is none of them, or there is only one class. If an image may have several, the sets of them are those of all rows.
-    ``are_joined`` says that each label is the names of all classes of an image, which is reported otherwise.
+    is none of them, or there is only one class. ``are_joined``: the caller has joined the classes of each image into
+    one label on purpose, so that is not reported as a possible mistake.
     """
     # Choose the images whose row has a label, or may have none, and of these the ones in the given splits.
     rows = table.rows_of(images)
@@ -267,7 +271,7 @@ def labelled(
 
 
 def _report_joined(classes: Sequence[str], url: str) -> None:
-    """Log if classes look like several joined: one is a list or made of others, or half of them share parts."""
+    """Log if labels look like several classes joined: one is a list or made of others, or half of them share parts."""
     words = {name: set(_SEPARATORS.split(name)) for name in classes}
     joined = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
     if (name := next(joined, None)) is not None:

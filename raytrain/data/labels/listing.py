@@ -53,7 +53,7 @@ _log = logging.getLogger("raytrain")
 
 @dataclass
 class Listing:
-    """The image files below ``url``, sorted by path, and the paths of all other files by why they are left out."""
+    """The image files below ``url``, sorted by path, and the paths of the other files by why they are left out."""
 
     url: str
     images: list[StoredObject] = field(default_factory=list)
@@ -113,7 +113,7 @@ def why_left_out(path: str) -> str | None:
     """
     suffix = posixpath.splitext(path.lower())[1]
     if is_hidden(path):
-        # A class may be called .net, while the folders of programs are known.
+        # A class may be called .net; the hidden folders of programs have known names.
         *folders, name = path.split("/")
         dotted = [folder for folder in folders if folder.startswith(".")]
         is_class = bool(dotted) and not any(map(_SYSTEM_DOTS.fullmatch, dotted)) and not is_hidden(name)
@@ -128,7 +128,7 @@ def why_left_out(path: str) -> str | None:
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether ``path`` is a copy or thumbnail that a desktop, a notebook or a disk station keeps by images."""
+    """Return True if ``path`` is hidden, or a file that a system or a program keeps beside images."""
     *folders, name = path.split("/")
     return any(part.startswith(".") for part in (*folders, name)) or (
         name in _SYSTEM_FILES or name.endswith("_$folder$") or not _SYSTEM_FOLDERS.isdisjoint(folders)
@@ -136,7 +136,7 @@ def is_hidden(path: str) -> bool:
 
 
 def _no_images(listing: Listing) -> UsageError:
-    """Return the error of a folder without images, which names the files that it has instead, and what to do."""
+    """Return the error for a folder without images, which says what files it has instead, and what to do."""
     if not listing.counts:
         refuse_file(listing.url)
     reasons = ", ".join(counted(count, reason) for reason, count in Counter(listing.counts).most_common(4))
@@ -150,7 +150,7 @@ def _no_images(listing: Listing) -> UsageError:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
+    """Raise UsageError if ``url`` is a file, or looks like one; called if no folder of that name has images."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
     if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
         kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
@@ -161,7 +161,7 @@ def refuse_file(url: str) -> None:
 def report_left_out(listing: Listing, *, in_class_folders: bool = False) -> None:
     """Log how many files are left out and why, but not hidden files and tables.
 
-    With ``in_class_folders``, name the folders beside those of the images in which no image is left.
+    With ``in_class_folders``, also name the folders all of whose images were left out, beside those that have images.
     """
     reasons = lost_files(listing.counts)
     if not reasons:
@@ -181,7 +181,7 @@ def report_left_out(listing: Listing, *, in_class_folders: bool = False) -> None
 
 
 def lost_files(left_out: Mapping[str, int]) -> str:
-    """Return how many files are left out for which reasons, the most first; without hidden files and tables.
+    """Return the reasons why files are left out with their counts, the largest first, but not hidden files and tables.
 
     >>> lost_files({"links that lead nowhere": 2, "tables and descriptions": 1})
     '2 links that lead nowhere'
@@ -191,7 +191,7 @@ def lost_files(left_out: Mapping[str, int]) -> str:
 
 
 def counted(count: int, reason: str) -> str:
-    """Return how many files are left out for a reason, of which one is in the singular.
+    """Return a count of files and the reason why they are left out, in the singular for one file.
 
     >>> counted(1, TABLES), counted(2, TABLES)
     ('1 table or description', '2 tables and descriptions')

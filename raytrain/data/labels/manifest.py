@@ -57,7 +57,7 @@ class Packing:
 
 
 class Shrinking(NamedTuple):
-    """The JPEGs that larger images became when they were packed."""
+    """How larger images were turned into smaller JPEGs when they were packed."""
 
     shorter_side: int  # pixels
     quality: int  # 1 to 100
@@ -145,7 +145,7 @@ class Manifest:
 
     def to_parquet(self) -> bytes:
         """Encode a Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row."""
-        # What is said once is metadata, and what is said of each image is a column.
+        # Facts about the data set are metadata, facts about each image are columns.
         metadata: dict[str, Any] = {
             "url": self.url,
             "classes": self.classes,
@@ -238,7 +238,7 @@ def list_images(store: Store) -> Manifest:
 
 
 def named_images(store: Store, keys: Sequence[str]) -> Manifest:
-    """Return the files ``keys`` of ``store``, all UNLABELLED; UsageError if one of them is not there."""
+    """Return a manifest of the files ``keys`` of ``store``, all UNLABELLED; raise UsageError if one does not exist."""
     for key in keys:
         if not store.exists(key):
             raise UsageError(f"There is no file {store.url}/{key}; check the path.")

@@ -1,6 +1,6 @@
-"""Names of training, validation and test images, as folders, files and values of a column have them.
+"""Names that say training, validation or test images, of folders, files and values in a column.
 
-A name is of a part if one of its words is, as in seg_train, Training Set or public-test.
+A name means a part if one of its words does, as in seg_train, Training Set or public-test.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _WORDS = re.compile(r"[ _.-]+")
 
 
 def is_training(name: str) -> bool:
-    """Return whether a folder, a file or a value of this name is of training images: ``seg_train`` is."""
+    """Return True if a name means training images, as ``seg_train`` does."""
     return _has_word(_TRAIN, name)
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a folder, a file or a value of this name is of validation or test images: ``Val Set`` is."""
+    """Return True if a name means validation or test images, as ``Val Set`` does."""
     return _has_word(_VALIDATION, name) or _has_word(_TEST, name)
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder, a file or a value of this name is of training, validation or test images."""
+    """Return True if a name means training, validation or test images."""
     return is_training(name) or is_held_out(name)
 
 
 def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
-    """Return the names of each part, sorted; a part without any is not in it.
+    """Return the sorted names that mean each part; a part without names is left out.
 
     >>> names_of_parts(["train", "val", "extra"])
     {'train': ('train',), 'validation': ('val',)}
@@ -51,12 +51,11 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
 
 
 def parts_among(names: Iterable[str]) -> list[str]:
-    """Return the names of training, validation and test images, sorted; none unless some are of training images, and
-    some are not.
-    """
+    """Return the sorted names that mean parts; empty unless there are both training and held-out images among them."""
     parts = sorted(filter(is_part, set(names)))
     return parts if {True, False} == set(map(is_training, parts)) else []
 
 
 def _has_word(kind: re.Pattern[str], name: str) -> bool:
+    """Return True if a whole word of ``name`` is of this kind."""
     return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))

@@ -95,7 +95,10 @@ class Azure(Cloud):
 
 
 def _access_token() -> AzureCredentials | None:
-    """Return a token from azure-identity: of a service principal, workload or managed identity, or ``az login``."""
+    """Return a token from azure-identity, for a service principal, a workload or managed identity, or ``az login``.
+
+    Return None without azure-identity, or if it finds no way to sign in.
+    """
     try:
         from azure.core.exceptions import ClientAuthenticationError
     except ImportError:
@@ -103,7 +106,7 @@ def _access_token() -> AzureCredentials | None:
     try:
         token = default_credential().get_token(_SCOPE)
     except ClientAuthenticationError as error:
-        if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # as opposed to nobody who could sign in
+        if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # else there was no way to sign in
             raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
         return None
     return AzureCredentials("token", token.token, datetime.fromtimestamp(token.expires_on, timezone.utc))

@@ -22,23 +22,23 @@ UNTRUSTED = (
 
 @dataclass(frozen=True)
 class CloudSentences:
-    """Words of a cloud, and sentences with ``{endpoint}``, ``{bucket}``, ``{url}`` and ``{identity}``."""
+    """Words of a cloud, and error sentences with places for ``{endpoint}``, ``{bucket}``, ``{url}``, ``{identity}``."""
 
-    endpoint: str  # what it is called if no endpoint is configured
-    protocol: str  # what its servers speak
+    endpoint: str  # name of the cloud, if no endpoint is configured
+    protocol: str  # name of the protocol of its servers
     endpoint_variable: str
-    host_variables: str  # what the name of its host depends on
+    host_variables: str  # the environment variables that the name of its host depends on
     certificates_variable: str  # the environment variable that names the file with certificates to trust
-    any_identity: str  # what ``{identity}`` is if that is not known
+    any_identity: str  # the text for ``{identity}`` if it is not known
     no_credentials: str
-    not_obtained: str  # likewise with the reason as ``{detail}``
+    not_obtained: str  # has a place for the reason, ``{detail}``, too
     refuses_credentials: str
     no_permission: str
-    by_code: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences for its own codes of what went wrong
+    by_code: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences by the cloud's error codes
 
 
 def is_loopback(url: str | None) -> bool:
-    """Return whether the server of a URL is on this machine, which no proxy reaches."""
+    """Return True if the server of a URL is on this machine, so that no proxy can reach it."""
     host = urlsplit(url or "").hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -46,9 +46,9 @@ def is_loopback(url: str | None) -> bool:
 class Cloud(ABC):
     """A cloud, as the process that opened a store was configured to reach it. Can be pickled; contains no secret."""
 
-    name: ClassVar[str]  # what its URLs start with: ``s3``, ``az`` or ``gs``
+    name: ClassVar[str]  # the scheme of its URLs: ``s3``, ``az`` or ``gs``
     sentences: ClassVar[CloudSentences]
-    endpoint_url: str | None  # None means that of the cloud itself
+    endpoint_url: str | None  # None: the cloud's own endpoint
 
     @classmethod
     @abstractmethod
@@ -57,10 +57,10 @@ class Cloud(ABC):
 
     @abstractmethod
     def credentials(self) -> BucketCredentials | None:
-        """Return this process's credentials, valid now; None if there are none. Raises what its libraries raise."""
+        """Return valid credentials of this process; None if it has none. Raises the exceptions of its libraries."""
 
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
-        """Return the credential source of a process to which ``lent`` lends credentials; called there."""
+        """Return the credential source for a store in a process to which ``lent`` lends credentials."""
         return partial(lent, self.name)
 
     @abstractmethod
@@ -68,12 +68,12 @@ class Cloud(ABC):
         """Return the options with which obstore reaches ``bucket``."""
 
     def sentence_and_detail(self, error: BaseException) -> tuple[str, str] | None:
-        """Return the sentence for an error of the cloud's own library and its ``{detail}``; None for other errors."""
+        """Return the sentence and its ``{detail}`` for an error of the cloud's own library; None for other errors."""
         return None
 
 
 def check_endpoint(endpoint_url: str, variable: str, key_variables: str) -> None:
-    """Raise UsageError if the URL found in ``variable`` is malformed, or has keys, which ``key_variables`` are for."""
+    """Raise UsageError if the URL in ``variable`` is malformed, or contains keys, for which ``key_variables`` exist."""
     if "@" in endpoint_url or "?" in endpoint_url:  # not shown: it may be secret
         raise UsageError(
             f"{variable} must look like https://host or http://host:port, without a user name, a password or a "

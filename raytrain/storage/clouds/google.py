@@ -73,7 +73,10 @@ class Google(Cloud):
 
 
 def _access_token() -> GoogleCredentials | None:
-    """Return a token from google-auth: of a service account, ``gcloud auth application-default login`` or a machine."""
+    """Return a token from google-auth, for a service account, a sign-in with gcloud, or the machine's account.
+
+    Return None without google-auth, or if it finds no credentials.
+    """
     try:
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
         from google.auth.transport.requests import Request
@@ -82,7 +85,7 @@ def _access_token() -> GoogleCredentials | None:
     file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     try:
         credentials = default_credentials(file)
-        if not credentials.valid:  # it is not, from some minutes before it expires
+        if not credentials.valid:  # so it is from a few minutes before its end
             credentials.refresh(Request())
     except GoogleAuthError as error:
         if isinstance(error, DefaultCredentialsError) and not file:
@@ -98,7 +101,7 @@ def _access_token() -> GoogleCredentials | None:
 
 @cache
 def default_credentials(file: str | None) -> Any:
-    """Return google-auth's credentials, which come first from ``file``, and renew their token."""
+    """Return google-auth's credentials, which renew their token. They come from ``file``, if it is given."""
     import google.auth
 
     return google.auth.default(scopes=[_SCOPE])[0]

@@ -1,4 +1,4 @@
-"""S3: its endpoint and region, from the AWS configuration through boto3, and what obstore cannot ask of it."""
+"""S3: its endpoint and region, from the AWS configuration through boto3, and requests that obstore cannot make."""
 
 # boto3 and botocore have no types, and obstore's refer to arro3, which is not installed.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -43,9 +43,9 @@ class S3(Cloud):
     name = "s3"
     sentences = SENTENCES
     endpoint_url: str | None = None
-    region: str | None = None  # None means us-east-1
-    virtual_hosted: bool = False  # whether the bucket is a part of the host's name
-    unsigned: bool = False  # whether requests show no credentials, as AWS_SKIP_SIGNATURE wants it for public buckets
+    region: str | None = None  # None: us-east-1
+    virtual_hosted: bool = False  # the name of the bucket is a part of the host's name
+    unsigned: bool = False  # requests have no signature: AWS_SKIP_SIGNATURE, for public buckets
     requester_pays: bool = False
 
     @classmethod
@@ -67,7 +67,7 @@ class S3(Cloud):
 
     @property
     def is_amazon(self) -> bool:
-        """Return whether it is Amazon's own: no other server accepts the role of a node."""
+        """True if it is Amazon's own S3; no other server accepts the role of a node."""
         return self.endpoint_url is None or self.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
@@ -87,10 +87,10 @@ class S3(Cloud):
         return (KMS, "") if "perform: kms:" in str(error) else botocore_sentence(error)
 
     def list_any_names(self, bucket: str, prefix: str, keys: Credentials | None) -> Iterator[ObjectMeta]:
-        """Iterate over the objects whose names start with ``prefix``, whatever these names are.
+        """Iterate over all objects whose names start with ``prefix``, even names that no path can have.
 
-        obstore returns nothing of a folder that contains names which cannot be used; boto3 returns everything.
-        Raises botocore's exceptions, and StorageError as :meth:`list_pages` does.
+        For a folder with one such name, obstore returns nothing, and boto3 everything. Raises botocore's exceptions,
+        and StorageError as :meth:`list_pages` does.
         """
         for page in self.list_pages(bucket, prefix, keys):
             for entry in page.get("Contents", []):
@@ -111,10 +111,10 @@ class S3(Cloud):
         max_attempts: int = 5,
         read_timeout_s: float = 30.0,
     ) -> Iterator[dict[str, Any]]:
-        """Iterate over the pages of a listing; raise StorageError if the server does not say how it goes on after one.
+        """Iterate over the pages of a listing; raise StorageError if the server does not say how to get the next one.
 
-        Of such a server, obstore and boto3's paginator return the first page as if it was all, or the same page for
-        ever. Raises botocore's exceptions.
+        For such a server, obstore and boto3's paginator would return the first page as if it were the whole listing, or
+        the same page for ever. Raises botocore's exceptions.
         """
         client = self._client(keys, max_attempts, read_timeout_s)
         query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
@@ -123,7 +123,7 @@ class S3(Cloud):
         first_names: set[str] = set()  # of each page
         num_names = 0
 
-        # Page after page. The first name of each is new, unless the server sends a page twice.
+        # Ask for page after page. The first name of each page is new, unless the server sends a page twice.
         while True:
             page: dict[str, Any] = client.list_objects_v2(**query)
             names = [entry["Key"] for entry in page.get("Contents", [])]
@@ -150,17 +150,18 @@ class S3(Cloud):
     ) -> None:
         """Abort the uploads in parts of objects below ``prefix`` whose names ``is_wanted`` accepts.
 
-        The parts of one that nobody ends are in no listing of objects, and are paid for. Raises botocore's exceptions.
+        The parts of an abandoned upload are in no listing of objects, but must be paid for. Raises botocore's
+        exceptions.
         """
         client = self._client(keys, max_attempts=2)
         payer = {"RequestPayer": "requester"} if self.requester_pays else {}
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix, **payer)
-        # All are listed before the first one goes: the next page is asked for by an upload of this one.
+        # List all uploads before the first is aborted: the next page is requested by an upload of this one.
         for upload in [upload for page in pages for upload in page.get("Uploads", []) if is_wanted(upload["Key"])]:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"], **payer)
 
     def _client(self, keys: Credentials | None, max_attempts: int, read_timeout_s: float = 30.0) -> Any:
-        """Return boto3's client, for requests that obstore does not have."""
+        """Return a client of boto3, for requests that obstore cannot make."""
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -181,18 +182,18 @@ class S3(Cloud):
         )
 
     def boto_config(self) -> dict[str, Any]:
-        """Return the same settings as options of botocore's Config."""
+        """Return the settings of this S3 as options of botocore's Config."""
         config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
         return config | ({"proxies": {}} if is_loopback(self.endpoint_url) else {})
 
 
 @lru_cache(maxsize=4)
 def _configured(_: object) -> S3:
-    """Return S3 as boto3 is configured; found once for each state of the configuration, for boto3 takes its time."""
+    """Return S3 as boto3 is configured. The argument stands for the configuration, by which the result is cached."""
     from botocore.exceptions import BotoCoreError
 
     try:
-        # Never sends a request: only boto3's clients say what boto3 has found in the configuration.
+        # This sends no request: a client is the only way to learn what boto3 has found in the configuration.
         session = aws_session()
         meta = session.client("s3", aws_access_key_id="none", aws_secret_access_key="none").meta
     except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL

@@ -52,16 +52,16 @@ def resolve_credentials() -> Credentials | None:
 
 
 def credential_method() -> str:
-    """Return boto3's name for the step of the chain that has this process's credentials; empty if none has."""
+    """Return boto3's name for the step of the chain that yields this process's credentials; empty if none does."""
     with _source_named():
         return getattr(aws_session().get_credentials(), "method", "")
 
 
 def own_role() -> Credentials | None:
-    """Return the credentials of the role that this node or container has (EC2, ECS, EKS), unless a user set others.
+    """Return the credentials of this node's or container's role (EC2, ECS, EKS), unless the user has set others.
 
-    Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
-    AWS_EC2_METADATA_DISABLED is true. Raises the same as :func:`resolve_credentials` if a role gives no credentials.
+    Returns None at once if there can be no role: the metadata service is asked only on EC2, and never if
+    AWS_EC2_METADATA_DISABLED is true. Raises the same as :func:`resolve_credentials` if a role yields no credentials.
     """
     # ECS and EKS set variables; otherwise only an EC2 instance can have a role.
     is_disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
@@ -73,18 +73,18 @@ def own_role() -> Credentials | None:
 
 
 def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
-    """Return the credentials of the role of the node where this is called, or those of ``fallback`` without one."""
+    """Return the credentials of the role of this process's node; without a role, those of ``fallback``."""
     return own_role() or fallback()
 
 
 @lru_cache(maxsize=1)
 def _chain(_: object) -> Any:
-    """Return boto3's credentials, which renew themselves; the same ones while the configuration stays as it is."""
+    """Return boto3's credentials, which renew themselves. The argument is the configuration, by which it is cached."""
     return aws_session().get_credentials()
 
 
 def _frozen(credentials: Any) -> Credentials | None:
-    """Return boto3's ``credentials`` as they are now."""
+    """Return the keys that boto3's ``credentials`` have at present; None if there are none."""
     if credentials is None:
         return None
     keys = credentials.get_frozen_credentials()  # refreshes them first if they expire soon
@@ -94,7 +94,7 @@ def _frozen(credentials: Any) -> Credentials | None:
 
 
 def _is_on_ec2() -> bool:
-    """Return whether this machine is an EC2 instance, without a request: elsewhere nobody would answer it."""
+    """Return True if this machine is an EC2 instance. It sends no request, which nobody would answer elsewhere."""
     for file, start in _EC2_MARKS:
         with suppress(OSError):
             if Path(file).read_text().lower().startswith(start):
@@ -103,14 +103,17 @@ def _is_on_ec2() -> bool:
 
 
 def aws_configuration() -> tuple[frozenset[tuple[str, str]], float]:
-    """Return the variables of AWS and the time of the configuration file, for caches: both may change in a notebook."""
+    """Return the variables of AWS and the time of its configuration file, as a key of caches.
+
+    Both may change while a process runs, for example in a notebook.
+    """
     file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
     modified = file.stat().st_mtime if file.exists() else 0.0
     return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")), modified
 
 
 def aws_session() -> Any:
-    """Return a session of boto3, also in the region that only other programs of AWS read from AWS_REGION."""
+    """Return a session of boto3, in the region of AWS_REGION if that is set: boto3 itself ignores this variable."""
     import boto3  # takes half a second, and folders do not need it
 
     return boto3.Session(region_name=os.environ.get("AWS_REGION"))
@@ -118,10 +121,10 @@ def aws_session() -> Any:
 
 @contextmanager
 def _source_named() -> Generator[None]:
-    """Raise StorageError, which names the program or file at fault, if a source of credentials fails.
+    """Turn the exception of a source of credentials into a StorageError that names the program or file at fault.
 
-    botocore passes on whatever comes of a program that cannot be started, of a missing token or of a damaged cache,
-    such as FileNotFoundError, JSONDecodeError or KeyError, and the caller would take it for an error of the bucket.
+    For a program that cannot be started, a missing token or a damaged cache, botocore raises whatever its code runs
+    into, such as FileNotFoundError, JSONDecodeError or KeyError. The caller would take that for an error of the bucket.
     """
     from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, ParamValidationError
     from botocore.session import Session
@@ -147,7 +150,7 @@ def _source_named() -> Generator[None]:
     except Exception as raised:
         error, reason = raised, ""
 
-    # The settings of the profile, and of those that it takes its credentials from. The first of them counts.
+    # Collect the settings of the profile and of its source profiles; those of the first one take precedence.
     session = Session()
     profiles: dict[str, dict[str, str]] = session.full_config.get("profiles", {})
     settings: dict[str, str] = {}
@@ -163,7 +166,7 @@ def _source_named() -> Generator[None]:
     setting = variable if os.environ.get(variable) else "web_identity_token_file"
     token_file = os.environ.get(variable) or settings.get(setting)
 
-    # Without a reason, the first source counts that botocore asks: a token, a sign-in, a program.
+    # Name the source. If the exception has no reason, it is the first one that botocore asks: token, sign-in, program.
     reason = reason.strip().partition("\n")[0].rstrip(".")
     if isinstance(error, ClientError):
         detail = reason

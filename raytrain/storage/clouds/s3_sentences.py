@@ -73,7 +73,7 @@ SENTENCES = CloudSentences(
 
 
 def botocore_sentence(error: BaseException) -> tuple[str, str] | None:
-    """Return the sentence for an error of boto3 whose type says what happened, and its ``{detail}``."""
+    """Return the sentence and its ``{detail}`` for an error of boto3 whose type says what happened; None for others."""
     from botocore import exceptions as aws
 
     sentences: dict[str, str] = {
@@ -94,6 +94,6 @@ def botocore_sentence(error: BaseException) -> tuple[str, str] | None:
 
 
 def detail_of(error: BaseException) -> str:
-    """Return the variable or profile that an error of botocore names, else the first line of its text."""
+    """Return the variable or profile that an error of botocore names; without one, the first line of its text."""
     fields: dict[str, str] = getattr(error, "kwargs", {})
     return fields.get("cred_var") or fields.get("profile") or str(error).partition("\n")[0]
