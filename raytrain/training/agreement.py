@@ -36,8 +36,21 @@ def broadcast_weights(model: nn.Module) -> None:
         tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins at an address for any type
 
 
+def find_not_on_all(tensors: Mapping[str, Tensor], world_size: int) -> list[str]:
+    """Return the names of ``tensors`` that some workers lack, or have in another shape or type; the same on each."""
+    kinds = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, zlib.crc32(repr(sorted(kinds.items())).encode()))
+    if len(set(digests)) == 1:
+        return []
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, kinds)
+    names = {name: None for kinds in gathered for name in kinds}  # each once, in order
+    return [name for name in names if len({kinds.get(name) for kinds in gathered}) > 1]
+
+
 @torch.no_grad()
-def find_differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
+def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.device) -> list[str]:
     """Return the names of the ``tensors`` that differ between workers after ``step`` steps; the same on each worker.
 
     Sums are compared, not the tensors: the host waits for the device once, and one small all-reduce serves all.
@@ -45,7 +58,8 @@ def find_differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
     """
     if not tensors:
         return []
-    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])  # (T, 4)
+    # Optimizers keep some numbers on the CPU; the workers compare all of them on their ``device``.
+    digests = torch.stack([_digest(tensor).to(device) for tensor in tensors.values()])  # (T, 4)
     extremes = torch.stack([digests, -digests])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     spread = (extremes[0] + extremes[1]).amax(dim=1)

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, some_of
+from raytrain.training.agreement import find_differing, find_not_on_all
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.optimisation import rising_rate
 from raytrain.training.prepared_models import PreparedModels
@@ -91,6 +93,39 @@ class OptimizerSteps:
             number = self.num_waiting.get(optimizer, 0)
             self.num_waiting[optimizer] = number + 1 if left and (number or has_changed) else 0
             self._gradients[optimizer] = gradients
+
+    def check_agreement(self, step: int) -> None:
+        """Raise UsageError, on all workers, if they differ in the state of an optimizer after ``step`` steps.
+
+        Checkpoints hold that of worker 0. Optimizers that divide their work among the processes keep, on each of them,
+        the state of some of the weights alone: the run is right until it resumes.
+        """
+        if self._worker.world_size == 1:
+            return
+        tensors = self._state_tensors()
+        names = find_not_on_all(tensors, self._worker.world_size)
+        if not names:
+            numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+            names = find_differing(numbers, step, self._worker.device)
+        if names:
+            raise UsageError(
+                f"After step {step:,} the workers differ in the state of an optimizer, {some_of(names)}: checkpoints "
+                "hold that of worker 0, so a resumed run would go on without the rest; take an optimizer that keeps "
+                "all of its state on each worker, as one for a single device does, or train on one worker."
+            )
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Return what the optimizers keep of each weight, by names such as ``momentum_buffer of 1.weight``."""
+        weights, tensors = self._models.weight_names(), dict[str, Tensor]()
+        for number, optimizer in enumerate(self._state.optimizers, start=1):
+            prefix = f"optimizer {number}'s " if number > 1 else ""
+            for key, kept in optimizer.state.items():
+                of = weights.get(id(key), "a weight") if isinstance(key, Tensor) else str(key)
+                for name, value in kept.items() if isinstance(kept, dict) else [("state", kept)]:
+                    for index, leaf in enumerate(tree_leaves(value)):  # some keep lists of tensors
+                        if isinstance(leaf, Tensor):
+                            tensors[f"{prefix}{name}{f' {index}' if index else ''} of {of}"] = leaf
+        return tensors
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Prepare a step of ``optimizer``, of which torch's hook says the arguments, and return others or None."""

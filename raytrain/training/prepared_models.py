@@ -39,7 +39,7 @@ from raytrain.training.weight_average import WeightAverage
 
 _CAUSE_IN_BUFFERS = (
     "a buffer is filled by a layer or the loop from a worker's own images; average or gather over the workers what "
-    "goes into it, with torch.distributed"
+    "goes into it, with run.gather, or with torch.distributed in a layer"
 )
 _CAUSE_IN_WEIGHTS = (
     "something other than an optimizer's step changed them by a worker's own images or random numbers; compute what "
@@ -286,13 +286,17 @@ class PreparedModels(ExactNetworks):
         if self._worker.world_size == 1:
             return
         tensors = self._tensors()
-        names = find_differing(tensors, step)
+        names = find_differing(tensors, step, self._worker.device)
         if names:
             is_weight = any(isinstance(tensors[name], nn.Parameter) for name in names)
             raise UsageError(
                 f"After step {step:,} the workers differ in {some_of(names)}: "
                 f"{_CAUSE_IN_WEIGHTS if is_weight else _CAUSE_IN_BUFFERS}, or train on one worker."
             )
+
+    def weight_names(self) -> dict[int, str]:
+        """Return the names of all parameters by their IDs, such as ``network 2's 0.weight``."""
+        return {id(tensor): name for name, tensor in self._tensors().items() if isinstance(tensor, nn.Parameter)}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all weights and buffers by name, also buffers that are in no checkpoint."""

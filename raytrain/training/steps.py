@@ -324,6 +324,7 @@ class Steps:
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
             self._flush_metrics()  # whoever starts a run waits for its first loss
             self._models.check_agreement(step)
+            self.optimizers.check_agreement(step)
             self.watch.compare()
         return totals
 
@@ -416,6 +417,7 @@ class Steps:
 
         # All workers find out whether the weights are worth keeping: equal on all of them, and finite.
         self._models.check_agreement(step)
+        self.optimizers.check_agreement(step)
         not_finite = self._models.not_finite()
         if is_measured:
             self._schedule.attempted(step, not_finite)

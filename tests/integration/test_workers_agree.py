@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import SGD
 
 from raytrain.errors import UsageError
 from raytrain.training.run import Run
@@ -149,9 +153,13 @@ def own_evaluation(run: Run) -> None:
             optimizer.step()
 
 
-def step_and_then(run: Run, then: Callable[[Tensor], object]) -> None:
+def step_and_then(
+    run: Run,
+    then: Callable[[Tensor], object],
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = lambda weights: SGD(weights, lr=0.1),
+) -> None:
     model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = run.prepare(make(model.parameters()))
     for epoch in run.epochs():
         for batch in epoch:
             loss = F.cross_entropy(model(batch.images), batch.labels)
@@ -159,6 +167,37 @@ def step_and_then(run: Run, then: Callable[[Tensor], object]) -> None:
             loss.backward()
             optimizer.step()
             then(loss)
+
+
+class Divided(torch.optim.Optimizer):
+    """Momentum, of which each process keeps that of every second weight, and sends what it has computed."""
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for index, weight in enumerate(self.param_groups[0]["params"]):
+            owner = index % dist.get_world_size() if dist.is_initialized() else 0
+            if not dist.is_initialized() or dist.get_rank() == owner:
+                velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
+                weight.data.sub_(velocity.mul_(0.9).add_(weight.grad), alpha=0.1)
+            if dist.is_initialized():
+                dist.broadcast(weight.data, owner)
+
+
+def divided_optimizer(run: Run) -> None:
+    step_and_then(run, lambda loss: None, lambda weights: Divided(weights, {}))
+
+
+def zero_redundancy(run: Run) -> None:
+    step_and_then(run, lambda loss: None, lambda weights: ZeroRedundancyOptimizer(weights, SGD, lr=0.1, momentum=0.9))
+
+
+def local_state(run: Run) -> None:
+    def make(weights: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        nonlocal optimizer
+        optimizer = SGD(weights, lr=0.1, momentum=0.9)
+        return optimizer
+
+    optimizer: Any = None
+    step_and_then(run, lambda loss: optimizer.state[optimizer.param_groups[0]["params"][1]].update(loss=loss), make)
 
 
 def log_on_worker_0(run: Run) -> None:
@@ -193,6 +232,9 @@ def error_of(loop: Callable[[Run], None], folder: str) -> tuple[str, int]:
         (queue, 1, r"the workers differ in queue: "),
         (head_drawn_again, 2, r"the workers differ in 1\.weight: .* random numbers"),
         (own_gradients, 1, r"the workers differ in 1\.weight, 1\.bias: .* by a worker's own images"),
+        (divided_optimizer, 1, r"in the state of an optimizer, velocity of 1\.weight, velocity of 1\.bias: .* resumed"),
+        (zero_redundancy, 1, r"in the state of an optimizer, .*momentum_buffer of 1\.weight, .* that keeps all of its"),
+        (local_state, 1, r"in the state of an optimizer, loss of 1\.bias: checkpoints hold that of worker 0"),
         (log_on_worker_0, 1, r"log different names \(worker 0: loss\)"),
         (log_other_names, 1, r"log different names \(worker 0: loss of worker 0\)"),
         (evaluate_on_worker_0, 0, r"called run\.evaluate\(\) on 1 of 2 workers"),
@@ -213,7 +255,7 @@ def test_workers_that_differ_stop_with_the_names_of_what_differs(
 
 ALONE = (
     *(moving_average, unsaved_average, sparse_gradients, teacher_in_training_mode, queue, head_drawn_again),
-    *(own_gradients, own_evaluation),
+    *(own_gradients, own_evaluation, divided_optimizer, local_state),
     *(log_on_worker_0, log_other_names, evaluate_on_worker_0),
 )
 
