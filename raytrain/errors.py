@@ -18,7 +18,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class RaytrainError(Exception):
-    """Base of every error that raytrain raises on purpose; its text is all that a user needs to read.
+    """Base of every error that raytrain raises on purpose; its text says all that a user needs to know.
 
     ``exit_code`` is the exit code of the command line: 2 for bad usage or input, 1 for a run that failed.
 
@@ -36,9 +36,9 @@ class RaytrainError(Exception):
         return str(self.args[0]) if self.args else ""  # the other arguments are for unpickling
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows of the error: the sentence, and the line that has called raytrain.
+        """Return the lines that a notebook shows for the error: the sentence, and the user's line that led to it.
 
-        IPython asks an exception for this before it shows its traceback, which has 80 lines of raytrain's own files.
+        IPython calls this, if an exception has it, in place of showing 80 lines of traceback through raytrain's files.
         """
         frames = traceback.extract_tb(self.__traceback__)
         callers = [*takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)]
@@ -56,7 +56,7 @@ class UsageError(RaytrainError, ValueError):
 
 
 class StorageError(RaytrainError):
-    """Storage (a folder or a bucket) refused access, is missing or cannot be reached; the sentence says what to do.
+    """Storage (a folder or a bucket) refuses access, is missing, or cannot be reached; the sentence says what to do.
 
     Example: ``raytrain.train(TrainConfig(data="s3://no-such-bucket", batch_size=32))`` raises it.
     """
@@ -65,15 +65,15 @@ class StorageError(RaytrainError):
 
 
 class ObjectArchived(StorageError):
-    """An object is in an archive of the cloud, such as S3 Glacier; restore it before it is read."""
+    """An object is in an archive of the cloud, such as S3 Glacier, and must be restored before it is read."""
 
 
 class OwnerChanged(RaytrainError):
-    """Another process trains the run now, or its storage is gone; the sentence says so. Nothing more was written."""
+    """Another process owns the run now, or the run is gone; the sentence says which. Nothing more was written."""
 
 
 class OutOfMemory(RaytrainError):
-    """The memory of a worker does not suffice; a global batch in ``accumulate`` microbatches may fit."""
+    """A worker ran out of memory; a global batch may fit if it is divided into ``accumulate`` microbatches."""
 
     def __init__(self, sentence: str, accumulate: int) -> None:
         super().__init__(sentence, accumulate)
@@ -117,7 +117,7 @@ class CoordinatorLost(TrainingFailed):
 
 
 def file_title(file: str) -> str:
-    """Return how a person calls a file of code: its name, or ``cell In[5]`` for a cell of a notebook.
+    """Return what people call a file of code: its name, or ``cell In[5]`` for a cell of a notebook.
 
     Example: ``file_title("/home/me/my_loop.py") == "my_loop.py"``
     """
@@ -125,13 +125,13 @@ def file_title(file: str) -> str:
     shell = get_shell and get_shell()
     if shell and (label_and_name := shell.compile.format_code_name(file)):
         return f"cell {label_and_name[1]}"
-    # A worker has got the lines of a cell with its title.
+    # In a worker, the lines of a cell came with the cell's title.
     known_file = linecache.cache.get(file, (file,))[-1]
     return Path(known_file if isinstance(known_file, str) else file).name
 
 
 def option_name(name: str) -> str:
-    """Return the field ``name`` of TrainConfig as it is typed, without the dashes in front of it.
+    """Return the field ``name`` of TrainConfig in the form of the command line, without the dashes before it.
 
     Example: ``option_name("batch_size") == "batch-size"``
     """
@@ -147,7 +147,7 @@ def flag(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is.
+    """Return `` (did you mean …?)`` with up to three ``known`` names that are similar to ``name``; empty if none is.
 
     Example: ``did_you_mean("trian", ["train", "stop"]) == " (did you mean train?)"``
     """

@@ -11,12 +11,12 @@ _WHITENING = (
     ((1, 1, -1, -1), ((0.925, 0.936, 0.862), (9.346, -1.298, -8.614), (6.915, -15.966, 9.909))),
     ((1, -1, -1, 1), ((2.489, 2.516, 2.334), (24.368, 2.591, -28.782), (19.642, -32.171, 13.734))),
 )
-"""Weights that make normalised patches of 2x2 pixels uncorrelated: for 4 patterns of signs, 3 mixes of the colours.
+"""Weights that make normalised patches of 2x2 pixels uncorrelated: 3 mixes of the colours for each of 4 sign patterns.
 
-Measured once on the 50,000 training images of CIFAR-10, by each channel's mean and deviation. Mirrored either way, they
-look the same, so that each eigenvector of the patches' covariance is a mean or a difference of the pixels (the signs)
-times a mix of the colours. That is divided by sqrt(eigenvalue + 5e-4). A table, because it is the same on all workers
-and after a resume, and because small patches are much alike in all photographs.
+They were measured once on the 50,000 training images of CIFAR-10, normalised by each channel's mean and deviation.
+Mirrored patches are as frequent as others, so each eigenvector of the patches' covariance is a mean or a difference of
+the four pixels (the signs) times a mix of the colours. It is divided by sqrt(eigenvalue + 5e-4). The weights are a
+table, so that they are the same on all workers and after a resume; small patches are much alike in all photographs.
 """
 
 
@@ -88,7 +88,7 @@ def cifar10_fast(num_classes: int, channels: int) -> nn.Module:
 
 
 class _Scale(nn.Module):
-    """Multiply by a number."""
+    """Multiplies by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -99,10 +99,10 @@ class _Scale(nn.Module):
 
 
 class _FastBias(nn.Module):
-    """Add a bias to each channel that SGD changes 64 times as much as one that is not multiplied by 8.
+    """Adds to each channel 8 times a parameter: a bias that learns 64 times as fast, at the same learning rate.
 
-    Its gradient is 8 times as large, and so is the effect of each change of the parameter; weight decay shrinks it as
-    it shrinks others. So it needs no learning rate of its own.
+    The gradient of the parameter is 8 times as large, and so is the effect of each change. Weight decay shrinks it like
+    any other parameter.
     """
 
     def __init__(self, width: int) -> None:
@@ -115,7 +115,7 @@ class _FastBias(nn.Module):
 
 
 class _RowLstm(nn.Module):
-    """Read the rows of an image in both directions; the two last states together give the logits."""
+    """Reads the rows of an image in both directions; the last states of both give the logits."""
 
     def __init__(self, num_classes: int, row_size: int, width: int) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ def _normalised(width: int) -> list[nn.Module]:
 
 
 def _whitening(channels: int) -> nn.Conv2d:
-    """Return a convolution with frozen weights: 12 uncorrelated components of each patch, and their negatives.
+    """Return a convolution with frozen weights that outputs 12 uncorrelated components of a patch, and their negatives.
 
-    The negatives are for the GELU that follows, which would lose what is below 0.
+    The negatives are needed because the GELU that follows suppresses values below 0.
     """
     signs, colours = (torch.tensor(table, dtype=torch.float32) for table in zip(*_WHITENING, strict=True))
     # p: patterns of signs (4), k: mixes of the colours (3), c: colours (3), i and j: pixels of a patch (2, 2)
@@ -166,11 +166,11 @@ def _fast_block(in_channels: int, width: int) -> list[nn.Module]:
 
 
 def _dirac_convolution(in_channels: int, width: int) -> nn.Conv2d:
-    """Return a convolution whose first channels are nearly those of its input at first (Zagoruyko and Komodakis 2017).
+    """Return a convolution whose first outputs initially are nearly its inputs (Zagoruyko and Komodakis 2017).
 
-    A hundredth of the usual random weights stays in them. Otherwise many pixels of the first step are equal, because
-    those of photographs are whole numbers, and rounding errors decide which of them max pooling takes: they differ with
-    the number of workers.
+    A hundredth of the usual random weights is added. Without that, many values in the first step are equal, because the
+    pixels of photographs are whole numbers. Then rounding errors, which differ with the number of workers, decide which
+    of them max pooling takes.
     """
     conv = nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False)
     first = conv.weight.detach()[:in_channels]

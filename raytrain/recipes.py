@@ -1,9 +1,9 @@
 """The recipes: each is a complete TrainConfig, any field of which can be overridden.
 
-Each recipe reproduces its document. ``cifar10_fast`` says how it differs; the others differ in these points. Images are
-normalised by each channel's mean and standard deviation, but the documents divide by 255 or subtract a mean image (the
-batch norm after the first convolution undoes either). SGD has the documents' momentum of 0.9 everywhere. And the
-network is evaluated after each epoch, not only at the end.
+Each recipe reproduces the training of a published document. The docstring of ``cifar10_fast`` lists its differences;
+the other recipes differ in these points. Images are normalised by each channel's mean and standard deviation, whereas
+the documents divide by 255 or subtract a mean image (the batch norm after the first convolution undoes either). The
+network is evaluated after each epoch, not only at the end. SGD has the documents' momentum of 0.9 in all of them.
 
 Example: ``raytrain.train(raytrain.recipes.cifar10(data="s3://bucket/cifar10", epochs=20))``
 """
@@ -168,7 +168,8 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
 def auto(**overrides: Any) -> TrainConfig:
     """What fits your images: a network with ImageNet's weights for photographs, one of CIFAR-10's for small images.
 
-    The images decide on each option that you do not give, and the run says which and why, in at most five lines.
+    Each option that you do not give is chosen for the images. The run says which were chosen and why, in at most five
+    lines.
 
     Example: ``raytrain.train(raytrain.recipes.auto(data="photos", epochs=3))``
     """
@@ -186,7 +187,7 @@ def custom(**overrides: Any) -> TrainConfig:
 
 
 AUTO, CUSTOM = "auto", "custom"
-"""The recipes that are meant without a name: the second one for a loop of the user's own."""
+"""The recipes that a command without the name of one uses: the second one with a loop of the user's own."""
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "digits": digits,
     "digits-lstm": digits_lstm,
@@ -200,4 +201,5 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 
 
 def _config(overrides: dict[str, Any], **options: Any) -> TrainConfig:
+    """Return the options of a recipe, with those of the user in place of the recipe's."""
     return TrainConfig(**{**options, **overrides})

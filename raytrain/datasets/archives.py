@@ -1,9 +1,9 @@
 """Labelled images in archives that people have already: Parquet files, and tars of WebDataset or of class folders.
 
-Three forms are read. A Parquet file has a row for each image, with columns for its content and its label. A tar of
-WebDataset has a *sample* in files that follow each other and share the name up to the first dot: ``17.jpg`` with
-``17.cls`` or ``17.json``, and perhaps ``17.seg.png``, a mask that is not meant. Any other tar has a folder for each
-class. All may be damaged in ways that their own readers do not notice, such as zeros in place of lost content.
+Three forms are read. A Parquet file has a row for each image, with columns for its content and its label. In a tar of
+WebDataset, the files of a *sample* follow each other and share the name up to the first dot: ``17.jpg`` with
+``17.cls`` or ``17.json``, and perhaps ``17.seg.png``, a mask, which is not the image. Any other tar has a folder for
+each class. All may be damaged in ways that their usual readers do not notice, such as zeros in place of lost content.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _LABEL_SUFFIXES = (".cls", ".json")
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
 _CHUNK_BYTES = 1 << 20
-_HOLE_ROWS = 8  # so many empty images in a row are lost content: a system returns zeros for it, which read as empty
+_HOLE_ROWS = 8  # so many empty images in succession are a hole of zeros in the file, where content was lost
 
 
 class ArchivedImage(NamedTuple):
-    """An image of an archive. Its key is a path that stays in the folder that it is written below."""
+    """An image of an archive. Its key is a relative path that does not lead out of its folder."""
 
     key: str
     content: bytes
     label: str
-    split: str = ""  # in lower case; empty if no column of the archive says it
+    split: str = ""  # in lower case; empty if the archive has no column of splits
 
 
 ArchivedImages = Iterator[ArchivedImage]
@@ -66,23 +66,23 @@ ArchivedImages = Iterator[ArchivedImage]
 
 @dataclass
 class Archive:
-    """An archive that is being read, and how many of its images are left out, by reason."""
+    """An archive that is being read, and the number of its images that are left out, by reason."""
 
     name: str
     columns: LabelColumns = field(default_factory=LabelColumns)
-    image_suffix: str | None = None  # of the image of a sample that has several, such as ``png`` or ``seg.png``
+    image_suffix: str | None = None  # says which of several images of a sample to take, such as ``png`` or ``seg.png``
     left_out: Counter[str] = field(default_factory=Counter)
-    choices: set[str] = field(default_factory=set[str])  # which column is read where several could be
+    choices: set[str] = field(default_factory=set[str])  # sentences on which of several possible columns is read
 
     def read(self, file: Any) -> ArchivedImages:
-        """Yield the images, in the archive's order; count those without label or content, and other files.
+        """Yield the images in the archive's order; count images without label or content, and other files.
 
-        In Parquet, images are bytes, or structs of bytes and path as Hugging Face writes them, who also writes the
+        In Parquet, images are bytes, or structs of bytes and path as Hugging Face writes them, which also puts the
         names of the classes into the metadata. In WebDataset, a label is the text of .cls, or "label" or "cls" in
-        .json; of several images with one label the JPEG is taken, or the one that ``image_suffix`` names.
+        .json; of several images with one label, the JPEG is taken, or the one that ``image_suffix`` names.
 
-        Raises UsageError if it cannot be read whole, has no images or labels where they are looked for, or if it does
-        not say which of several images has the label.
+        Raises UsageError if the archive cannot be read whole, lacks images or labels, or does not say which of several
+        images has the label.
         """
         try:
             for image in self._images(file):
@@ -90,7 +90,7 @@ class Archive:
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                     continue
-                # A key may not lead out of a folder, nor have hidden names, which are not listed.
+                # A key must not lead out of its folder, nor have hidden names, which would not be listed later.
                 parts = PurePosixPath(image.key.replace("\0", "_")).parts
                 key = "/".join(part.lstrip(".") or "_" for part in parts if part != "/")
                 yield image._replace(key=key, label=label)
@@ -108,7 +108,7 @@ class Archive:
     # Parquet.
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
-        """Yield the images of a Parquet file, with the names of the classes that Hugging Face writes into it."""
+        """Yield the images of a Parquet file, labelled by the names of classes in Hugging Face's metadata, if any."""
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow
         advice = "rename the right one to image, or give a label file with --labels"
@@ -116,7 +116,7 @@ class Archive:
         label_name = next(iter(self.columns.label), None)
         label = self._column(schema.names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
 
-        # Images are bytes, or structs with bytes, and an image has at most one label.
+        # Check the types: images are bytes, or structs with bytes, and a label is a single value.
         content_type, label_type = schema.field(image).type, schema.field(label).type
         if pa.types.is_struct(content_type) and content_type.get_field_index("bytes") >= 0:
             content_type = content_type.field("bytes").type
@@ -130,15 +130,14 @@ class Archive:
             problem = f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}"
             raise UsageError(f"{problem}, and {expected}.")
 
-        # Numbers are numbers of classes, if the metadata has the names of these.
+        # If the metadata has names of classes, numeric labels are indices of these.
         classes = list[str]()
         if pa.types.is_integer(label_type) or pa.types.is_floating(label_type):
             with suppress(KeyError, TypeError, ValueError):
                 metadata = json.loads((schema.metadata or {})[b"huggingface"])
                 classes = [str(name) for name in metadata["info"]["features"][label]["names"]]
 
-        # Read a few rows at a time. Without a column of splits, that of the images stands in for it, whose values are
-        # not used twice.
+        # Read a few rows at a time. Without a column of splits, the name of the image column marks that there is none.
         keys = self._keys(parquet, image)
         split = self._split_column(parquet, label) or image
         row = num_empty = 0
@@ -155,7 +154,7 @@ class Archive:
                         "rows out."
                     )
                 if content:
-                    # A label without a class, such as -1, is left to the caller.
+                    # Labels that mean "no label", such as -1, are left to the caller.
                     if classes and text and text not in _NO_LABELS:
                         if not text.isdecimal() or int(text) >= len(classes):
                             raise UsageError(
@@ -169,7 +168,7 @@ class Archive:
                 row += 1
 
     def _column(self, names: Sequence[str], usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
-        """Return the column called ``name``, or by a usual name. Raise UsageError unless there is one."""
+        """Return the column called ``name``, or with a ``usual`` name. Raise UsageError unless there is exactly one."""
         column = find_column(names, name, usual)
         if column is None:
             raise UsageError(
@@ -185,7 +184,7 @@ class Archive:
         return column
 
     def _keys(self, parquet: pq.ParquetFile, image: str) -> list[str]:
-        """Return the key of each row: that of its column, else the path beside the bytes if unique, else its number."""
+        """Return the key of each row: from the column of keys, else the path in the image's struct, else its number."""
         schema = parquet.schema_arrow
         if self.columns.key is not None:
             column = self._column(schema.names, (), self.columns.key, "keys", "name it with --key-column")
@@ -202,10 +201,9 @@ class Archive:
         return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
 
     def _split_column(self, parquet: pq.ParquetFile, label: str) -> str | None:
-        """Return the column split, or else one whose texts are names of training or validation images; None without
-        any.
+        """Return the column of splits: ``split``, or one with texts such as train and test; None if there is none.
 
-        An archive may have the rows of one part alone, so unlike in a label file not all parts have to be there.
+        Unlike a label file, an archive may have the rows of one part only.
         """
         schema = parquet.schema_arrow
         if named := find_column(schema.names, None, ("split",)):
@@ -223,7 +221,7 @@ class Archive:
     # Tars.
 
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
-        """Yield the images of a tar, with a label file beside each, or else in class folders."""
+        """Yield the images of a tar, labelled by a file beside each, or else by their folders."""
         with tarfile.open(fileobj=file, mode="r:*") as tar:
             # Go through all headers first: a tar has no list of its files.
             members: list[tarfile.TarInfo] = []
@@ -241,7 +239,7 @@ class Archive:
                     members.append(member)
             _check_end(tar)
 
-            # An image and its label file have names that differ by their suffixes.
+            # An image and its label file have the same name up to the first dot.
             images = [member for member in members if _suffix(member.name) in SUFFIXES]
             keys_of_images = {_sample_key(member.name) for member in images}
             keys_of_labels = {_sample_key(member.name) for member in members if _suffix(member.name) in _LABEL_SUFFIXES}
@@ -253,7 +251,7 @@ class Archive:
     def _with_label_files(
         self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
     ) -> ArchivedImages:
-        """Yield the images of a tar that has files with labels: those with one beside them, as in WebDataset."""
+        """Yield the images of a tar of WebDataset that have a label file beside them."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
             images: dict[str, list[tarfile.TarInfo]] = {}  # by the names without suffix
@@ -265,8 +263,8 @@ class Archive:
                 elif _suffix(member.name) in _LABEL_SUFFIXES and (label := _tar_label(tar, member)):
                     labels.setdefault(stem, label)
 
-            # One label of a sample is that of all its images, such as 17.input.jpg and 17.seg.png beside 17.cls, unless
-            # they are called otherwise than the label and nothing says which of them it belongs to.
+            # If a sample has one label, such as 17.cls beside 17.input.jpg and 17.seg.png, it is for the image that
+            # image_suffix names or that is the only JPEG. Otherwise, label and image must have the same name.
             if len(labels) == 1 and (self.image_suffix or not images.keys() & labels.keys()):
                 together = [member for members_of_stem in images.values() for member in members_of_stem]
                 if self.image_suffix or self._labelled(together) is not None:
@@ -292,9 +290,9 @@ class Archive:
         self.left_out["images without a label beside them"] += num_alone
 
     def _labelled(self, candidates: Sequence[tarfile.TarInfo]) -> tarfile.TarInfo | None:
-        """Return which of the images beside one label is meant; None if nothing says it.
+        """Return the one of several images that their label is meant for; None if that is unclear.
 
-        Without ``image_suffix`` it is the only JPEG: masks and depth maps are never JPEGs, which change their values.
+        Without ``image_suffix`` it is the only JPEG: masks and depth maps are never JPEGs, which would change them.
         """
         if self.image_suffix is None:
             suffixes = SUFFIXES if len(candidates) == 1 else _JPEG_SUFFIXES
@@ -312,14 +310,14 @@ class Archive:
         self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
     ) -> ArchivedImages:
         """Yield the images of a tar without label files: their folders are the labels."""
-        # Leave out hidden files, but not for a hidden folder that holds all of the tar.
+        # Leave out hidden files. A hidden folder that contains the whole tar does not count.
         named = [(str(PurePosixPath(member.name)).lstrip("/"), member) for member in images]
         shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
         reasons = [why_left_out(name[shared:].lstrip("/")) for name, _ in named]
         self.left_out.update(filter(None, reasons))
         named = [pair for pair, reason in zip(named, reasons, strict=True) if reason is None]
 
-        # The folders must be of classes, and not of parts.
+        # The folders must be classes, and not parts.
         folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
             first, second, *_ = folders.folder_of.values()
@@ -338,17 +336,17 @@ class Archive:
 
 
 def with_suffix(key: str, content: bytes) -> str:
-    """Return ``key`` with the suffix of an image: the first bytes of a file say the format if its name does not."""
+    """Return ``key`` with the suffix of an image, found by the first bytes of the content if the key has none."""
     if key.lower().endswith(SUFFIXES):
         return key
     return key + next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise TarError unless the members of ``tar`` are followed by its end mark, zeros, and by nothing else.
+    """Raise TarError unless zeros, the mark of its end, and nothing else follow the members of ``tar``.
 
-    tarfile takes a damaged header, zeros and the end of the file for the end. So what follows a hole of zeros, or a
-    second tar behind the first, would be left out without a word. Reading up to the end also checks gzip's checksum.
+    tarfile stops silently at a damaged header, at zeros, and at the end of the file. So it would leave out what follows
+    a hole of zeros, or a second tar in the file. Reading to the end also verifies gzip's checksum.
     """
     raw: Any = tar.fileobj
     raw.seek(tar.offset)
@@ -372,7 +370,7 @@ def _suffix(name: str) -> str:
 
 
 def _sample_key(name: str) -> str:
-    """Return the key that WebDataset's files of one image share: the path up to the first dot of the name."""
+    """Return the key of a sample, which its files share: the path up to the first dot in the file's name."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
@@ -388,7 +386,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    """Return the label in a member, empty if it has none. Raise UsageError for several labels, or one not in UTF-8."""
+    """Return the label in a .cls or .json file; empty if it has none. Raise UsageError for several, or invalid text."""
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
         try:

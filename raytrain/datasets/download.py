@@ -28,7 +28,7 @@ class DownloadResult:
 
 
 def download(name: str, destination: str, console: Console | None = None) -> DownloadResult:
-    """Download a data set into the new folder ``destination``. A second try keeps archives that arrived whole.
+    """Download a data set into the new folder ``destination``. After a failure, whole archives are not loaded again.
 
     ``cifar10`` becomes ``train/<class>/`` and ``test/<class>/``, 60,000 PNG images 32×32 (torchvision's ``CIFAR10``).
     ``flowers`` becomes ``<class>/``, 3,670 JPEG photographs of five classes, with its LICENSE.txt (the data set of
@@ -48,7 +48,7 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
     if folder.is_dir() and {path.name for path in folder.iterdir()} - {_TEMP_FOLDER}:
         raise UsageError(f"The folder {folder} is not empty; give a new one.")
 
-    # Archives arrive in a hidden folder, and images leave it when all of them are there.
+    # Download into a hidden folder, and move the images out of it when all are complete.
     try:
         images = _DOWNLOADERS[name](folder / _TEMP_FOLDER, console or Console(stderr=True))
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError if the checksum is wrong
@@ -64,7 +64,7 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
 
 
 def _download_cifar10(temp_folder: Path, console: Console) -> Path:
-    """Download, and write each image as a PNG file, which is lossless; return the folder of the images."""
+    """Download CIFAR-10, and write each image as a PNG file, without loss; return the folder of the images."""
     from torchvision.datasets import CIFAR10
 
     images = temp_folder / "images"

@@ -35,7 +35,7 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 
-_NUM_THREADS = 4  # each fetches images with all of the store's threads
+_NUM_THREADS = 4  # few, because each uses all request threads of the store
 _NUM_SHRUNK_AT_ONCE = 64  # images
 T = TypeVar("T")
 R = TypeVar("R")
@@ -113,7 +113,7 @@ def pack(
         dataset = ray.data.read_images("s3://photos/birds", include_paths=True).add_column("label", species)
         raytrain.pack(dataset, "s3://photos/birds-packed")
     """
-    # What is wrong with the options is said before anything is listed.
+    # Check the options before anything is listed.
     if shorter_side is not None and not (shorter_side > 0 < quality <= 100):
         raise UsageError(
             f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "
@@ -124,7 +124,7 @@ def pack(
     if label_pattern is not None and labels is not None:
         raise UsageError("--label-pattern and --labels both say the classes of the images; give one of them.")
 
-    # A source is a place, or a data set of Ray, which has no name.
+    # A source is a place or a Ray dataset, which has no name of its own.
     if isinstance(source, (str, os.PathLike)):
         source, source_name = os.fspath(source), os.fspath(source)
     elif is_ray_dataset(source):
@@ -144,7 +144,7 @@ def pack(
         image_suffix=image_suffix,
     )
 
-    # Neither the source nor the destination may hold what the other one should.
+    # The source must not be packed already, and the destination must not have other images.
     console = console or Console(stderr=True)
     packed_store = open_store(os.fspath(destination))
     with labelled_source(source, labelling) as (images_store, images), ExitStack() as opened:
@@ -158,7 +158,7 @@ def pack(
         packed_store.check_writable()
         _refuse_other_images(packed_store)
 
-        # Shrunk images are files on this machine; others are fetched when their shard is written.
+        # Shrunk images are first written to this machine; others are fetched when their shard is written.
         read = partial(_fetch_unchanged, images_store)
         if shorter_side is not None:
             shrinking = Shrinking(shorter_side, quality)
@@ -167,7 +167,7 @@ def pack(
         paths, num_written = _write_missing(read, packed_store, shards, console)
         packed = packed_manifest(images, shards, paths, packed_store.url)
 
-    # The index comes last, and must be found with all of its shards.
+    # Write the index last, and check that it and all shards are there.
     packed_store.put(PACKED_INDEX, packed.to_parquet())
     missing = set(paths) - {stored.path for stored in packed_store.list("shards")}
     if missing or build_manifest(packed_store).digest != packed.digest:
@@ -187,7 +187,7 @@ def pack(
 
 
 def _refuse_other_images(destination: Store) -> None:
-    """Raise UsageError if a store has images: whoever reads it would see its shards, and none of these."""
+    """Raise UsageError if the destination has images: readers would see only the shards, not these images."""
     for stored in destination.list():
         if stored.path.lower().endswith(SUFFIXES):
             raise UsageError(
@@ -211,8 +211,8 @@ def _shrunk(
             for key, data in zip(part.keys.to_pylist(), read(part), strict=True)
         ]
 
-    # Shards are cut by the sizes of the files, so that all of these are made first. The options are in the tags, so
-    # that other options make other shards.
+    # Shrink all images first, because shards are cut by the sizes of files. The options become a part of the ETags, so
+    # that other options lead to other shards.
     starts = range(0, len(images), _NUM_SHRUNK_AT_ONCE)
     sizes = [size for part in _in_threads(write, starts, "Shrinking images", console) for size in part]
     etags = string_array([f"{etag}-{shrinking.shorter_side}-{shrinking.quality}" for etag in images.etags.to_pylist()])
@@ -221,12 +221,12 @@ def _shrunk(
 
 
 def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
-    """Return the file of a smaller image; ``data`` if that would not take fewer bytes, or cannot be read."""
+    """Return the file of a smaller image; ``data`` itself if it cannot be decoded, or would not become smaller."""
     from PIL import Image
 
     try:
         pixels = shrink(data, shrinking.shorter_side)
-    except BadImage:  # whoever reads it says so
+    except BadImage:  # reported when a run reads it
         return data
     if pixels is None:
         return data
@@ -240,7 +240,7 @@ def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
 def _write_missing(
     read: _ReadFiles, packed_store: Store, shards: Sequence[Manifest], console: Console
 ) -> tuple[list[str], int]:
-    """Write the shards that are missing or damaged; return the paths of all, and the number of those written."""
+    """Write the shards that are missing or damaged; return the paths of all shards, and the number written."""
     existing: dict[str, list[str]] = {}  # by the part of a path that does not depend on the content
     for stored in packed_store.list("shards"):
         existing.setdefault(stored.path.partition("-")[0], []).append(stored.path)
@@ -261,7 +261,7 @@ def _write_missing(
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str, console: Console) -> list[R]:
-    """Call ``function`` with each item, a few at a time, beside a progress bar; return the results in order."""
+    """Call ``function`` for each item in a few threads, and show a progress bar; return the results in order."""
     pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack")
     try:
         return list(

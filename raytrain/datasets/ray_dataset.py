@@ -24,28 +24,28 @@ _Columns = Mapping[str, npt.NDArray[Any]]
 
 
 class Rows(Protocol):
-    """The part of a ``ray.data.Dataset`` that is used, so that Ray need not be imported here."""
+    """The interface of a ``ray.data.Dataset`` that is used here, where Ray is not imported."""
 
     def iter_batches(self, *, batch_size: int, batch_format: str) -> Iterable[Any]: ...
 
 
 def is_ray_dataset(source: object) -> TypeGuard[Rows]:
-    """Return whether ``source`` is a data set of Ray's, or an iterator over one."""
+    """Return True if ``source`` is a Ray dataset, or an iterator over one."""
     is_of_ray = any(base.__module__.startswith("ray.data") for base in type(source).__mro__)
     return is_of_ray and callable(getattr(source, "iter_batches", None))
 
 
 class RayDatasetRows(Archive):
-    """Rows of a ``ray.data.Dataset`` that are being read: an image of each, as a file's bytes or as pixels.
+    """The rows of a ``ray.data.Dataset`` as an archive; each has an image, as the bytes of a file or as pixels.
 
-    Ray gives rows in any order. So an image without a key column is called by its content and its label, and the same
-    rows become the same shards again.
+    Ray yields rows in any order. So without a column of keys, the key of an image is a digest of its content and its
+    label, and the same rows always become the same shards.
 
     Example: ``images = RayDatasetRows(RAY_DATASET).read(ray.data.read_parquet("s3://photos/rows"))``
     """
 
     def _images(self, source: Any) -> ArchivedImages:
-        """Yield the images of the rows of ``source``, pixels as PNG files, which lose nothing."""
+        """Yield the images of the rows of ``source``; pixels become PNG files, without loss."""
         num_of_name: dict[str, int] = {}
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack") as pool:
             for batch in self._batches(source):
@@ -62,18 +62,18 @@ class RayDatasetRows(Archive):
                     if keys is not None and keys[row]:
                         name = keys[row]
                     else:
-                        # Rows that are there twice are two images, as they are in any other order.
+                        # Equal rows are separate images, whichever order they come in.
                         name = hashlib.sha256(file + b"\0" + text.encode()).hexdigest()[:32]
                         num_of_name[name] = num_of_name.get(name, 0) + 1
                         name += f"-{num_of_name[name]}" if num_of_name[name] > 1 else ""
                     yield ArchivedImage(with_suffix(name, file), file, text, part.lower())
 
     def _batches(self, source: Rows) -> Iterator[_Columns]:
-        """Yield the rows, a few at a time, as NumPy columns. Raises UsageError for an exception of Ray's."""
+        """Yield the rows, a few at a time, as NumPy columns. Raise UsageError if Ray raises an exception."""
         try:
             yield from source.iter_batches(batch_size=_ROWS_AT_A_TIME, batch_format="numpy")
         except Exception as error:
-            from raytrain.launch.ray.ray_errors import root_cause  # the data set has imported Ray
+            from raytrain.launch.ray.ray_errors import root_cause  # Ray is imported: the dataset comes from it
 
             raise UsageError(f"The rows of the {self.name} cannot be read ({root_cause(error)}).") from error
 
@@ -90,7 +90,7 @@ class RayDatasetRows(Archive):
         return image, label, key, find_column(names, None, ("split",))
 
     def _content(self, column: str, value: Any) -> bytes | npt.NDArray[np.uint8]:
-        """Return the file, or the pixels, in a row; no bytes if it has none. Raises UsageError for anything else."""
+        """Return the file or the pixels in a row; empty bytes if it has neither. Raise UsageError for other values."""
         if isinstance(value, dict):
             value = value.get("bytes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # as Hugging Face has them
         if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)):
@@ -110,7 +110,7 @@ class RayDatasetRows(Archive):
         )
 
     def _texts(self, batch: _Columns, column: str) -> list[str]:
-        """Return the values of a ``column`` as texts, empty where there is none. Raises UsageError for lists."""
+        """Return a ``column`` as texts; missing values are empty. Raise UsageError for lists and mixed types."""
         values: Any = batch[column]
         try:
             if values.ndim != 1:

@@ -43,20 +43,20 @@ _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 @dataclass(frozen=True)
 class Labelling:
-    """Source of the labels of images in folders: a label file or a pattern; by default the names of the folders."""
+    """How the images of a source are labelled: by a label file or a pattern; by default by their folders."""
 
     file: str | None = None
     """A label file; by default ``metadata.csv`` or the like beside the images, as in Hugging Face's image folders."""
     columns: LabelColumns = field(default_factory=LabelColumns)
-    split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
-    max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image
-    pattern: str | None = None  # finds the labels in the names of files, see raytrain.data.labels.label_pattern
+    split: str | None = None  # the value of the column ``split`` whose images are taken; required if there are several
+    max_bad_fraction: float = 0.01  # fraction of a label file's keys that may have no image
+    pattern: str | None = None  # finds the labels in the names of files; see raytrain.data.labels.label_pattern
     image_suffix: str | None = None  # see :class:`raytrain.datasets.archives.Archive`
 
 
 @contextmanager
 def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
-    """Yield the store of labelled images, and their manifest; archives are unpacked into a temporary folder meanwhile.
+    """Yield the store and the manifest of labelled images; archives are unpacked into a temporary folder meanwhile.
 
     ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
     ``*``; or a ``ray.data.Dataset``, whose rows are written into a temporary folder, too.
@@ -70,7 +70,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
         opened = [("", RayDatasetRows(RAY_DATASET, labels.columns), nullcontext(source))]
         source, archives = RAY_DATASET, [RAY_DATASET]
 
-    # Archives are unpacked: their images are then in folders, beside a table of their labels.
+    # Archives are unpacked into files, with a table of their labels.
     if labels.image_suffix is not None and not any(archive.endswith(_TAR_SUFFIXES) for archive in archives):
         raise UsageError(
             f"--image-suffix is {labels.image_suffix}, which names an image of each sample in a tar of WebDataset, and "
@@ -86,11 +86,11 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
         with TemporaryFolder() as folder:
             table = _unpack(source, opened, folder / "images")
             store = open_store(str(folder / "images"))
-            images = replace(list_images(store), url=source)  # as messages should name it
+            images = replace(list_images(store), url=source)  # so that messages name the source
             yield store, _by_table(images, table, labels)
         return
 
-    # Images in folders, with a label file or by the names of these.
+    # Images in folders are labelled by a pattern, a label file, or their folders.
     store = open_store(source)
     if labels.pattern is not None:
         table = table_by_pattern(store, labels.pattern, labels.columns, labels.max_bad_fraction)
@@ -110,8 +110,8 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
 
 
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
-    """Return the images with the table's labels, which are their own from now on."""
-    # A shard has one label for each image: several classes become one text.
+    """Return the images labelled by ``table``. Shards contain the labels, so the manifest forgets the table."""
+    # A shard has one label for each image, so several classes are joined into one text.
     are_joined = table.classes is not None
     if are_joined:
         texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
@@ -122,7 +122,7 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
             table.url,
         )
 
-    # One split is packed at a time: training and held-out images would become one data set.
+    # Pack one split at a time, because training and held-out images would become one data set.
     splits = sorted(set(table.splits) - {""})
     if len(splits) > 1 and labels.split is None:
         raise UsageError(
@@ -131,22 +131,22 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
         )
     if labels.split is not None and labels.split.lower() not in splits:
         raise UsageError(f"--split is {labels.split}, and {table.url} has the splits {', '.join(splits) or 'none'}.")
-    if images.packing is None:  # the caller refuses what is packed already
+    if images.packing is None:  # packed images are refused by the caller
         check_keys(table, (images,), labels.max_bad_fraction)
     chosen = [labels.split.lower()] if labels.split else ()
     return replace(labelled(images, table, chosen, are_joined=are_joined), labels_digest="")
 
 
 def _archives(source: str, label_file: str) -> Sequence[str]:
-    """Return the Parquet files and tars that ``source`` names or holds, sorted; UsageError for training and test ones.
+    """Return the sorted Parquet files and tars that ``source`` names or contains.
 
-    They are directly in a folder, or, as in repositories of Hugging Face's hub, in ``data`` below it. A file called
-    ``label_file`` beside others is none of them.
+    They are directly in a folder, or in its folder ``data``, as in repositories of Hugging Face's hub. A file called
+    ``label_file`` does not count. Raises UsageError if there are archives of training and of held-out images.
     """
     # A pattern names archives itself, and so does the name of one.
     files = _filesystem(source)
     if "*" in source:
-        if "://" in source:  # s3fs has no sentences, and does not notice that a listing breaks off
+        if "://" in source:  # for its sentences: s3fs has none, and does not notice a listing that breaks off
             open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
         with _explained(source):
             archives = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
@@ -158,23 +158,23 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
         if source.endswith(ARCHIVE_SUFFIXES):
             if "://" in source:
                 folder, _, name = source.rpartition("/")
-                open_store(folder).exists(name)  # says what is wrong with credentials or the bucket
+                open_store(folder).exists(name)  # raises an error that names problems with credentials or the bucket
             return [source]
         refuse_file(source)
     open_store(source).check_readable()
 
-    # A folder of packed shards holds Parquet files, too, which are no archives.
+    # The Parquet files in a folder of packed shards are no archives.
     folder = source
     try:
         listed = files.ls(folder, detail=True)
-    except FileNotFoundError:  # a bucket has no such prefix, which is said when the images are listed
+    except FileNotFoundError:  # no such prefix in the bucket, which listing the images will report
         return []
     entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in listed}
     if PACKED_INDEX in entries:
         return []
     archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
 
-    # A repository has descriptions and hidden files beside its data.
+    # In a repository, the archives are in "data", beside descriptions and hidden files.
     beside = [
         name
         for name in entries
@@ -202,7 +202,7 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the paths of those entries of a folder that are archives, sorted."""
+    """Return the sorted paths of the archives among the entries of a folder."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
     return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES))
 
@@ -218,11 +218,14 @@ def _refuse_splits(source: str, archives: Sequence[str]) -> None:
 
 
 _OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]
-"""The folder that an archive's images get, the archive, and the function that opens it."""
+"""The folder for an archive's images, the archive, and the context manager that opens its file."""
 
 
 def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> list[_OpenedArchive]:
-    """Return the archives, each with a folder: its name, with as many of its folders as make it unique."""
+    """Return each archive with a folder for its images and the context that opens its file.
+
+    The folder is called like the archive, with as much of its path as makes it unique.
+    """
     names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
     prefixes = [name.rpartition("/")[2] for name in names]
     if len(set(prefixes)) < len(prefixes):
@@ -241,14 +244,14 @@ def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> l
 
 
 def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> LabelTable:
-    """Write the images of the archives below ``folder``, and return their labels."""
+    """Write the images of all archives below ``folder``, and return the table of their labels."""
     label_of: dict[str, tuple[str, str]] = {}  # and the split
-    examples: dict[bool, tuple[str, str]] = {}  # an archive of numbers as labels, one without any, and a label of each
+    examples: dict[bool, tuple[str, str]] = {}  # whether labels are numbers; an archive of that kind, and one label
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
 
-    # One archive after another. No image may replace another one, nor numbers and names of classes come together.
+    # Unpack archive after archive. No image may replace another one, and labels must be all numbers or all names.
     for prefix, archive, opening in opened:
         name, labels_of_archive = archive.name, set[str]()
         with opening as content:
@@ -278,7 +281,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
             "numbers are classes of their own, unpack the images into class folders."
         )
 
-    # Of all archives together: the choices that were made, what was left out, and the labels, in the order of the keys.
+    # Report what was chosen and left out in all archives, and make one table of their labels, in the order of the keys.
     for choice in sorted(choices):
         _log.warning("In %s, %s.", source, choice)
     if reasons := lost_files(left_out):
@@ -294,7 +297,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
 
 
 def _write(file: Path, image: ArchivedImage, archive: str) -> None:
-    """Write an image's file. Raises UsageError if it cannot have this name."""
+    """Write an image to a file. Raise UsageError if no file can have its name."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(image.content)
@@ -305,7 +308,8 @@ def _write(file: Path, image: ArchivedImage, archive: str) -> None:
             f"The image {image.key[:80]!r} of {archive} cannot be a file ({error.strerror}); name another column with "
             "--key-column, or give it another name."
         ) from None
-    # The time of a file is in its tag: the same images make the same shards again, and changed ones make others.
+    # The modification time is a part of the file's ETag, so derive it from the content: then the same images become the
+    # same shards again, and changed images other ones.
     digest = hashlib.sha256(image.content).digest()
     os.utime(file, ns=(0, int.from_bytes(digest[:7], "big")))
 

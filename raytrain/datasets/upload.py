@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_MAX_QUEUED = 4096  # files that wait for a thread: there may be millions
+_MAX_QUEUED = 4096  # files that wait for a thread, of perhaps millions
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
         raise UsageError(f"{url!r} is not the URL of a bucket; write {URL_FORMS}.")
     source, target = open_store(folder), open_store(url)
 
-    # What is copied: all files but hidden ones. A link may not lead out of the folder: its target may be a secret.
+    # Copy all files but hidden ones. A link must not lead out of the folder, because its target may be a secret.
     source.check_readable()
     listed_files = list(source.list())
     sizes_bytes = {stored.path: stored.size_bytes for stored in listed_files if not is_hidden(stored.path)}
@@ -69,7 +69,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     refuse_links_out(source, paths)
     target.check_writable()
 
-    # Objects with the same content are left as they are.
+    # Send what the bucket lacks; objects with the same content stay.
     listed = {stored.path: stored for stored in target.list()}
 
     def send(path: str) -> bool:
@@ -83,7 +83,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     sent, in_notebook = _map_in_threads(send, paths), console.is_jupyter  # which would keep each frame of a bar
     num_sent = sum(track(sent, f"Uploading to {url}", total=len(paths), console=console, disable=in_notebook))
 
-    # Everything is compared once more, with what the bucket lists now.
+    # Compare everything once more with a new listing of the bucket.
     arrived = {stored.path: stored for stored in target.list()}
     has_arrived = _map_in_threads(lambda path: _has_content(target, path, source.get(path), arrived), paths)
     missing = [path for path, is_there in zip(paths, has_arrived, strict=True) if not is_there]
@@ -96,7 +96,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
 
 
 def _has_content(target: Store, path: str, data: bytes, listed: Mapping[str, StoredObject]) -> bool:
-    """Return whether the object is ``data``, by its ETag, which may be an MD5, and otherwise by the content itself."""
+    """Return True if the object's content is ``data``: by its ETag if that is an MD5, else by fetching the object."""
     stored = listed.get(path)
     if stored is None or stored.size_bytes != len(data):
         return False
@@ -104,6 +104,6 @@ def _has_content(target: Store, path: str, data: bytes, listed: Mapping[str, Sto
 
 
 def _map_in_threads(work: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
-    """Call ``work`` with each path on this process's storage threads; yield the results in order."""
+    """Call ``work`` for each path in this process's request threads; yield the results in order."""
     for start in range(0, len(paths), _MAX_QUEUED):
         yield from request_threads().map(work, paths[start : start + _MAX_QUEUED])

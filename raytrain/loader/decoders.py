@@ -1,21 +1,21 @@
-"""Processes beside a worker, whose threads fetch and decode its images: in the worker they would slow its loop.
+"""Processes beside a worker, whose threads fetch and decode its images. In the worker, they would slow its loop.
 
-After each of the hundreds of calls that are a step of a network on a GPU, a thread that decodes may take the
-interpreter's lock. Eight of them made a step of ResNet-50 on an H100 2.5 times as long.
+A step of a network on a GPU consists of hundreds of calls, and after each a thread that decodes may take the
+interpreter's lock. Eight such threads made a step of ResNet-50 on an H100 2.5 times as long.
 
-A block goes this way: the worker takes a part of the memory that it shares with the processes, and sends the number of
-the block and of the part to one of them. A thread there decodes into the part, and sends back the shape and the labels;
-or it reads files into the part, and sends back where each of them is. Neither pixels nor files are copied. The worker
-uses a part again once nobody has an array of it.
+A block is read like this: the worker takes a part of the memory that it shares with the processes, and sends the
+numbers of the block and of the part to one of them. A thread there decodes into the part, and sends back the shape and
+the labels; or it reads files into the part, and sends back where each file is. Neither pixels nor files are copied. The
+worker uses a part again once nobody has an array in it.
 
-All messages go through one pipe for each process. To the worker: the answer to a block, ``(number, answer)``, or a
-report of images that cannot be used, ``(None, report)``. From the worker: a block to read, ``_HEARD`` when a report has
-been taken, or ``_END``.
+All messages go through one pipe for each process. A process sends the answer to a block, ``(number, answer)``, or a
+report of images that cannot be used, ``(None, report)``. The worker sends a block to read, ``_HEARD`` when it has taken
+a report, or ``_END``.
 
-The processes of a run are forked from its worker, which takes no time, and may be done because the worker has just
-started. A stranger's process may have threads that hold locks, or a GPU in use; the processes beside that are new ones.
-They import for a second what they need, so they are best started while the process beside them has other things to do
-(:func:`start_processes`); they get what they shall read, and the memory for it, later.
+In a run, the processes are forked from the worker. That takes no time, and is safe because the worker has just started.
+A process that somebody else has started may have threads that hold locks, or use a GPU; there, new processes are
+started. They need a second for their imports, so start them early (:func:`start_processes`); they are told later what
+to read, and get the memory for it.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from raytrain.loader.machine import cores
 from raytrain.runs.metric_row import SkippedImage
 
 Report = Callable[[list[SkippedImage], int], None]
-"""Takes images that cannot be used, and the number of requests that were sent again, from a process that reads.
+"""Reports, from a process that reads, images that cannot be used, and the number of requests that were retried.
 
-It returns when the worker's reporter has heard of them: only then may others use the images.
+It returns when the worker's reporter has been told: only then may others use the images.
 """
 
-_THREADS = 8  # of a process: more of them would wait for the interpreter
+_THREADS = 8  # of a process; more would wait for the interpreter
 _END, _HEARD = "end", "heard"
-_MAX_DECODERS = 32  # for a worker: they decode more photographs than a GPU can take
+_MAX_DECODERS = 32  # threads for a worker; so many decode more photographs than a GPU can use
 
 
 class ImageReporter(Protocol):
-    """Takes reports about images, in the worker."""
+    """Takes reports about images in the worker."""
 
     def skip(self, images: list[SkippedImage], /) -> object:
-        """Note images that cannot be used."""
+        """Report images that cannot be used."""
 
     def retried(self, num_requests: int, /) -> object:
-        """Note requests to storage that were sent again."""
+        """Report how many requests to storage were retried."""
 
 
 class BlockReader(Protocol):
@@ -80,7 +80,7 @@ class BlockReader(Protocol):
         ...
 
     def read_ahead(self) -> None:
-        """Read all blocks that are kept, until they are there; called by several threads and processes."""
+        """Read all blocks that are kept in memory, if any; called by several threads and processes at once."""
 
 
 OpenReaders = Callable[[Report], Sequence[BlockReader]]
@@ -88,13 +88,13 @@ OpenReaders = Callable[[Report], Sequence[BlockReader]]
 
 
 class DecoderKilled(Exception):
-    """A signal has ended a process that decodes: a bad image, or too little memory."""
+    """A signal has killed a process that decodes, because of a bad image or too little memory."""
 
 
 def num_decoders() -> int:
     """Return the number of threads that decode for each of this machine's workers.
 
-    Raises UsageError if LOCAL_WORLD_SIZE, which says how many these are, is no such number.
+    Raises UsageError if LOCAL_WORLD_SIZE, the number of these workers, is no positive number.
     """
     given = os.environ.get("LOCAL_WORLD_SIZE") or "1"
     if not given.isdecimal() or int(given) == 0:
@@ -106,7 +106,7 @@ def num_decoders() -> int:
 
 
 class NewProcess:
-    """A process that will decode. It imports the modules ``imports``, and then waits for :meth:`Decoders.start`."""
+    """A new process for decoding. It imports the modules ``imports``, and then waits for :meth:`Decoders.start`."""
 
     def __init__(self, imports: Sequence[str]) -> None:
         self.connection, theirs = Pipe()
@@ -119,7 +119,7 @@ class NewProcess:
         theirs.close()
 
     def end(self) -> None:
-        """End it, also if it is still importing. Its connection stays: a thread of :class:`Decoders` may use it."""
+        """Kill it, even while it imports. Its connection stays open, as a thread of :class:`Decoders` may use it."""
         self.process.kill()
         self.process.wait()
 
@@ -127,7 +127,7 @@ class NewProcess:
 def start_processes(imports: Sequence[str], threads_per_process: int = _THREADS) -> list[NewProcess]:
     """Start as many processes as it takes to use this machine's cores, each with some threads, for :class:`Decoders`.
 
-    They begin at once to import the modules ``imports``.
+    The processes begin at once to import the modules ``imports``.
 
     Example:
         >>> processes = start_processes(["raytrain.loader.machine_batches"])
@@ -137,11 +137,11 @@ def start_processes(imports: Sequence[str], threads_per_process: int = _THREADS)
 
 
 class Decoders(AbstractContextManager["Decoders"]):
-    """Decode blocks in processes beside this one, which end with it.
+    """Decodes blocks in processes beside this one, which end with it.
 
-    ``block_bytes`` is the size of the largest block. ``reporter`` hears, in this process, of images that cannot be used
-    and of requests that were retried. ``processes`` are those of :func:`start_processes`; without them, processes are
-    forked from this one: a signal that ends one, such as that of a bad image, then ends this process, too.
+    ``block_bytes`` is the size of the largest block. ``reporter`` is called in this process with images that cannot be
+    used and requests that were retried. ``processes`` are those of :func:`start_processes`. Without them, processes are
+    forked from this one; then a signal that kills one of them, for example because of a bad image, ends this process.
 
     Example:
         >>> with Decoders(reporter, block_bytes) as decoders:
@@ -159,13 +159,14 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
         self._broken: Exception | None = None
         self._connections: list[Connection] = []
-        self._sending = threading.Lock()  # of several threads that send through the same pipe
+        self._sending = threading.Lock()  # several threads send through the same pipe
 
     def start(self, open_readers: OpenReaders) -> None:
-        """Fork the processes, unless there are new ones, and have each make its readers by ``open_readers``.
+        """Fork the processes, unless new ones were given, and have each make its readers with ``open_readers``.
 
-        In each, as many threads call ``read_ahead`` as read what this process asks for. To fork, call this before this
-        process uses a GPU, and, as far as it can be, before it has threads.
+        In each process, some threads read the blocks that this process asks for, and as many others call
+        ``read_ahead``. If processes are forked, call this before this process uses a GPU and, if possible, before it
+        has threads.
         """
         num_threads = num_decoders()
         num_processes = -(-num_threads // _THREADS) if self._new_processes is None else len(self._new_processes)
@@ -178,10 +179,10 @@ class Decoders(AbstractContextManager["Decoders"]):
             new = self._new_processes[index]
             self._connections.append(new.connection)
             waits.append(new.process.wait)
-            with suppress(OSError):  # it has ended, as the thread that receives its answers finds out
+            with suppress(OSError):  # the process has ended, which the thread that receives its answers will notice
                 new.connection.send((threads, self._memory.part_bytes, open_readers))
                 reduction.send_handle(new.connection, self._memory.fileno(), new.process.pid)
-        # No thread of this class before the last fork.
+        # Start no thread before the last fork.
         for connection, wait in zip(self._connections, waits, strict=True):
             threading.Thread(target=self._receive, args=(connection, wait), daemon=True, name="decoded").start()
         self._next = cycle(self._connections)
@@ -206,29 +207,30 @@ class Decoders(AbstractContextManager["Decoders"]):
         return wait
 
     def read(self, which: int, draws: Int64s, epoch: int, images: npt.NDArray[np.uint8] | None = None) -> Future[Block]:
-        """Have reader number ``which`` make a block of ``draws``; from ``images``, uint8, if they are there already."""
+        """Have reader number ``which`` make a block of ``draws``, from the pixels ``images``, uint8, if given."""
         number, future = next(self._numbers), Future[Block]()
         with self._sending:
             part, pixels = self._memory.take()
             if images is not None:
                 pixels[: images.size].reshape(images.shape)[:] = images
             self._waiting[number] = future, pixels, draws
-            with suppress(OSError):  # the process has ended, as the thread that receives its answers knows, too
+            with suppress(OSError):  # the process has ended, which the thread that receives its answers will notice
                 next(self._next).send((number, which, draws, epoch, part))
         if self._broken and self._waiting.pop(number, None):
             future.set_exception(self._broken)
         return future
 
     def check(self) -> None:
-        """Raise the exception that has ended the decoding, if any: of the reporter, or because a process has ended.
+        """Raise the exception that has ended the decoding, if any: the reporter's, or that of a process's end.
 
-        A process keeps a block only after the reporter has heard of its images, so whoever has got one learns of them.
+        A block is kept in memory only after the reporter has been told of its bad images. So whoever calls this after
+        getting a kept block learns if these were too many.
         """
         if self._broken is not None:
             raise self._broken
 
     def _receive(self, connection: Connection, wait: Callable[[], int | None]) -> None:
-        """Receive all messages of a process, until it ends."""
+        """Run in a thread: receive all messages of a process, until it ends."""
         while True:
             try:
                 number, answer = connection.recv()
@@ -255,7 +257,7 @@ class Decoders(AbstractContextManager["Decoders"]):
                 with self._sending, suppress(OSError):
                     connection.send(_HEARD)
 
-        # The process has ended. If it was not asked to, a forked one takes this process with it.
+        # The process has ended. If it was not told to, a signal that killed a forked process ends this one, too.
         exit_code = wait() or 0
         if self._broken is None:
             if exit_code < 0 and self._new_processes is None:
@@ -264,7 +266,7 @@ class Decoders(AbstractContextManager["Decoders"]):
             self._fail(killed or RuntimeError(f"a process that decodes has ended with {exit_code}"))
 
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
-        """Pass on the findings about images of a process, or of this one, to the reporter: a :data:`Report`."""
+        """Pass a report of another process, or of this one, on to the reporter: the :data:`Report` of this process."""
         if num_retries:
             self._reporter.retried(num_retries)
         if skipped:
@@ -273,17 +275,17 @@ class Decoders(AbstractContextManager["Decoders"]):
     def _fail(self, error: Exception) -> None:
         """Give ``error`` to whoever waits for a block, or asks for one from now on."""
         self._broken = error
-        with suppress(KeyError):  # all are gone, of which other threads may have taken some
+        with suppress(KeyError):  # none is left
             while True:
                 _, (future, _, _) = self._waiting.popitem()
                 future.set_exception(error)
 
     def __exit__(self, *exception: object) -> None:
-        # Nobody waits for a block any more, and who asks for one learns why there are none.
+        # From now on, asking for a block raises an exception.
         self._fail(self._broken or RuntimeError("the processes that decode have been closed"))
         with self._sending:
             for connection in self._connections:
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # it has ended already
                     connection.send(_END)
 
 
@@ -346,14 +348,14 @@ class _Server:
 
 
 class SharedMemory:
-    """Memory of this process and those beside it, in parts of one size. Each is used again once nobody has it.
+    """Memory that this process shares with those beside it, in parts of one size, which are used again when free.
 
-    ``file`` is the descriptor of another process's memory, which that one has sent.
+    ``file`` is the descriptor of another process's shared memory.
     """
 
     def __init__(self, part_bytes: int, file: int | None = None) -> None:
         self.part_bytes = -(-max(part_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        # Not a file in /dev/shm, which is small in containers. macOS has no such memory.
+        # Not a file in /dev/shm, which is small in containers. macOS has no memfd, so take a temporary file there.
         if file is not None:
             self._file: Any = os.fdopen(file, "r+b")
         elif hasattr(os, "memfd_create"):
@@ -364,11 +366,11 @@ class SharedMemory:
         self._free: list[int] = []
 
     def fileno(self) -> int:
-        """Return the descriptor of the memory, which a process beside this one may get."""
+        """Return the descriptor of the memory, to be sent to another process."""
         return self._file.fileno()
 
     def take(self) -> tuple[int, Pixels]:
-        """Return a part's number, and its bytes, uint8 (n,), whose content is undefined. For one thread at a time."""
+        """Return the number and the bytes of a free part, uint8 (n,), with undefined content. Not thread-safe."""
         try:
             number = self._free.pop()
         except IndexError:
@@ -377,7 +379,7 @@ class SharedMemory:
         return number, lend(self.part(number), partial(self._free.append, number))
 
     def part(self, number: int) -> Pixels:
-        """Return the bytes, uint8 (n,), of a part that this process or another one has taken."""
+        """Return the bytes of a part, uint8 (n,), which this or another process has taken."""
         if number not in self._parts:
             offset = number * self.part_bytes
             self._parts[number] = np.frombuffer(
@@ -387,7 +389,7 @@ class SharedMemory:
 
 
 def serve_worker(connection: Connection, imports: Sequence[str]) -> None:
-    """Import the modules ``imports``, wait for what a worker's :class:`Decoders` sends, and decode until it ends."""
+    """Run a new process: import the modules ``imports``, wait for :meth:`Decoders.start`, and decode until the end."""
     for name in imports:
         import_module(name)
     with suppress(EOFError, OSError):  # the worker has ended

@@ -1,9 +1,9 @@
 """Choice of a run's cache: decoded in memory, as files on a disk, or none.
 
-Decoded images are the fastest and take the most room: 150 kB for one of 224 pixels. Files of a bucket on a disk of the
-machine save the network, but are decoded again in each epoch. If the workers' GPUs decode, files are what is kept in
-memory, and each epoch may cut other crops out of them. With ``--cache auto``, images that are used only once are
-streamed; the validation images are used in each evaluation.
+Decoded images are the fastest and take the most room: 150 kB for one of 224 pixels. Files of a bucket on the machine's
+disk save the network, but are decoded again in each epoch. If the workers' GPUs decode, files are kept in memory, and
+each epoch may cut other crops out of them. With ``--cache auto``, images that are used only once are streamed; the
+validation images are used in each evaluation.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usab
 from raytrain.storage.temporary_files import TemporaryFolder
 
 MACHINE_BLOCK_BYTES = 16 << 20
-"""Size of a block that one thread decodes beside a worker.
+"""Size of a block that one thread beside a worker decodes.
 
-With blocks of four times the size, as those of data tasks, the first batch of photographs comes a second later.
+Data tasks have blocks of four times the size. Here, those would delay the first batch of photographs by a second.
 """
 
-_AUTO_FRACTION = 0.4  # of the memory for decoded images; the rest is for blocks that are streamed
-_SHARED_FRACTION = 0.8  # of the memory for decoded images, for runs that train at once on the same ones
+_AUTO_FRACTION = 0.4  # of the memory for decoded images; the rest is for streamed blocks
+_SHARED_FRACTION = 0.8  # of the memory for decoded images, if several runs train on the same images at once
 _DISK_FRACTION = 0.5  # of the free space of a disk
 _LEAST_DISK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class ImageCache:
-    """What a machine keeps of a run's images.
+    """The images of a run that a machine keeps.
 
     Attributes:
         train: the order in which training images are kept, decoded or as files; None if they are streamed.
-        validation: the same of the validation images.
+        validation: the same for the validation images.
         disk: where files of a bucket are kept; None if they are not.
-        folder: where the processes of this machine find the decoded images; those in Ray's object store aren't there.
+        folder: where the processes of this machine find the kept images, unless they are in Ray's object store.
     """
 
     train: CacheOrder | None = None
@@ -53,15 +53,15 @@ class ImageCache:
     folder: str = ""
 
     def order(self, part: Part) -> CacheOrder | None:
-        """Return the order in which the images of a part are kept; test images, which are used once, are streamed."""
+        """Return the order in which the images of a part are kept; None for test images, which are used only once."""
         return {"train": self.train, "validation": self.validation, "test": None}[part]
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
     """Choose the images that this machine keeps, and make their folder, which is removed when ``opened`` is closed.
 
-    On Linux, each file of decoded images has no name, so that the system frees it with the last process that has it
-    open, also if all of them are killed. Others open it through a link in the folder to this process's descriptor.
+    On Linux, the files of kept images have no names, so that the system frees them with the last process that has them
+    open, even if all are killed. Other processes open them through links in the folder to this process's descriptors.
     """
     parent, memory_bytes = image_memory()
     cache = choose_cache(config, data, first_step, memory_bytes, MACHINE_BLOCK_BYTES)
@@ -81,7 +81,7 @@ def choose_cache(
 ) -> ImageCache:
     """Choose the images that are kept in blocks of ``block_bytes``, if a machine has ``memory_bytes`` for decoded ones.
 
-    Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` cannot be had.
+    Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` is impossible.
     """
     train_bytes, validation_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
@@ -96,19 +96,19 @@ def choose_cache(
     rows = data.validation.rows_per_block(data.evaluation_format.shape, most_bytes=block_bytes)
     validation = CacheOrder(evaluation_plan(data.validation, 1), 0, rows)
 
-    # What the user has chosen.
+    # The user's choice.
     if config.cache == "disk":
         return ImageCache(disk=_disk_cache(config, data))
     if config.cache != "auto":
         return ImageCache(train, validation) if config.cache == "memory" else ImageCache()
 
-    # Training images are worth their room if they are used in more than one epoch, and do not change with it.
+    # Keep training images if they are used in more than one epoch, and are decoded in the same way in each.
     room_bytes = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
     stays_same = as_files or not config.crops_originals
     keeps_train = used_again and stays_same and train_bytes + validation_bytes <= room_bytes
 
-    # Otherwise their files, if any is read twice: several blocks need images of the same packed shard.
+    # Otherwise keep their files on the disk, if any is read twice. A packed shard is, as several blocks need it.
     read_again = used_again or data.train.packing is not None
     disk = None
     if read_again and not keeps_train:
@@ -132,7 +132,7 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
         ) from None
     if config.cache_limit_gb is not None:
         return DiskCache(folder, int(config.cache_limit_gb * 1e9), time.time())
-    # What earlier runs keep there counts as free: it is given up for what this one needs.
+    # The files of earlier runs count as free space, because they are evicted for this run.
     room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
     if room_bytes < _LEAST_DISK_BYTES:
         raise UsageError(
@@ -143,7 +143,7 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
 
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
-    """Return whether runs that train at once on the same images keep them decoded in ``memory_bytes``, once for all."""
+    """Return True if runs that train on the same images at once share them, decoded, in ``memory_bytes``."""
     stays_same = data.train_format.as_files or not config.crops_originals
     fits = stays_same and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
     return config.cache == "memory" or (config.cache == "auto" and fits)

@@ -1,6 +1,6 @@
-"""`raytrain.ImageLoader`: a run's reader for any loop, on any launcher, without a run.
+"""`raytrain.ImageLoader`: the reader of runs for any loop, on any launcher, without a run.
 
-The images come to each process as they come to a worker of a run, through the same code:
+The images reach each process in the same way, and through the same code, as a worker of a run:
 
 1. One process lists the images, and the others get its manifest (:func:`_open_together`).
 2. The plan says which samples are in which global batch, and each process has a contiguous slice of it. So all of them
@@ -10,8 +10,8 @@ The images come to each process as they come to a worker of a run, through the s
 4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
 
 Images are listed when the loader is made, so that a wrong address is reported at once. Meanwhile the processes that
-will decode are started, and import what they need. All else waits for the first batch: who has which rank and which
-device is often settled later, by whoever launches the processes.
+will decode start and import what they need. Everything else waits for the first batch, because the rank and the device
+of a process are often set only after the loader is made.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from raytrain.training.device_batches import DeviceBatches, HostTensors
 
 _log = logging.getLogger("raytrain")
 
-_OTHER_OPTIONS = (  # those that are neither of the data nor of the augmentation
+_OTHER_OPTIONS = (  # of other sections than those of the data and of the augmentation
     *("image_size", "channels", "resize", "crop_fraction", "interpolation", "resizer", "decoder", "mean", "std"),
     *("channels_last", "seed", "epochs"),
 )
-_ENDLESS = 1_000_000  # epochs, if the loader is not told how many there are
-# Attributes that hold processes, pipes and threads, which no copy and no other process can use.
+_ENDLESS = 1_000_000  # epochs, if the user gives no number
+# Attributes with processes, pipes and threads, which cannot be copied or pickled.
 _OPEN = ("_processes", "_source", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
 
 
@@ -137,7 +137,7 @@ class ImageLoader:
             raise
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
-        self._loops = 0  # that have begun, or were ended by a state: the newest alone may go on
+        self._loops = 0  # number of loops so far, and of loaded states; only the newest loop may go on
         self._skipped = _SkippedImages(self._config, self._data.num_images)
         self.validation = HeldOutImages(self, "validation")
         """This process's slice of the validation images: an iterable of batches, each image on one process."""
@@ -145,7 +145,7 @@ class ImageLoader:
         """The same of the test images; None if the images have two parts."""
 
     def _open_nothing(self) -> None:
-        """Begin without processes and batches that are read ahead, which only the first batch needs."""
+        """Set the attributes of a loader that has no open processes and reads nothing ahead yet."""
         self._processes: list[NewProcess] = []  # that wait for the first batch
         self._source: ProcessImages | None = None
         self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
@@ -154,7 +154,7 @@ class ImageLoader:
         self._close = weakref.finalize(self, _close_own, self._opened, self._opened_by)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or another process, which opens files and processes of its own."""
+        """Return the attributes without open resources, for a copy or another process, which opens its own."""
         return {name: value for name, value in vars(self).items() if name not in _OPEN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,13 +189,13 @@ class ImageLoader:
         return self._next_step // self._plan.steps_per_epoch
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch, also of those before a resume."""
+        """Return the number of batches in a whole epoch, including those before a resume."""
         plan = self._plan
         return plan.steps_per_epoch - (self._drop_last and plan.last_batch_size < plan.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch; after :meth:`load_state_dict` in the middle of one, the rest of it."""
-        # A loop that has left an epoch by itself begins the next one.
+        # After a loop that has left an epoch early, begin the next epoch.
         per_epoch = self._plan.steps_per_epoch
         epoch = self._next_step // per_epoch if self._resumes else -(-self._next_step // per_epoch)
         self._next_step = self._next_step if self._resumes else epoch * per_epoch
@@ -210,22 +210,22 @@ class ImageLoader:
                     "state was loaded; two loops at once need a loader each."
                 )
             batch = self._batch(step)
-            # The batch counts as used from now on, and with the last one the epoch.
+            # From now on the batch counts as used, and after the last batch the epoch.
             self._next_step = self._step_after(step)
             yield batch
-        local_images.expect_nothing()  # what comes now may be of another loader
+        local_images.expect_nothing()  # the next batch may be from another loader
 
     # Its state.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the next step, the same on all processes, and what this number depends on.
+        """Return the number of the next step, the same on all processes, and the facts that it depends on.
 
         A batch counts as used when the loop has got it, so save the state after the optimizer has stepped.
         """
         return {"next_step": self._next_step, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the step of a ``state``, on any number of processes: the next iteration has the rest of its epoch.
+        """Continue at the step of a ``state``, on any number of processes: the next loop has the rest of its epoch.
 
         Raises UsageError if the state is that of other images, or of batches of another size or order.
         """
@@ -246,7 +246,7 @@ class ImageLoader:
         self._loops += 1
 
     def _step_after(self, step: int) -> int:
-        """Return the step that follows ``step``, which is not one that ``drop_last`` leaves out."""
+        """Return the step after ``step``, without the steps that ``drop_last`` leaves out."""
         epoch, position = divmod(step, self._plan.steps_per_epoch)
         is_last = position + 1 >= len(self)
         return (epoch + 1) * self._plan.steps_per_epoch if is_last else step + 1
@@ -265,7 +265,7 @@ class ImageLoader:
     # How batches come about.
 
     def _batch(self, step: int) -> Batch:
-        """Return the batch of ``step``, which has been read ahead unless the loop has jumped."""
+        """Return the batch of ``step``, which has been read ahead, unless a state was loaded or a loop left early."""
         batches = self._start()
         if self._ahead is not None and self._ahead_step == step - 1:
             next(self._ahead)  # the shorter batch that drop_last leaves out
@@ -279,16 +279,16 @@ class ImageLoader:
         return batches.prepare(local, tensors)
 
     def _start(self) -> DeviceBatches:
-        """Start to read, if that has not begun, and return the source of batches. All processes call this together."""
+        """Start reading, unless it has begun, and return the source of batches; all processes call this together."""
         if not self._close.alive:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
-        if self._opened_by != os.getpid():  # a fork: threads, and what answers through pipes, are in the other process
+        if self._opened_by != os.getpid():  # a fork: the threads and the ends of the pipes are in the other process
             self._close.detach()
             self._open_nothing()
         if self._source is not None:
             return self._batches
 
-        # By now the launcher has settled which process this is, and which device it has.
+        # By now, the rank and the device of this process are set.
         config, data, group = self._config, self._data, self._group
         rank, world_size = group.rank_and_size()
         device = self._device
@@ -297,7 +297,7 @@ class ImageLoader:
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         group.everywhere(lambda: _check_gpu_exists(device))
 
-        # What differs between the processes now would give each of them other batches, or another number of them.
+        # Compare the processes: any difference would give them different batches, or different numbers of batches.
         digests = {part: images.digest for part, (_, images, _) in data.parts.items()}
         own = self._transforms if callable(self._transforms) else None
         own_name = None if own is None else getattr(own, "__qualname__", type(own).__qualname__)
@@ -329,7 +329,7 @@ class ImageLoader:
         return self._batches
 
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
-        """Return options and images with their decoder, the same in all processes, each of which has its device."""
+        """Return options and images with the decoder decided, in the same way in all processes."""
         config, data, asked = self._config, self._data, self._asked_decoder
         if asked == "cpu":
             return config, data
@@ -341,7 +341,7 @@ class ImageLoader:
         return config, data.read_by(config)
 
     def close(self) -> None:
-        """End the processes beside this one, and free the kept images. The end of this process does that, too."""
+        """End the processes beside this one, and free the kept images. That also happens when this process ends."""
         self._close()
 
     def __enter__(self) -> ImageLoader:
@@ -381,7 +381,7 @@ class HeldOutImages:
 
 
 def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:
-    """Return the rank and the number of processes that were given; None if that is neither."""
+    """Return the rank and the number of processes; None if neither is given. Raise UsageError for other values."""
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
@@ -412,13 +412,13 @@ def _check_gpu_exists(device: torch.device) -> None:
 
 
 def _close_own(opened: ExitStack, process: int) -> None:
-    """Close what ``process`` has opened, unless this is a fork of it: what a fork has inherited is not its own."""
+    """Close the resources of ``process``, unless this is a fork of it, which must not close what it has inherited."""
     if os.getpid() == process:
         opened.close()
 
 
 def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, Any]) -> TrainConfig:
-    """Return the options of a loader. Raises UsageError for one that is not about images and their augmentation."""
+    """Return the options of a loader. Raise UsageError for an option that is not about images or augmentation."""
     sections = DataOptions, AugmentationOptions
     known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
     for name in options:
@@ -441,7 +441,7 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
 
 
 def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:
-    """List the images on process 0, for all, and return them with the options, of which nothing is open then."""
+    """List the images on process 0 for all processes; return them with the resolved options. Nothing is open then."""
     group.check_equal("a loader of other options", options.to_json())
 
     def list_images() -> tuple[ResolvedConfig, Dataset]:
@@ -462,7 +462,7 @@ def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedC
 
 
 class _SkippedImages:
-    """Images that a loader's decoders could not read, or a GPU could not decode: an ``ImageReporter``."""
+    """Collects images that could not be read, or not decoded on a GPU: the ``ImageReporter`` of a loader."""
 
     def __init__(self, config: ResolvedConfig, num_images: int) -> None:
         self._config, self._num_images = config, num_images
@@ -470,7 +470,7 @@ class _SkippedImages:
         self.num_decoded_on_cpu = 0  # each image as often as it was used
 
     def skip(self, images: list[SkippedImage]) -> None:
-        """Note and log ``images`` that cannot be read. Raises UsageError if they are too many."""
+        """Add ``images`` that cannot be read, and log some of them. Raise UsageError if there are too many."""
         for image in images:
             self.by_key.setdefault(image.key, image)
             count = len(self.by_key)
@@ -485,10 +485,10 @@ class _SkippedImages:
             )
 
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        """Note and log images that a GPU could not decode."""
+        """Count images that a GPU could not decode, and log some of them."""
         before, self.num_decoded_on_cpu = self.num_decoded_on_cpu, self.num_decoded_on_cpu + num_images
         if before.bit_length() < self.num_decoded_on_cpu.bit_length():
             _log.warning("Images decoded on the CPU so far: %d, the last one a %s.", self.num_decoded_on_cpu, reason)
 
     def retried(self, num_requests: int) -> None:
-        """Do nothing: a request that was sent again has succeeded, or its error arrives."""
+        """Do nothing: a retried request has succeeded, or its error is reported elsewhere."""

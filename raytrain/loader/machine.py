@@ -27,10 +27,10 @@ def cores() -> int:
 
 
 def image_memory() -> tuple[str, int]:
-    """Return the folder for files of decoded images, and the bytes that they may take."""
+    """Return the folder for files of decoded images, and the number of bytes that they may take."""
     wanted_bytes = int(_CACHE_FRACTION * available_bytes())
     best_folder, most_bytes = _SHARED_MEMORY, -1
-    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):  # of equals, the first is faster
+    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):  # the faster one first, which is taken among equals
         room_bytes = 0
         with suppress(OSError):
             room_bytes = min(wanted_bytes, int(_FREE_FRACTION * shutil.disk_usage(folder).free))
@@ -40,16 +40,16 @@ def image_memory() -> tuple[str, int]:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be taken without swapping, within the limit of the container, in bytes."""
-    # The limit of the container, by cgroups of either version; "max" if it has none.
+    """Return the bytes of memory that are available without swapping, and within the limit of the container."""
+    # The container's limit, from cgroups of version 2 or 1; "max" if there is none.
     limits = [Path(path).read_text().strip() for path in _MEMORY_LIMITS if os.access(path, os.R_OK)]
     return min([psutil.virtual_memory().available, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def gpu_decoder_problem(device: str) -> str | None:
-    """Return why this machine's workers on ``device``, cuda or cpu, can't decode JPEGs there; None if they can.
+    """Return why this machine's workers cannot decode JPEGs on ``device``, cuda or cpu; None if they can.
 
-    What is installed is read, not imported, which takes seconds.
+    The versions are read from files, because importing the packages takes seconds.
 
     Example: ``gpu_decoder_problem("cpu") == "the device is a CPU"``
     """
@@ -66,7 +66,7 @@ def gpu_decoder_problem(device: str) -> str | None:
     if found is None or (int(found[1]), int(found[2])) < _TORCHCODEC:
         return f"torchcodec {found and found[0]} decodes no images (install {extra('gpu-decoder')})"
 
-    # Both are built for a version of CUDA, of which the first number must be the same.
+    # Both packages are built for a version of CUDA, whose first number must be the same.
     ours, theirs = re.search(r"^cuda\b.*?(\d+)", torch, re.M), re.search(r"\+cu(\d+)\d\b", torchcodec)
     if ours is None or theirs is None or ours[1] != theirs[1]:
         return (

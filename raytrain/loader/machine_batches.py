@@ -31,18 +31,18 @@ from raytrain.loader.image_cache import MACHINE_BLOCK_BYTES, ImageCache
 from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 
-_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
+_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # limits on blocks read ahead, besides one for each thread
 ReadBlock = Callable[[Int64s, int], Block]
-"""Reads some draws and decodes them for an epoch."""
+"""Reads draws, and decodes them for an epoch."""
 
 
 class SharedBlocks:
-    """The blocks of ``order``, by number, for all processes that name the same ``folder``, and for any thread.
+    """The kept blocks of ``order``, shared by all processes and threads that use the same ``folder``.
 
-    They are in one file, which each process maps into its memory: first the labels of all samples, int64, and the
-    lengths of their files, int64, then their pixels or files, then a byte for each block, which is 1 once the block is
-    there. A lock for each block decides which process reads it. ``sizes_bytes`` is the room for each sample's file,
-    int64 (samples,), in the order of the manifest; without it, pixels are kept, and the lengths are not used.
+    They are in one file, which each process maps into its memory. The file has the labels of all samples, int64, the
+    lengths of their files, int64, their pixels or files, and then a byte for each block, which is 1 once the block has
+    been written. A lock for each block decides which process reads it. ``sizes_bytes`` is the room for each sample's
+    file, int64 (samples,), in the order of the manifest; without it, pixels are kept, and the lengths are unused.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SharedBlocks:
         self._read = read
         self._as_files = sizes_bytes is not None
 
-        # Every process lays out the same file, whoever creates it.
+        # Every process computes the same layout, whoever creates the file.
         num_samples, num_blocks = order.plan.num_samples, len(order)
         row_bytes = np.full(num_samples, shape.num_bytes, np.int64)
         if sizes_bytes is not None:
@@ -67,7 +67,7 @@ class SharedBlocks:
         self._written_at = self._images_at + int(ends[-1])
         os.ftruncate(self._file, self._written_at + num_blocks)
 
-        # Views of the mapping, whose memory all processes share.
+        # Make views of the mapped file, whose memory all processes share.
         content = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         self._labels = np.frombuffer(content, np.int64, num_samples)  # (samples,)
         self._lengths = np.frombuffer(content, np.int64, num_samples, self._lengths_at)  # (samples,)
@@ -78,27 +78,27 @@ class SharedBlocks:
         self._written = np.frombuffer(content, np.bool_, num_blocks, self._written_at)  # (blocks,)
 
     def __call__(self, number: int) -> Block:
-        """Return block ``number``. This process reads it, unless another one has read it or is reading it."""
+        """Return block ``number``. Read it, unless another process has; if another one is reading it, wait."""
         if not self._written[number]:
             self._write(number, wait=True)
         rows = self._rows(number)
         return Block(self._images[rows], self._labels[rows], self.order.draws(number))
 
     def read_ahead(self) -> None:
-        """Read the blocks that nobody has read or reads, in order. Several threads and processes may do so at once."""
+        """Read, in order, the blocks that nobody has read or is reading; called by several threads and processes."""
         for number in range(len(self.order)):
-            # Another one reads this block; or it cannot be read, which whoever needs it will learn.
+            # Another thread reads this block; or it cannot be read, which whoever needs it will find out.
             with suppress(Exception):
                 self._write(number, wait=False)
 
     def _write(self, number: int, wait: bool) -> None:
-        """Read block ``number`` into the file unless it is there. If another one does: ``wait``, or BlockingIOError."""
+        """Read block ``number`` into the file unless it is there; while another one does, wait or BlockingIOError."""
         with acquire(self._folder / f"{number}.lock", wait=wait):
             if self._written[number]:
                 return
             block = self._read(self.order.draws(number), self.order.epoch(number))
             images, first = block.images, self._rows(number).start
-            # Not through the mapping: a full disk would end the process without a word.
+            # Write to the file and not to its mapping, where a full disk would kill the process by a signal.
             if isinstance(images, Files):
                 _write_at(self._file, images.lengths, self._lengths_at + first * images.lengths.itemsize)
                 images = images.data
@@ -122,9 +122,9 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Images of one manifest, and how a process reads them. It travels to new processes.
+    """The images of one manifest, and how a process reads them. Can be pickled for new processes.
 
-    ``kept_in`` is the order in which the images are kept, in a file of ``folder``; None if they are streamed.
+    ``kept_in`` is the order in which the images are kept in a file of ``folder``; None if they are streamed.
     """
 
     images: ImageReader
@@ -141,14 +141,14 @@ class ImageFiles:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that any streamed block fits into. Of files, few of which are so large, most are never used."""
+        """Bytes into which any streamed block fits. Of files, few are so large that they need all of them."""
         if self.images.as_files:
             return self.rows_per_block * int(self.manifest.sizes_bytes.max())
         return self.rows_per_block * self.images.shape.num_bytes
 
 
 class ImageFilesReader:
-    """Reads :class:`ImageFiles` in one process: a worker, or one beside it. ``kept`` are the blocks that are kept."""
+    """Reads :class:`ImageFiles` in a worker, or in a process beside it. ``kept`` are the kept blocks, if any."""
 
     def __init__(self, image_set: ImageFiles, report: Report) -> None:
         self._images, self._manifest, self._report = image_set.images, image_set.manifest, report
@@ -164,18 +164,18 @@ class ImageFilesReader:
         return block
 
     def read_ahead(self) -> None:
-        """Fill the blocks that are kept."""
+        """Read the blocks that are to be kept."""
         if self.kept is not None:
             self.kept.read_ahead()
 
 
 def open_readers(sets: Sequence[ImageFiles], report: Report) -> list[ImageFilesReader]:
-    """Return a reader of each of the ``sets`` for this process."""
+    """Return a reader for each of the ``sets`` in this process."""
     return [ImageFilesReader(image_set, report) for image_set in sets]
 
 
 class MachineBatches(AbstractContextManager["MachineBatches"]):
-    """A worker's :class:`raytrain.training.protocols.BatchSource`: its images are decoded by processes beside it.
+    """A :class:`raytrain.training.protocols.BatchSource` whose images are decoded by processes beside the worker.
 
     It forks the processes when it is made, or takes the new ``processes`` (see :class:`Decoders`), and ends them when
     it is closed. ``loads`` are the shares of all workers. ``isolated``: an image that kills its decoder is skipped.
@@ -202,10 +202,11 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         plans = (plan, *(evaluation_plan(each.manifest, len(loads)) for each in self._sets[1:]))
         self._partitions = [Partition(each, rank, loads) for each in plans]
 
-        # One set of processes decodes the images of all parts, each into a part of memory that holds any block. They
-        # fill the kept blocks ahead, while others wait for what the loop asks for.
+        # The same processes decode the images of all parts, so the parts of their memory have room for the largest
+        # block. Some of their threads fill the kept blocks, while others wait for blocks that the loop needs.
         self._decoders = Decoders(reporter, max(image_set.room_bytes for image_set in self._sets), processes)
-        # What this process reads itself may kill it, so a process that is not ours has that decoded elsewhere.
+        # This process may have to read kept blocks itself. If it is somebody else's, decode them in another process,
+        # because an image may kill a decoder.
         own = self._sets
         if processes is not None:
             own = [replace(each, images=replace(each.images, isolated=True)) for each in own]
@@ -228,7 +229,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         return self._sets[0].manifest.keys[sample].as_py()
 
     def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of set ``which`` from ``first_step`` on."""
+        """Yield the batches of image set ``which`` from ``first_step`` on."""
         partition, cache = self._partitions[which], self._caches[which]
         if cache is not None:
             return batches_from_cache(partition, cache, first_step)
@@ -237,13 +238,13 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         return batches_from_stream(partition, blocks, first_step)
 
     def _kept_block(self, kept: SharedBlocks, number: int) -> Block:
-        """Return block ``number``; raise the exception that has ended the decoding, as too many bad images do."""
+        """Return kept block ``number``; raise the exception that has ended the decoding, if any."""
         block = kept(number)
         self._decoders.check()
         return block
 
     def _stream(self, which: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
-        """Yield the blocks of ``order``, of which a few are read ahead."""
+        """Yield the blocks of ``order``, and read a few of them ahead."""
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
         reading: deque[Future[Block]] = deque()
         for number in range(len(order)):

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started, as far as they can talk to each other: what one does for all of them."""
+"""The processes that a launcher has started: comparisons and exchange of values between them, if they can talk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ProcessGroup:
-    """The processes that read together: those of ``torch.distributed``, or as ``given``: a rank, and their number.
+    """The processes that read together: those of ``torch.distributed``, unless rank and number are ``given``.
 
     Example:
         >>> rank, world_size = ProcessGroup().rank_and_size()
@@ -24,7 +24,7 @@ class ProcessGroup:
         self._given = given
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes, as far as they are known now."""
+        """Return the rank of this process and the number of processes, as they are known now."""
         if self._given is not None:
             return self._given
         if self.can_talk:
@@ -43,7 +43,7 @@ class ProcessGroup:
         return self._given is None and dist.is_available() and dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of each process, by rank; only that of this one if they cannot talk to each other."""
+        """Return the ``value`` of each process, by rank; only that of this process if they cannot talk."""
         if not self.can_talk:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -51,7 +51,7 @@ class ProcessGroup:
         return values
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` on process 0 on all processes; or raise its exception on all."""
+        """Call ``make`` on process 0, and return its result on all processes, or raise its exception on all."""
         if not self.can_talk:
             return make()
         made: list[Any] = [None]
@@ -66,7 +66,7 @@ class ProcessGroup:
         return made[0]
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """Return this process's result of ``make``; if it raises an exception on any process, raise that on all."""
+        """Call ``make`` on all processes, and return its result; if it fails on one, raise that exception on all."""
         made: T | RaytrainError
         try:
             made = make()
@@ -79,7 +79,7 @@ class ProcessGroup:
         return made
 
     def check_equal(self, difference: str, *values: Any) -> None:
-        """Raise UsageError, on all processes, if one of them has other ``values``."""
+        """Raise UsageError on all processes if one of them has other ``values``; ``difference`` says what they are."""
         gathered = self.gather(values)
         for rank, other in enumerate(gathered):
             if other != gathered[0]:

@@ -1,4 +1,4 @@
-"""Images of a process that somebody else has started: what its machine keeps of them, and its batches."""
+"""Images of a process that somebody else has started: the cache of its machine, and its batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("raytrain")
 def machine_cache(
     config: ResolvedConfig, data: Dataset, first_step: int, group: ProcessGroup, opened: ExitStack
 ) -> ImageCache:
-    """Return the cache of this machine's images, which the first of its processes chooses for all of them."""
+    """Return the cache of this machine, which the first of its processes chooses for all of them."""
     rank, _ = group.rank_and_size()
     machines = group.gather(socket.gethostname())
     leader = machines.index(machines[rank]) if len(machines) > 1 else 0
@@ -39,7 +39,7 @@ def machine_cache(
 def start_decoding(data: str, opened: ExitStack) -> list[NewProcess]:
     """Start the processes that will decode the images of ``data``, a folder or a URL; ``opened`` ends them.
 
-    They import what that takes while this process lists the images, or makes its network.
+    They import what they need while this process lists the images, or makes its network.
     """
     processes = start_processes(_imports(data))
     for process in processes:
@@ -48,7 +48,7 @@ def start_decoding(data: str, opened: ExitStack) -> list[NewProcess]:
 
 
 def _imports(data: str) -> list[str]:
-    """Return the modules that a process needs to read and decode images of ``data``, also those imported late."""
+    """Return the modules that a process needs to read and decode images of ``data``, even those imported late."""
     modules = ["raytrain.loader.machine_batches", "simplejpeg", "PIL.Image"]
     modules += ["cykooz_resizer"] if fastest_resizer() == "cykooz" else []
     modules += ["raytrain.storage.bucket"] if "://" in data else []
@@ -58,9 +58,9 @@ def _imports(data: str) -> list[str]:
 class ProcessImages:
     """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
-    They are decoded again in isolation if one of them has killed a decoder. ``loads`` are the shares of all processes,
-    and ``isolated`` says that an image has ended an attempt before. ``reporter`` hears of images that cannot be read.
-    ``processes`` decode them, those of :func:`start_decoding`.
+    If an image has killed a decoder, all images are decoded again, in isolation. ``loads`` are the shares of all
+    processes. ``isolated``: decode in isolation from the start. ``reporter`` is told of images that cannot be read.
+    ``processes`` are those of :func:`start_decoding`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ProcessImages:
         self._start(processes, isolated=isolated)
 
     def _start(self, processes: Sequence[NewProcess], *, isolated: bool) -> None:
-        """Have ``processes`` decode from now on."""
+        """Have ``processes`` decode the images from now on."""
         plan = training_plan(self._config, self._data.train)
         self._is_isolated = isolated
         self._batches = MachineBatches(
@@ -106,7 +106,7 @@ class ProcessImages:
         return self._data.train.keys[sample].as_py()
 
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
-        """Yield local batches, of which ``open_batches`` gives those that are left after so many."""
+        """Yield all local batches. ``open_batches`` returns those of a source after a number of batches."""
         num_read = 0
         while True:
             batches = self._batches
@@ -118,7 +118,7 @@ class ProcessImages:
             except DecoderKilled as error:
                 with self._restarting:
                     if self._batches is not batches:
-                        continue  # somebody else, who reads the other images, has started them again
+                        continue  # another thread, which reads other images, has started new processes
                     if self._is_isolated:
                         raise
                     _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)

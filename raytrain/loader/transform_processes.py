@@ -1,13 +1,13 @@
-"""A user's own transforms, which take one image at a time, in processes beside a worker.
+"""The user's own transforms, which take one image at a time, in processes beside a worker.
 
-They are Python code that draws from the generators of a process, so that neither threads nor the process that trains
-can run several at once. The batches of any source go this way: each is cut into pieces, a process gets a piece through
+They are Python code that draws from the random number generators of a process, so a process cannot run several at
+once. The batches of any source are transformed like this: a batch is cut into pieces, a process gets a piece through
 the memory that it shares with this one (:class:`raytrain.loader.decoders.Decoders`), crops, resizes and transforms it
-there, and the batch is put together again. A few batches are under way at a time, so that all processes have work.
+there, and the batch is put together again. A few batches are under way at once, so that all processes have work.
 
-It does not matter where an image comes from: decoded images that are kept are transformed in each epoch, too.
+It does not matter where images come from: kept images are transformed in each epoch, too.
 
-The processes are new ones: by the time that the user's code may be imported, this one may have threads and a GPU.
+The processes are new ones, because this one may have threads and a GPU by the time that the user's code is imported.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.protocols import BatchSource
 from raytrain.training.user_transforms import UserTransforms, subject
 
-_MAX_ROWS = 32  # of a piece
-_NUM_TRIED = 8  # images
+_MAX_ROWS = 32  # images in a piece
+_NUM_TRIED = 8  # images transformed twice to see whether the results are the same
 _UNSEEDED = (
     "makes different images of the same one, although all random number generators that are found "
     "are seeded alike: the run depends on the number of workers, and goes on differently after a resume; draw from "
@@ -53,7 +53,7 @@ def transformed(
     own: Callable[..., Any] | None,
     report: Callable[[str], object] | None = None,
 ) -> Iterator[BatchSource]:
-    """Have the training images of ``source`` changed by the user's transforms, which ``own`` makes, if it is given.
+    """Yield a source whose training images are changed by the transforms that ``own`` returns; ``source`` without it.
 
     ``report`` gets a sentence if they draw from generators that are not seeded. Raises UsageError if they cannot be
     made, or cannot be sent to another process.
@@ -65,7 +65,7 @@ def transformed(
     if own is None:
         yield source
         return
-    UserTransforms(config, own)  # what is wrong with them is said here
+    UserTransforms(config, own)  # raises UsageError for mistakes, before any process starts
     with TransformedBatches(source, config, own) as batches:
         if report is not None:
             threading.Thread(target=batches.try_twice, args=(report,), daemon=True, name="transforms").start()
@@ -73,7 +73,7 @@ def transformed(
 
 
 class TransformedBatches:
-    """A source of batches whose training images are transformed by processes. It ends them when it is closed."""
+    """A source of batches whose training images are transformed in processes, which end when this is closed."""
 
     def __init__(self, source: BatchSource, config: ResolvedConfig, own: Callable[..., Any]) -> None:
         self._source, self._config = source, config
@@ -96,7 +96,7 @@ class TransformedBatches:
         under_way: deque[tuple[LocalBatch, list[Future[Block]]]] = deque()
         num_pieces = 0
         for local in self._source.train(first_step):
-            # Each process transforms a piece of the batch, or several.
+            # Cut the batch into pieces, at least one for each process.
             num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
             parts = [slice(start, start + num_rows) for start in range(0, len(local.draws), num_rows)]
             epoch = local.batch.epoch
@@ -118,7 +118,7 @@ class TransformedBatches:
         return self._source.key(sample)
 
     def try_twice(self, report: Callable[[str], object]) -> None:
-        """Report if the transforms change the same noise in two ways, in two processes if there are several."""
+        """Report if the transforms turn the same noise into two different results, in two processes if possible."""
         noise = np.random.default_rng(0).integers(0, 256, (_NUM_TRIED, *self._shape), np.uint8)
         tries = [self._decoders.read(0, np.arange(_NUM_TRIED), 0, noise) for _ in range(2)]
         try:
@@ -130,13 +130,13 @@ class TransformedBatches:
 
 
 def _together(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
-    """Return a batch with the images of its pieces, once they are there."""
+    """Return a batch with the transformed images of its pieces; wait for them."""
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local
 
 
 class _Silent:
-    """Hears of images that cannot be used, of which there are none here."""
+    """A reporter that is never called: images cannot become unusable here."""
 
     def skip(self, images: list[SkippedImage]) -> None:
         """Do nothing."""
@@ -154,7 +154,7 @@ def _open_readers(config: ResolvedConfig, pickled: bytes, files: Mapping[str, st
 
 
 class _Reader:
-    """Transforms images where they are, in memory that is shared with the worker."""
+    """Transforms images in place, in memory that is shared with the worker."""
 
     def __init__(self, config: ResolvedConfig, pickled: bytes, files: Mapping[str, str]) -> None:
         torch.set_num_threads(1)
@@ -163,9 +163,9 @@ class _Reader:
         self._transforms: UserTransforms | None = None
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Transform the images of ``draws``, with which ``pixels`` begin, and put the results in their place."""
+        """Transform the images of ``draws``, at the beginning of ``pixels``, and replace them by the results."""
         assert pixels is not None
-        if self._transforms is None:  # not before: what the user's code raises here is an answer to the worker
+        if self._transforms is None:  # only now, so that an exception of the user's code is sent to the worker
             import_missing_files(self._files)
             self._transforms = UserTransforms(self._config, pickle.loads(self._pickled))
         images = pixels[: len(draws) * int(np.prod(self._shape))].reshape(-1, *self._shape)

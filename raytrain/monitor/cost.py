@@ -16,14 +16,14 @@ _SECONDS_PER_HOUR = 3600
 
 
 class CostMeter:
-    """Adds up the dollars for the machines of a run from ``started_at`` on, and the energy of its GPUs.
+    """Adds up the dollars for the machines of a run since ``started_at``, and the energy of its GPUs.
 
-    The machines are those that workers report to be on. Before they do, and while workers are started again, the
-    machines of a run cost as much as afterwards, or as before: they are paid for all the same.
+    The machines are those from which workers report. The time before the first report costs as much as the time after
+    it, and the time of a restart as much as before: the machines are paid for all the same.
 
     Args:
         prices: of machines, or of GPUs by type; None if nobody has given any.
-        before: the status of the run's last attempt, whose cost is added.
+        before: the status of the run's last attempt, whose cost is included.
         started_at: when the command was started, by ``clock``.
 
     Example::
@@ -41,7 +41,7 @@ class CostMeter:
     ) -> None:
         self._prices = prices
         self._clock = clock
-        self._since = started_at  # until when the dollars are counted
+        self._since = started_at  # the dollars are counted up to this time
         self._dollars_per_hour = 0.0
         self._dollars = self._shown = before.dollars or 0.0
         self._kwh_before = before.gpu_kwh
@@ -60,7 +60,8 @@ class CostMeter:
         if self._prices is None:
             return dataclasses.replace(snapshot, gpu_kwh=kwh)
 
-        # Until a machine is known, the time since the start costs as much as one, and is counted anew afterwards.
+        # Until workers report, show the cost of one machine without counting it: all of the time since the start is
+        # counted at the right rate later.
         self._dollars_per_hour = self._rate(self._prices, snapshot.machines) or self._dollars_per_hour
         if not snapshot.over:
             now = self._clock()
@@ -71,7 +72,7 @@ class CostMeter:
         return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown, 6))
 
     def _rate(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
-        """Return the dollars per hour of the machines, or of their GPUs, as far as prices are known."""
+        """Return the dollars per hour of the machines, or of those GPUs whose price is known."""
         if prices.per_machine is not None:
             return prices.per_machine * len({use.node for use in machines})
         rate = 0.0

@@ -1,4 +1,4 @@
-"""Typed events of a run: the class says what happened, the fields say the rest. Sentences are made in ``display``."""
+"""Typed events of a run: the class says what happened, the fields give details. Sentences are made in ``display``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Event:
         cls.kind = _WORD_START.sub("_", cls.__name__).lower()
 
     def __str__(self) -> str:
-        """Return the kind and the fields, as logs have them: ``checkpoint_written path=… step=20``."""
+        """Return the kind and the fields in the form of the logs: ``checkpoint_written path=… step=20``."""
         known = (f"{name}={value}" for name, value in vars(self).items() if value is not None)
         return " ".join([self.kind, *known])
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that are known, as plain values."""
+        """Return the fields that are not None, as values of JSON."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return {name: value.to_json() if isinstance(value, StopReason) else value for name, value in known.items()}
 
     def redacted(self) -> Event:
-        """Return the event without the secrets in its texts, which may be messages of others."""
+        """Return the event without secrets in its texts, which may be messages of other programs."""
         texts = {name: redact(value) for name, value in vars(self).items() if isinstance(value, str)}
         return dataclasses.replace(self, **texts)
 
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """An attempt starts; after a resume or a failure, after ``step`` completed steps."""
+    """An attempt starts; after a resume or a failure, it continues after ``step`` completed steps."""
 
     num_workers: int
     step: int = 0
@@ -75,7 +75,7 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointSkipped(Event):
-    """A checkpoint was due and is not written."""
+    """A checkpoint that was due is not written."""
 
     step: int
     reason: str
@@ -91,7 +91,7 @@ class CheckpointDamaged(Event):
 
 @dataclass(frozen=True)
 class LossNotFinite(Event):
-    """The loss is NaN or infinite; the run stops if it stays so."""
+    """The loss is NaN or infinite; the run stops if it remains so."""
 
     loss: str
     step: int
@@ -112,26 +112,26 @@ class RequestsRetried(Event):
 
 @dataclass(frozen=True)
 class DecodedOnCpu(Event):
-    """The first image that CPUs decode as a GPU cannot: it is of the kind ``reason``, such as "PNG"."""
+    """The first image that is decoded on a CPU because a GPU cannot decode its kind, ``reason``, such as "PNG"."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StorageWaits(Event):
-    """The history cannot be written at present."""
+    """Storage does not accept the history at present; writing is retried."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class StorageBack(Event):
-    """The history is in storage again."""
+    """Storage accepts the history again, and has all of it."""
 
 
 @dataclass(frozen=True)
 class DocumentLost(Event):
-    """A document of the run could not be written, and will not be."""
+    """A document of the run could not be written, and writing is not retried."""
 
     document: str
     error: str
@@ -174,7 +174,7 @@ class HeadBack(Event):
 
 @dataclass(frozen=True)
 class ReadersWait(Event):
-    """No step comes, and data tasks of ``task_cpus`` CPUs each find no room: others use all but ``free_cpus``."""
+    """No step is made because data tasks, of ``task_cpus`` CPUs each, find no free CPUs in the cluster."""
 
     task_cpus: float
     free_cpus: float
@@ -183,7 +183,7 @@ class ReadersWait(Event):
 
 @dataclass(frozen=True)
 class WorkerFailed(Event):
-    """A worker failed, or several did, if there is no ``rank``."""
+    """A worker failed, or several workers, if ``rank`` is None."""
 
     reason: str
     rank: int | None = None
@@ -199,7 +199,7 @@ class TrackerOpened(Event):
 
 @dataclass(frozen=True)
 class TrackerFailed(Event):
-    """The run goes on without a tracker; ``run`` is its name, with which `raytrain track` sends the rest."""
+    """A tracker failed, and the run goes on without it. `raytrain track` with the name ``run`` can send the rest."""
 
     tracker: str
     reason: str
@@ -208,14 +208,14 @@ class TrackerFailed(Event):
 
 @dataclass(frozen=True)
 class ProvenanceChanged(Event):
-    """The attempt is made of other code or packages than the one before it; ``changes`` says which."""
+    """The attempt runs with other code or packages than the one before; ``changes`` says which."""
 
     changes: str
 
 
 @dataclass(frozen=True)
 class Note(Event):
-    """A warning that is worth a line and that nothing depends on."""
+    """A warning without consequences for the run."""
 
     text: str
 
@@ -224,23 +224,23 @@ _KINDS = {kind.kind: kind for kind in Event.__subclasses__()}
 
 
 class TimedEvent(NamedTuple):
-    """An event of a run: its number, counted from 0, the seconds of training when it happened, and what happened."""
+    """An event of a run with its number, counted from 0, and the seconds of training at which it happened."""
 
     number: int
     at_s: float
     event: Event
 
     def to_json(self) -> dict[str, Any]:
-        """Return a line of events.jsonl, whose place in the file is the number."""
+        """Return the event as a line of events.jsonl; the number is implied by the place in the file."""
         return {"at_s": round(self.at_s, 3), "kind": self.event.kind, **self.event.fields()}
 
 
 def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
     """Return the seconds and the event of a line of events.jsonl.
 
-    Raise KeyError, TypeError or ValueError if it is no event. Fields that the event's class does not have are left out.
+    Raise KeyError, TypeError or ValueError if it is no event. Fields that the event's class lacks are left out.
     """
-    # The fields of the class say which types the values must have: the document may be damaged, or a stranger's.
+    # Check the values against the types of the class's fields: the document may be damaged, or a stranger's.
     kind = _KINDS[document["kind"]]
     hints = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind) if field.name in document]

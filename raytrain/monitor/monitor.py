@@ -1,7 +1,7 @@
-"""The one place that knows how a run stands: metrics and stop requests come in, snapshots go out.
+"""The monitor of a run: metrics and stop requests come in, snapshots go out.
 
-Workers call it (through the coordinator) with what happens, and it hands each row to the :class:`History`, which writes
-it in a thread of its own. Viewers ask for a :class:`Snapshot` about twice a second. Nobody is called from here.
+Workers report to it through the coordinator, and it hands each row to the :class:`History`, which writes it in a thread
+of its own. Viewers ask for a :class:`Snapshot` about twice a second. The monitor itself calls nobody.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage, Suspici
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 
 _NUM_EVENTS = 50
-_NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one after the other, that end a run
-_SHOWN_WITHIN_S = 5.0  # a view that hangs does not keep a debugger from opening
+_NUM_DIVERGED_ROWS = 3  # a run ends after so many rows of steps in succession whose loss is not finite
+_SHOWN_WITHIN_S = 5.0  # a debugger opens after this time even if a view hangs
 
 
 class RunMonitor:
     """Collects the metrics of a run, keeps its history, answers with snapshots, and passes on the stop request.
 
-    It is safe to call from several threads. No method waits for storage or for the training, except for the first look
-    at a history that exists already, and for :meth:`flush` and :meth:`finish`.
+    Methods may be called from several threads. None waits for storage or for the training, except :meth:`flush`,
+    :meth:`finish`, and the first call that needs a history which exists already.
 
     Args:
         run_name: the run's name.
@@ -42,8 +42,8 @@ class RunMonitor:
         started_at: when the user started the run, by ``clock``; now by default.
 
     Attributes:
-        stop_request: the request that the run should stop; None as long as there is none.
-        failure: why the run has to end although its workers could continue; None if it need not.
+        stop_request: why the run should stop; None if nobody has asked for that.
+        failure: why the run has to fail although its workers could continue; None if it need not.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class RunMonitor:
         self._num_decoded_on_cpu = 0
         self._reported_error: str | None = None
 
-        # Whether the loop waits in a debugger. Its terminal is that of a view, which must have learned it first.
+        # A debugger of the loop shares the terminal with a view, which must learn of it first and stop drawing.
         self._in_debugger = False
         self._num_snapshots = 0
         self._snapshot_taken = threading.Condition(self._lock)
 
-        # How far the present attempt is.
+        # The state of the present attempt.
         self._attempt = 0
         self._num_workers = 0
         self._machines: dict[int, MachineUse] = {}  # by the ranks of the workers
@@ -101,14 +101,15 @@ class RunMonitor:
         self._ended_s: float | None = None
 
     def started(self, num_workers: int, step: int) -> None:
-        """Begin an attempt with ``num_workers`` workers after ``step`` completed steps: later rows are dropped."""
+        """Begin an attempt with ``num_workers`` workers after ``step`` completed steps, and drop later rows."""
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
             self._machines.clear()
 
-            # The time in the rows goes on where it was. At first, that of the run's start-up is added to it: the rows
-            # of a run that is resumed are from another process. Later the monitor has counted all of it itself.
+            # The clock of the rows continues where it stood. In the first attempt of this process, existing rows are
+            # from another process, so the time of the start-up is added to theirs. Later, the monitor has counted all
+            # of the time itself.
             elapsed_s = self._elapsed_s()
             rows_s = max([row.elapsed_s for row in self._history.sample.rows[-1:]], default=0.0)
             if self._startup_s is None:
@@ -118,7 +119,7 @@ class RunMonitor:
                 self._elapsed_before_s = max(rows_s, elapsed_s)
             self._started_at = self._clock()
 
-            # Everything is as it was after ``step``.
+            # Go back to the state after ``step``.
             self._history.rewind(step)
             rows = self._history.sample.rows
             self._step = step
@@ -131,7 +132,7 @@ class RunMonitor:
             self.event(events.TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics, stamped with the seconds of training so far, and judge its loss."""
+        """Add a row of metrics with the seconds of training so far, and check its loss."""
         with self._lock:
             row = dataclasses.replace(row, elapsed_s=round(self._elapsed_s(), 3))
             self._history.record(row)
@@ -146,7 +147,7 @@ class RunMonitor:
             self._latest = row
             self._first = self._first or row
 
-            # A loss that is not finite is reported at once, and ends the run if it stays so for a few rows.
+            # Report a loss that is not finite at once, and end the run if it remains so for a few rows.
             if row.loss is None or math.isfinite(row.loss):
                 self._num_diverged = 0
                 return
@@ -159,52 +160,52 @@ class RunMonitor:
                 self.request_stop(StopReason("diverged", self.failure))
 
     def measured(self, use: MachineUse) -> None:
-        """Note a worker's use of its machine, in place of the one before."""
+        """Replace what is known of a worker's use of its machine."""
         with self._lock:
             self._machines[use.rank] = use
             self._step = max(self._step, use.step or 0)
 
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
-        """Note the training images whose labels look wrong, in place of those before."""
+        """Replace the list of training images whose labels look wrong."""
         with self._lock:
             self._suspicious = tuple(labels)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
-        """Note images that could not be used, each once. Ask the run to stop if they are too many."""
+        """Add images that could not be used to the list, each once. Ask the run to stop if there are too many."""
         with self._lock:
-            # Only the first image is an event: skipped.jsonl has all of them.
+            # Only the first such image is an event; skipped.jsonl lists all.
             is_first = not self._history.skipped_images
             new = self._history.skip(images)
             if is_first and new:
                 self.event(events.ImageSkipped(new[0].key, new[0].reason))
 
-            # With too many of them a data set is damaged, and the run ends with a checkpoint.
+            # Too many of them mean that the data set is damaged: end the run with a checkpoint.
             if self._skip_limit and self.failure is None:
                 self.failure = self._skip_limit.exceeded(self._history.skipped_images)
                 if self.failure:
                     self.request_stop(StopReason("too_many_bad_images", self.failure))
 
     def skipped_images(self) -> list[SkippedImage]:
-        """Return the images that could not be used so far."""
+        """Return the list of images that could not be used so far."""
         with self._lock:
             return self._history.skipped_images
 
     def retried(self, num_requests: int) -> None:
-        """Note requests for images that failed and were retried."""
+        """Count requests for images that failed and were retried."""
         with self._lock:
             if not self._num_retries:
                 self.event(events.RequestsRetried())
             self._num_retries += num_requests
 
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        """Note images that CPUs have decoded, as a GPU cannot: they are of the kind ``reason``, such as "PNG"."""
+        """Count images decoded on CPUs because a GPU cannot decode their kind, ``reason``, such as "PNG"."""
         with self._lock:
             if not self._num_decoded_on_cpu:
                 self.event(events.DecodedOnCpu(reason))
             self._num_decoded_on_cpu += num_images
 
     def event(self, event: Event) -> None:
-        """Note something that a viewer should read. Secrets are left out."""
+        """Add an event, without secrets, to the history and to the next snapshots."""
         with self._lock:
             timed = TimedEvent(self._num_events, self._elapsed_s(), event.redacted())
             self._events.append(timed)
@@ -212,10 +213,10 @@ class RunMonitor:
             self._history.note(timed.to_json())
 
     def debugger(self, is_open: bool) -> None:
-        """Note that the loop waits in a debugger, or goes on. Returns when the views know that it waits."""
+        """Record that the loop waits in a debugger, or continues. If it waits, return when the views know that."""
         with self._lock:
             self._in_debugger = is_open
-            # The view has seen the next snapshot when the one after it is asked for.
+            # The view has shown the next snapshot by the time that it asks for the one after it.
             shown = self._num_snapshots + 2
             if is_open:
                 self._snapshot_taken.wait_for(lambda: self._num_snapshots >= shown, _SHOWN_WITHIN_S)
@@ -225,7 +226,7 @@ class RunMonitor:
         self._history.flush()
 
     def request_stop(self, request: StopReason) -> None:
-        """Ask the run to stop with a checkpoint. The first request counts; a run that is over is left alone."""
+        """Ask the run to stop with a checkpoint. Only the first request counts; a run that is over ignores it."""
         with self._lock:
             if self.stop_request is None and self._ended_s is None:
                 self.stop_request = request
@@ -238,7 +239,7 @@ class RunMonitor:
         return self.stop_request
 
     def finish(self, status: Status, result: TrainResult | None = None) -> None:
-        """End the run: nothing is recorded after this, and the history is in storage (or an event says why not)."""
+        """End the run, and write the rest of the history; an event says so if that fails. Record nothing after this."""
         with self._lock:
             self._status, self._result = status, result
             self._step = result.steps if result is not None else self._step  # not each step has a row
@@ -249,11 +250,11 @@ class RunMonitor:
             self.event(events.DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """Return how the run stands, with the rows that a viewer at ``since`` lacks: all if an attempt undid some."""
+        """Return the state of the run, with the rows after the cursor ``since``, or all if an attempt undid some."""
         with self._lock:
             self._num_snapshots += 1
             self._snapshot_taken.notify_all()
-            # The history is written in another thread, whose trouble with storage becomes events here.
+            # The history is written in another thread; its problems with storage become events here.
             for problem in self._history.take_problems():
                 self.event(events.HistoryDamaged(problem))
             error = self._history.error
@@ -261,7 +262,8 @@ class RunMonitor:
                 self.event(events.StorageWaits(error) if error else events.StorageBack())
                 self._reported_error = error
 
-            # The time left is by the first and the last row of this attempt, evaluations and checkpoints included.
+            # Estimate the time left from the first and the last row of this attempt, so that evaluations and
+            # checkpoints count.
             elapsed_s, left_s = self._elapsed_s(), None
             if self._first is not None and self._latest is not None and self._ended_s is None:
                 left_s = time_left_s([self._first, self._latest], self._num_steps, elapsed_s)

@@ -39,19 +39,19 @@ class RunRecorder:
     ) -> None:
         self._store = store
         self._num_steps = num_steps
-        self._step = first_step  # the monitor knows less before its workers start, and after they ended
+        self._step = first_step  # the monitor does not know it before workers start
         self._started_at = time.monotonic() if started_at is None else started_at
         self._spent: dict[str, Any] = {"dollars": before and before.dollars, "gpu_kwh": before and before.gpu_kwh}
         self._throttle = Throttle()
         self._num_logged = 0
-        self._unwritten: TrainConfig | None = None  # options that replace those in storage when workers have started
+        self._unwritten: TrainConfig | None = None  # options that will replace those in storage once workers start
         self._machines: MachineHistory | None = None
 
     def begin(self, config: TrainConfig, *, restarting: bool = False) -> None:
-        """Make the run known. A stop request is kept only if this process is ``restarting`` the run.
+        """Write the first documents of an attempt. Delete an old stop request, unless ``restarting`` after a failure.
 
-        The options of a run that exists are replaced when its workers have started: they refuse a checkpoint that does
-        not fit the new ones.
+        The options of an existing run are replaced only when its workers have started, because workers refuse a
+        checkpoint that does not fit the new options.
         """
         if not restarting:
             self._store.delete(STOP_REQUEST)  # it was meant for an earlier attempt
@@ -62,31 +62,31 @@ class RunRecorder:
             write_config(self._store, config)  # comes last: others know by it that the run exists
 
     def heartbeat(self, snapshot: Snapshot) -> None:
-        """Log new events, and write the status every few seconds; storage may be out of reach for a while."""
+        """Log new events, and write the status every few seconds, if storage is within reach."""
         self.log_events(snapshot)
         with suppress(StorageError):
             self._replace_config(snapshot)
 
-            # The history of the machines grows in memory, from what an earlier attempt left in storage.
+            # The history of the machines grows in memory, and begins with that of earlier attempts in storage.
             if snapshot.machines and self._throttle.due("machines", MEASURE_EVERY_S):
                 self._machines = self._machines or read_machine_history(self._store.fail_fast())
                 self._machines.add(snapshot.elapsed_s, snapshot.machines)
 
-            # Requests that fail are not tried again: the next heartbeat says more than this one.
+            # Do not retry requests that fail: the next heartbeat has newer values.
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
                 self._write_machines(self._store.fail_fast(), snapshot)
 
     def stop_request(self) -> StopReason | None:
-        """Return a stop request from storage, which is read at most once a second; None if it is out of reach."""
+        """Return the stop request in storage, read at most once a second; None without one, or out of reach."""
         with suppress(StorageError):
             if self._throttle.due("stop request", _POLL_EVERY_S):
                 return read_stop_request(self._store.fail_fast())
         return None
 
     def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int, best_metric: str) -> TrainResult:
-        """Return how the run ended, as its summary says it; ``best_metric`` is that of ``--best``."""
-        # Workers that were lost have named no checkpoint; the newest one in storage is theirs, too.
+        """Return the result of the run, which its summary contains; ``best_metric`` is that of ``--best``."""
+        # Lost workers cannot name their last checkpoint: take the newest one in storage.
         progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
         checkpoint, request = outcome.checkpoint, snapshot.stop_request
         with suppress(StorageError):
@@ -120,7 +120,7 @@ class RunRecorder:
 
     def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
-        # The status is written last: whoever reads that the run is over finds all other documents.
+        # Write the status last, so that whoever reads that the run is over finds all other documents.
         self.log_events(snapshot)
         self._step = result.steps
         self._replace_config(snapshot)
@@ -129,7 +129,7 @@ class RunRecorder:
         self.write_status(result.status, snapshot)
 
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
-        """Write the status with the steps, epochs and workers of ``snapshot``; without one, with what is planned."""
+        """Write the status with the progress in ``snapshot``; without a snapshot, with the planned steps only."""
         known: dict[str, Any] = {"num_steps": self._num_steps}
         if snapshot is not None:
             self._step = max(self._step, snapshot.step)
@@ -139,7 +139,7 @@ class RunRecorder:
         write_status(store, RunStatus(status=status, step=self._step, **known, **self._spent))
 
     def log_events(self, snapshot: Snapshot) -> None:
-        """Log the events that no snapshot before has had."""
+        """Log the events that no earlier snapshot had."""
         for event in snapshot.events:
             if event.number >= self._num_logged:
                 _log.info("%s: %s", snapshot.name, event.event)
@@ -159,7 +159,7 @@ class RunRecorder:
 
 
 def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
-    """Return how far a run has come whose workers could not say it; ``first_step`` if they have not begun."""
+    """Return the progress of a run whose workers could not report it; they began at ``first_step``."""
     # Rows of later steps were undone.
     step = max(snapshot.step, first_step)
     rows = [row for row in snapshot.rows if row.step <= step]

@@ -1,7 +1,7 @@
-"""Reader of a run's documents, again and again, for whoever watches from elsewhere.
+"""Reads a run's documents repeatedly, for views in other processes than the run's.
 
-A run that trains in another process is known by its documents alone. A :class:`RunReader` makes the same
-:class:`Snapshot` of them that a :class:`RunMonitor` makes in the run's own process, so that all views show both kinds.
+A run that trains in another process is known only by its documents. From them a :class:`RunReader` makes the same
+:class:`Snapshot` as a :class:`RunMonitor` in the run's own process, so that every view can show both.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 _READ_EVERY_S = 1.0
-_NUM_ROWS_TIMED = 50  # latest rows from whose pace the time left is extrapolated
-_END_BYTES = 1000  # by which a document is recognised that was replaced
+_NUM_ROWS_TIMED = 50  # the time left is extrapolated from so many of the latest rows
+_END_BYTES = 1000  # read again to recognise that a document was replaced
 
 
 class RunReader:
-    """Reads a run, wherever it trains, as :class:`Snapshot`.
+    """Makes snapshots of a run from its documents, wherever it trains.
 
-    Only new metrics are read and parsed, so that :meth:`snapshot` may be called every second, and they are not kept.
-    The documents may be damaged, or somebody else's: what cannot be used is left out.
+    Each call of :meth:`snapshot` reads and parses only new metrics, so that it may be called every second. The rows are
+    not kept. The documents may be damaged, or somebody else's: values that cannot be used are left out.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -46,7 +46,7 @@ class RunReader:
         self.name = name
         self._rows = _GrowingLines(store, METRICS, RowParser())
         self._events = _GrowingLines(store, EVENTS, partial(parse_lines, parse_event))
-        self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))  # only their number is of interest
+        self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))  # only to count them
         self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
         self._evaluation: MetricRow | None = None
         self._steps_per_epoch = 1
@@ -59,28 +59,28 @@ class RunReader:
 
     @property
     def behind(self) -> bool:
-        """True if there are more rows already: the latest snapshot had only some of a long history."""
+        """True if the latest snapshot had only a part of a long history, so that more rows can be read at once."""
         return self._rows.behind
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """Return how the run stands, with the rows that a viewer at ``since`` lacks, or some of them.
+        """Return the state of the run, with the rows after the cursor ``since``, or a part of them.
 
         Raise StorageError if storage is out of reach.
         """
-        # The status comes first: if it says that the run is over, the rows that are read after it are all rows.
+        # Read the status first: if it says that the run is over, the rows read after it are complete.
         status = read_status(self.store)
         first_row, rows = self._read_rows(since)
         self._events.read_all()
         self._skipped.read_all()
 
-        # The documents are written one after the other, so the furthest of them counts.
+        # The documents are written one after the other, so take the latest values among them.
         latest_step = next(reversed(self._steps), None)
         latest = [row for row in (latest_step, self._evaluation) if row is not None]
         step = max([status.step, *(row.step for row in latest)])
         elapsed_s = max([0.0, *(row.elapsed_s for row in latest), *(at_s for at_s, _ in self._events.parsed)])
         by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
 
-        # Only a run that is over has a result; it may lack the summary, or have a damaged one.
+        # Only a run that is over has a result. Its summary may be missing or damaged.
         result = None
         if not status.active:
             summary = read_json(self.store, SUMMARY)
@@ -116,14 +116,14 @@ class RunReader:
 
     def _read_rows(self, since: RowCursor) -> tuple[int, Sequence[MetricRow]]:
         """Read the next rows for a viewer at ``since``. Return the index of the first one, and the rows."""
-        # A viewer that is not where the last one was gets the history from its beginning.
+        # Begin with the first row again, unless the viewer continues where the last read stopped.
         if since != (self._rows.version, self._rows.num_parsed):
             self._rows.restart()
         self._rows.parsed = []
         self._rows.read()
         rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
 
-        # Of all rows, only the last few steps and the last evaluation are kept.
+        # Keep only the last few rows of steps, and the last evaluation.
         if first_row == 0:
             self._steps.clear()
             self._evaluation = None
@@ -135,10 +135,10 @@ class RunReader:
 
 
 def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
-    """Show a run of another process to ``view`` until it is over; storage that is out of reach may be back later."""
+    """Show a run of another process to ``view`` until it is over; while storage is out of reach, try again."""
     cursor = START
     while True:
-        # A long history comes in pieces, without a pause between them.
+        # Read a long history in pieces without a pause between them.
         with suppress(StorageError):
             snapshot = reader.snapshot(cursor)
             cursor = snapshot.cursor
@@ -151,11 +151,11 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 
 
 class _GrowingLines(Generic[T]):
-    """A document of JSON lines that mostly grows, read in pieces.
+    """Reads a document of JSON lines in pieces, while lines are added to it.
 
-    ``parsed`` are the results of ``parse`` for its lines, apart from those that were forgotten. ``version`` counts how
-    often the document was replaced by another one, as by a run that resumes: the last bytes that were read before are
-    read again, and are others then.
+    ``parsed`` has the results of ``parse`` for the lines, unless the caller has removed them. ``version`` counts how
+    often the document was replaced by another one, as when a run resumes. That is recognised by reading the last bytes
+    of the previous piece again.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:
@@ -175,7 +175,7 @@ class _GrowingLines(Generic[T]):
         self._end = b""  # of the bytes that were parsed
 
     def read(self) -> None:
-        """Parse the new rows, or a piece of them."""
+        """Read and parse new lines, or a piece of them."""
         data = self._read_piece()
         if not data.startswith(self._end):
             self.restart()
@@ -193,7 +193,7 @@ class _GrowingLines(Generic[T]):
         self._end = (self._end + whole)[-_END_BYTES:]
 
     def read_all(self) -> None:
-        """Parse all that is new."""
+        """Read and parse all new lines."""
         self.read()
         while self.behind:
             self.read()

@@ -1,4 +1,4 @@
-"""Snapshot: the state of a run at one moment, as viewers get it."""
+"""Snapshot: the state of a run at one moment, for views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["starting", "running", "finished", "stopped", "failed", "interr
 
 
 class RowCursor(NamedTuple):
-    """Position of a viewer: the ``row`` that it wants next, among the rows as they are in ``attempt``."""
+    """Position of a view in the history: the index of the next ``row`` that it needs, in the rows of ``attempt``."""
 
     attempt: int = 0
     row: int = 0
@@ -29,8 +29,9 @@ START = RowCursor()
 class Snapshot:
     """State of a run at one moment.
 
-    ``rows`` are the metrics from index ``first_row`` on; if that is 0, a viewer forgets what it has, and of a long
-    history it gets the newest rows and a part of the others. It asks for the next snapshot with ``snapshot.cursor``.
+    ``rows`` are the metrics from index ``first_row`` on. If that is 0, a view must forget the rows that it has; then
+    ``rows`` are all, or of a long history the newest and a part of the others. The view asks for the next snapshot with
+    ``snapshot.cursor``.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Snapshot:
     num_steps: int
     steps_per_epoch: int  # 0 of a sweep, whose trials have epochs of their own
     num_workers: int
-    elapsed_s: float  # since the user started the run, and in all attempts before
-    startup_s: float | None = None  # of it, until the workers trained; None if they do not yet, or nobody knows
+    elapsed_s: float  # since the user started the run, plus the time of earlier attempts
+    startup_s: float | None = None  # part of it before the workers trained; None if they do not yet, or it is unknown
     time_left_s: float | None
     attempt: int
     first_row: int
@@ -56,8 +57,8 @@ class Snapshot:
     machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
     in_debugger: bool = False  # the loop waits for a person, who types in the terminal
     dollars: float | None = None  # so far, in all attempts; None without --price
-    gpu_kwh: float | None = None  # energy of the GPUs so far, in all attempts; None if it is not known
-    num_decoded_on_cpu: int = 0  # of the images that the workers' GPUs should decode, each as often as it is used
+    gpu_kwh: float | None = None  # energy of the GPUs so far, in all attempts; None if unknown
+    num_decoded_on_cpu: int = 0  # images that CPUs decoded in place of GPUs; each as often as it was used
     suspicious: tuple[SuspiciousLabel, ...] = ()  # training images whose labels look wrong, the worst first
 
     @property
@@ -81,7 +82,7 @@ class Snapshot:
         return self.status not in ("starting", "running")
 
 
-View = Callable[[Snapshot], None]  # shows a run: called about twice a second with how it stands
+View = Callable[[Snapshot], None]  # shows a run: called about twice a second with its state
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -90,9 +91,9 @@ def epoch_of(step: int, steps_per_epoch: int) -> int:
 
 
 def time_left_s(rows: Sequence[MetricRow], num_steps: int, now_s: float | None = None) -> float | None:
-    """Extrapolate the seconds until ``num_steps`` from the pace of ``rows``, as of ``now_s`` or of the last row.
+    """Extrapolate from ``rows`` how many seconds remain until ``num_steps``, at ``now_s`` or at the last row.
 
-    Return None if the rows are too few.
+    Return None if there are too few rows.
     """
     if len(rows) < 2 or rows[-1].step <= rows[0].step:
         return None

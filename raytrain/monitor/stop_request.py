@@ -1,4 +1,4 @@
-"""Requests to stop a run, from storage, from Ctrl-C and from the process that started it."""
+"""Requests to stop a run: in storage, by signals such as Ctrl-C, and by calls in the process that started it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 
 
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
-    """Leave a stop request in the storage of a run. Raise UsageError if there is no such run, or it does not train.
+    """Write a stop request into the storage of a run. Raise UsageError if there is no such run, or it does not train.
 
-    A run that seems to have been silent for long is watched for some seconds: the clock of its machine may be another.
+    A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong.
     """
     store = open_run(storage, name)
     document = read_json(store, STATUS)
@@ -38,7 +38,7 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
     if status.active:
         return
 
-    # The request stays where it is: a machine that sleeps may go on later.
+    # The request remains in storage: a machine that sleeps may continue later.
     unheard = ""
     if may_train:
         _log.warning("waiting %.0f s to see whether run %r still trains: its last status is old", WATCH_S, name)
@@ -50,14 +50,14 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
 
 
 def read_stop_request(store: Store) -> StopReason | None:
-    """Return the stop request that lies in a run's storage, if there is one."""
+    """Return the stop request in a run's storage; None without one."""
     with suppress(ValueError):
         return StopReason.from_json(read_json(store, STOP_REQUEST))
     return None
 
 
 def is_unread(output: TextIO) -> bool:
-    """Return True if ``output`` is a pipe that nobody reads any more."""
+    """Return True if ``output`` is a pipe whose reader has gone."""
     with suppress(OSError, ValueError):  # it is no file, or closed
         poll = select.poll()
         poll.register(output, 0)
@@ -66,24 +66,23 @@ def is_unread(output: TextIO) -> bool:
 
 
 class StopSignals:
-    """While open, the first SIGINT, SIGTERM or SIGHUP becomes :attr:`stop_request`.
+    """While this is open, the first SIGINT, SIGTERM or SIGHUP sets :attr:`stop_request`.
 
-    Signals within a second of the first belong to it. A later SIGINT or SIGTERM raises KeyboardInterrupt. SIGHUP, which
-    a terminal sends when it is closed, stays ignored if it was: ``nohup`` asks for that. Opened in a thread other
-    than the main one, where Python allows no signal handlers, it receives no signals; others may still call
-    :meth:`request_stop`.
+    Signals within a second of the first one count as the same. A later SIGINT or SIGTERM raises KeyboardInterrupt.
+    SIGHUP, which a terminal sends when it is closed, stays ignored if it was, as with ``nohup``. If this is opened in
+    another thread than the main one, where Python allows no signal handlers, only :meth:`request_stop` sets a request.
     """
 
     stop_request: StopReason | None = None
     _signalled_at_s: float | None = None
 
     def request_stop(self, request: StopReason) -> None:
-        """Ask the run to stop with a checkpoint; the first request counts. From any thread, whatever storage does."""
+        """Ask the run to stop with a checkpoint; only the first request counts. May be called from any thread."""
         self.stop_request = self.stop_request or request
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {}
-        # Handlers that were there before are put back at the end.
+        # Keep the present handlers, which are restored at the end.
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM]
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -97,7 +96,7 @@ class StopSignals:
 
     @contextmanager
     def outlive_terminal(self) -> Generator[None]:
-        """Ignore that a view cannot write any more, which must cost no checkpoint.
+        """Ignore that a view can no longer write, so that the run still ends with a checkpoint.
 
         A closed terminal comes with SIGHUP. A closed pipe, as after `| head`, stops the run like a signal. A full disk
         below standard output says nothing of the storage of the run, so the run goes on.
@@ -114,8 +113,8 @@ class StopSignals:
                 raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Only a signal that comes well after the first one is a second Ctrl-C. Who closes the terminal of a run that
-        # stops does not ask to lose its checkpoint.
+        # Only a signal well after the first one is a second Ctrl-C. SIGHUP never is: a user who closes the terminal of
+        # a stopping run does not want to lose its checkpoint.
         if self._signalled_at_s is None:
             self._signalled_at_s = monotonic()
         elif monotonic() - self._signalled_at_s >= _ONE_STOP_S and number != signal.SIGHUP:

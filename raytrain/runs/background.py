@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 
 class Throttle:
-    """Limit how often things are done.
+    """Limits how often actions are carried out.
 
     Example:
         >>> throttle = Throttle()
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Argument, Result]):
-    """Call ``function`` in a thread, one call at a time."""
+    """Calls ``function`` in a thread, one call at a time."""
 
     def __init__(self, function: Callable[[Argument], Result]) -> None:
         self._function = function
@@ -42,7 +42,7 @@ class Background(Generic[Argument, Result]):
         self._running: Future[Result] | None = None
 
     def __call__(self, argument: Argument) -> Result | None:
-        """Start a call unless one runs; return the result of the call before, or raise its exception.
+        """Start a call unless one is running; return the result of the previous call, or raise its exception.
 
         Returns None, and starts nothing, while a call runs.
         """
@@ -53,6 +53,6 @@ class Background(Generic[Argument, Result]):
         return previous.result() if previous is not None else None
 
     def close(self, within_s: float | None = None) -> bool:
-        """Wait until the last call has ended, however long that takes by default; return whether it has."""
+        """Wait until the last call has ended, by default without a limit; return True if it has."""
         self._executor.shutdown(wait=within_s is None)
         return self._running is None or not wait([self._running], within_s).not_done

@@ -1,4 +1,4 @@
-"""Checkpoints by name, and what a resumed run must have in common with them."""
+"""Names of checkpoints, and the facts that a resumed run must have in common with them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raytrain.storage.store import Store, StoredObject
 
 @dataclass(frozen=True)
 class Identity:
-    """Facts that a run shares with its checkpoints: whoever resumes the run must have the same.
+    """Facts that must be the same when a run is resumed from its checkpoints.
 
     ``batch_size`` is the number or the text that the user typed: ``32/worker`` is the same on any number of workers.
     """
 
-    # The first difference is reported, and other labels may be the reason of other classes.
+    # The first difference is reported. Labels come first, because they may be why the classes differ.
     labels_digest: str = field(default="", kw_only=True)
     model: str
     classes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Identity:
 
     @classmethod
     def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), digest: str = "", labels: str = "") -> Identity:
-        """Return the identity of a run with these options and images; without images, as far as the options show it."""
+        """Return the identity of a run with these options and images; without images, what the options say of it."""
         model, batch_size, seed = config.model, config.batch_size, config.seed
         return cls(model, classes, digest, batch_size, seed, config.sampling, labels_digest=labels)
 
@@ -47,7 +47,7 @@ class Identity:
             theirs: Any = getattr(other, name)
             if theirs == mine:
                 continue
-            # Digests and lists of classes are too long for a sentence: their beginning, or the first that differs.
+            # Digests and lists of classes are too long for a sentence: show their beginning, or the first difference.
             if name == "labels_digest":
                 their, my = (f"{digest[:8]}…" if digest else "none, but class folders" for digest in (theirs, mine))
                 difference = f"other labels (digest {their}), and --labels has {my}"
@@ -85,14 +85,14 @@ def checkpoint_path(step: int, takeover: int = 0) -> str:
 
 
 def step_and_takeover(path: str) -> tuple[int, int]:
-    """Return the inverse of :func:`checkpoint_path`."""
+    """Return the step and the takeover in the path of a checkpoint: the inverse of :func:`checkpoint_path`."""
     match = _CHECKPOINT.fullmatch(path)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
 
 
 def list_checkpoints(store: Store) -> list[StoredObject]:
-    """Return the run's checkpoints, oldest first; those since a takeover are newer than all before it."""
+    """Return the run's checkpoints, oldest first; all since a takeover count as newer than all before it."""
     checkpoints = (stored for stored in store.list(CHECKPOINTS) if _CHECKPOINT.fullmatch(stored.path))
     return sorted(checkpoints, key=lambda stored: step_and_takeover(stored.path)[::-1])
 
@@ -103,21 +103,22 @@ def newest_checkpoint(store: Store) -> str | None:
 
 
 def newest_step(store: Store) -> int:
-    """Return the completed steps of the newest checkpoint, from which the run would resume; 0 without one."""
+    """Return the number of steps after which the run would resume: that of its newest checkpoint, or 0 without one."""
     newest = newest_checkpoint(store)
     return step_and_takeover(newest)[0] if newest else 0
 
 
 def best_checkpoint(store: Store) -> str | None:
-    """Return the path of the checkpoint with the highest score by ``--best``; of the newest one if none has a score."""
+    """Return the path of the checkpoint with the best score by ``--best``, or of the newest one if none has a score."""
     best = best_scored_checkpoint(store)
     return best and best[1]
 
 
 def best_scored_checkpoint(store: Store) -> tuple[float, str] | None:
-    """Return score and path of the best checkpoint, and of equals the newest; None if there is no checkpoint.
+    """Return the score and the path of the best checkpoint, the newest among equals; None without a checkpoint.
 
-    The score is that of ``--best``: the larger the better, so a loss is negative. One that was not evaluated has -inf.
+    The score is that of ``--best``: the larger the better, so that of a loss is negative. A checkpoint that was not
+    evaluated has the score -inf.
     """
     # Newest first, so that the newest wins among equals.
     best: tuple[float, str] | None = None
@@ -144,7 +145,7 @@ def require_checkpoint(store: Store, run: str) -> str:
 
 
 def stored_thresholds(store: Store, checkpoint: str, num_classes: int) -> list[float] | None:
-    """Return the threshold of each class, as the last evaluation before a checkpoint chose it; None without any."""
+    """Return the threshold of each class that the last evaluation before a checkpoint chose; None if it chose none."""
     stored: object = read_json(store, f"{checkpoint}.json").get("thresholds")
     thresholds = cast(list[float], stored) if matches(stored, list[float]) else []
     return thresholds if len(thresholds) == num_classes else None

@@ -57,7 +57,7 @@ CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE = "confusion.png", "rate.png", "s
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
-Report = Callable[[str], None]  # gets a line about each document, or part of one, that cannot be used
+Report = Callable[[str], None]  # gets a sentence about each document, or part of one, that cannot be used
 
 _MAX_NAMES_IN_LINE = 10
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run
@@ -96,7 +96,7 @@ _RUN_FILE = re.compile(
 
 
 def is_run_file(path: str) -> bool:
-    """Return whether a run writes a file of this name into its folder: nothing else there is ever deleted."""
+    """Return True if a run writes a file of this name into its folder. Files of other names are never deleted."""
     return _RUN_FILE.fullmatch(path) is not None
 
 
@@ -106,7 +106,7 @@ def is_run_file(path: str) -> bool:
 def new_name(recipe: str) -> str:
     """Return a name for a run that was given none: its recipe, the time, and a random end.
 
-    Two runs may start in the same second.
+    The end keeps apart two runs that start in the same second.
     """
     return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
@@ -140,10 +140,10 @@ def run_store(storage: str, name: str) -> Store:
 
 
 def open_run(storage: str, name: str) -> Store:
-    """Return the store of a run that exists; raise UsageError with the names that come close if it does not."""
+    """Return the store of a run; if the run does not exist, raise UsageError, which suggests similar names."""
     store = run_store(storage, name)
     if not store.exists(CONFIG):
-        # All names are only listed for the sentence: that takes long in a large bucket.
+        # List all names only for this sentence, because that takes long in a large bucket.
         from raytrain.storage.open import open_store
 
         names = run_names(open_store(storage))
@@ -155,8 +155,8 @@ def open_run(storage: str, name: str) -> Store:
 def run_names(store: Store, report: Report | None = None) -> list[str]:
     """Return the names of the folders directly below ``store`` that hold a run's options, sorted.
 
-    ``report`` gets a line about each folder that is left out: it cannot be read, or no run may have its name.
-    Raises UsageError if ``store`` is a folder that does not exist: most likely, its name is misspelt.
+    ``report`` gets a sentence about each folder that is left out because it cannot be read, or has a name that no run
+    may have. Raises UsageError if ``store`` is a folder that does not exist: most likely, its name is misspelt.
     """
     report = report or ignore
     if store.cloud is None and not os.path.lexists(store.url):
@@ -172,7 +172,7 @@ def run_names(store: Store, report: Report | None = None) -> list[str]:
 
 
 def ignore(problem: str) -> None:
-    """Do nothing: the report of a caller that goes on without the damaged documents."""
+    """Do nothing: the :data:`Report` of a caller that goes on without damaged documents."""
 
 
 @cache
@@ -182,12 +182,12 @@ def warn_once(problem: str) -> None:
 
 
 def write_config(store: Store, config: TrainConfig) -> None:
-    """Write the options of a run, or of a sweep. By this document others know that the run exists."""
+    """Write the options of a run, or of a sweep. A run exists for others once it has this document."""
     store.put(CONFIG, config.to_json().encode())
 
 
 def read_config(store: Store, report: Report = warn_once) -> TrainConfig:
-    """Return the options of the run's last attempt; ``report`` gets a line if some of them are unknown.
+    """Return the options of the run's last attempt; ``report`` gets a sentence if some of them are unknown.
 
     Raises UsageError if the document is damaged.
     """
@@ -227,7 +227,7 @@ def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
 
 
 def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
-    """Return the options in the content of a ``config.json``; ``report`` gets a line if some of them are unknown.
+    """Return the options in the content of a ``config.json``; ``report`` gets a sentence if some are unknown.
 
     Raises ValueError if it is damaged, or if an option has a value that it cannot have.
     """
@@ -253,7 +253,7 @@ def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
 
 
 def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
-    """Return a document of the run; an empty one if there is none, or if it is damaged, which ``report`` hears of."""
+    """Return a document of the run; empty if there is none, or if it is damaged, about which ``report`` is told."""
     try:
         return plain(parse_object(store.get(path)))
     except FileNotFoundError:
@@ -264,7 +264,7 @@ def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any
 
 
 def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of ``document`` for which the dataclass ``kind`` has a field of a type that they match."""
+    """Return those values of ``document`` that fit a field of the dataclass ``kind`` by name and type."""
     hints = get_type_hints(kind)
     return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
 
@@ -315,14 +315,14 @@ def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def parse_lines(parse: Callable[[dict[str, Any]], T], lines: Iterable[bytes]) -> list[T]:
-    """Return ``parse`` of each line that is not damaged, in the sense of :func:`parse_line`."""
+    """Return the results of ``parse`` for the lines that :func:`parse_line` does not find damaged."""
     return [row for line in lines if (row := parse_line(line, parse)) is not None]
 
 
 def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return ``parse`` of the object in a line; None if the line is damaged.
+    """Return the result of ``parse`` for the object in a line; None if the line is damaged.
 
-    It is, too, if ``parse`` raises KeyError, TypeError or ValueError.
+    A line also counts as damaged if ``parse`` raises KeyError, TypeError or ValueError.
     """
     with suppress(KeyError, TypeError, ValueError):
         return parse(plain(parse_object(line)))

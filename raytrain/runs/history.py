@@ -21,11 +21,11 @@ RETRY_S = 2.0
 
 
 class History:
-    """Rows that reach storage as they come; of the metrics, a :class:`Sample` stays in memory.
+    """Writes rows to storage as they are recorded, and keeps a :class:`Sample` of the metrics in memory.
 
     Recording never waits for storage and never fails because of it: a thread writes and retries (``error`` says what
-    is wrong), and :meth:`close` writes what is left. A history that exists is read when it is first needed, and
-    continued. One call at a time may record or read; any thread may :meth:`flush`.
+    is wrong), and :meth:`close` writes the rest. An existing history is read when it is first needed, and continued.
+    Only one thread at a time may record or read; any thread may :meth:`flush`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -44,18 +44,18 @@ class History:
 
     @cached_property
     def skipped_images(self) -> list[SkippedImage]:
-        """The images that were skipped so far, each once."""
+        """The images skipped so far, each once."""
         return read_skipped(self._store, self._problems.append)
 
     @cached_property
     def sample(self) -> Sample[MetricRow]:
-        """The metrics so far, in the order of recording; of many, the latest and a part of the others."""
+        """The metrics so far, in the order of recording; of a long history, the latest and a part of the others."""
         sample = sample_of_rows()
         sample.extend(read_metrics(self._store, self._problems.append))
         return sample
 
     def take_problems(self) -> list[str]:
-        """Return the problems in reading the history that existed, each once."""
+        """Return the problems with reading the existing history that no earlier call has returned."""
         return [self._problems.pop(0) for _ in self._problems.copy()]
 
     def record(self, row: MetricRow) -> None:
@@ -65,12 +65,12 @@ class History:
         self._changed.set()
 
     def note(self, event: dict[str, Any]) -> None:
-        """Add an event, as a line of events.jsonl."""
+        """Add an event to events.jsonl."""
         self._events.extend([event])
         self._changed.set()
 
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
-        """Add the images that are not listed yet; return those."""
+        """Add the images that are not listed yet, and return them."""
         keys = self._skipped_keys
         new = list({image.key: image for image in images if image.key not in keys}.values())
         keys.update(image.key for image in new)
@@ -126,7 +126,7 @@ class Sample(Generic[T]):
 
     def __init__(self, kind: Callable[[T], Hashable], size: int = SAMPLE_SIZE) -> None:
         self.num_rows = 0
-        """Of the history, also those that are left out."""
+        """Number of rows of the history, including those that are not kept."""
         self._kind = kind
         self._size = size
         self._older: list[tuple[T, Hashable, int]] = []  # each with its kind, and its number among those
@@ -139,9 +139,9 @@ class Sample(Generic[T]):
         return [*(row for row, _, _ in self._older), *self._newest]
 
     def since(self, row: int) -> tuple[int, list[T]]:
-        """Return the rows that a reader of the first ``row`` rows lacks, after the number of those that it has.
+        """Return the rows that a viewer with the first ``row`` rows lacks, and before them the index of the first one.
 
-        If some of them are no longer kept, returns 0 and all of :attr:`rows`.
+        If some of these rows are no longer kept, return 0 and all of :attr:`rows`.
         """
         first = self.num_rows - len(self._newest)
         return (row, self._newest[row - first :]) if row >= first else (0, self.rows)
@@ -151,13 +151,13 @@ class Sample(Generic[T]):
         num_before = len(self._newest)
         self._newest.extend(rows)
         self.num_rows += len(self._newest) - num_before
-        # Thinned only when there are twice as many, so that each row is moved once.
+        # Thin only when there are twice as many rows as are kept, so that each row is moved once.
         if len(self._newest) > 2 * self._size:
             self._thin(self._newest[: -self._size])
             del self._newest[: -self._size]
 
     def follow(self, first_row: int, rows: Iterable[T]) -> None:
-        """Add the rows that :meth:`since` of another sample returned. All of its rows replace those of this one."""
+        """Add the result of another sample's :meth:`since`; if it begins with row 0, it replaces all rows here."""
         if first_row == 0:
             self.keep(lambda row: False)
         self.extend(rows)
@@ -180,17 +180,17 @@ class Sample(Generic[T]):
 
 
 def sample_of_rows(size: int | None = None) -> Sample[MetricRow]:
-    """Return an empty sample of metrics, thinned for steps and evaluations apart."""
+    """Return an empty sample of metrics, in which rows of steps and of evaluations are thinned separately."""
     return Sample(lambda row: row.kind, size or SAMPLE_SIZE)
 
 
 def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
-    """Return the metrics of a run, of a long one a :class:`Sample`; ``report`` gets a line if they are not whole.
+    """Return the metrics of a run, or a :class:`Sample` of many; ``report`` gets a sentence about damaged lines.
 
     Example:
         >>> [row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]
     """
-    # Lines are thinned before they are parsed, which takes most of the time.
+    # Thin the lines before they are parsed, because parsing takes most of the time.
     lines = Sample[bytes](lambda line: b'"evaluation"' in line or b'"test"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
@@ -198,13 +198,13 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
-    """Return the images that a run skipped, as far as the list is whole; ``report`` gets a line if it is not."""
+    """Return the images that a run skipped; ``report`` gets a sentence about damaged lines."""
     lines = [line for block in StoredLines(store, SKIPPED).blocks() for line in block.splitlines()]
     return _whole(lines, SKIPPED, SkippedImage.from_json, report)
 
 
 def _whole(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
-    """Return ``parse`` of each line that is not damaged; ``report`` gets the number of the others."""
+    """Return the results of ``parse`` for the undamaged lines; ``report`` gets the number of the others."""
     parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):
         report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")

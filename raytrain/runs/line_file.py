@@ -1,10 +1,10 @@
-"""A document of JSON lines that grows: one file in a folder; in a bucket, where no object grows, objects of 8 MiB.
+"""A growing document of JSON lines: one file in a folder, several objects of 8 MiB in a bucket, where none can grow.
 
-The second object of ``metrics.jsonl`` is called ``metrics.jsonl.000001``, and so on: one after the other they are the
-document. Only the last one is written again when lines are added, and it is written less often the larger it is.
+The second object of ``metrics.jsonl`` is called ``metrics.jsonl.000001``, and so on; all objects in this order are the
+document. When lines are added, only the last object is written again, and the larger it is, the less often.
 
-A run that resumes from a checkpoint cuts off the rows after its step, and records them again. The cut, too, is made by
-whoever writes: until then it waits in memory, as new rows do.
+A run that resumes from a checkpoint cuts off the rows after its step, and records them again. Like new rows, a cut
+waits in memory until the thread that writes carries it out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 2**24  # most that is read of a document at once
+BLOCK_BYTES = 2**24  # limit for one piece of a document that is read
 OBJECT_BYTES = 2**23
 REWRITE_MIN_S = 2.0
-_REWRITE_S_PER_BYTE = 1e-5  # rewriting the last object takes at most 100 kB/s of the uplink
+_REWRITE_S_PER_BYTE = 1e-5  # so that rewriting the last object takes at most 100 kB/s of the uplink
 
 
 def object_path(path: str, number: int) -> str:
@@ -39,16 +39,17 @@ class StoredLines:
         self._store = store
         self._path = path
         self.starts = [0]
-        """First byte of each of its objects, as far as it has been read."""
+        """Position in the document at which each object begins, as far as it has been read."""
 
     def get_range(self, start: int, num_bytes: int) -> bytes:
         """Return at most ``num_bytes`` of the document, from byte ``start`` on.
 
-        ``start`` is in an object that was read before, or right after it. Raises FileNotFoundError and StorageError.
+        ``start`` must be in an object that was read before, or right after it. Raises FileNotFoundError and
+        StorageError.
         """
         data, number = b"", bisect_right(self.starts, start) - 1
         while True:
-            # Asked before the object is read: nothing is added to it once there is a next one.
+            # Ask for the next object before reading this one, to which nothing is added once there is a next.
             ended = self._store.exists(object_path(self._path, number + 1))
             offset = start + len(data) - self.starts[number]
             data += self._store.get_range(object_path(self._path, number), offset, num_bytes - len(data))
@@ -59,14 +60,14 @@ class StoredLines:
                 self.starts.append(start + len(data))
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the document in blocks of whole lines; a last line that was not finished is a block of its own."""
+        """Yield the document in blocks of whole lines; an unfinished last line is a block of its own."""
         start = 0
         while True:
             try:
                 data = self.get_range(start, BLOCK_BYTES)
             except FileNotFoundError:
                 return
-            # Up to the last whole line; the rest is read again with the next block.
+            # Stop after the last whole line; the rest is read again with the next block.
             block = data[: data.rfind(b"\n") + 1] or data
             if not block:
                 return
@@ -75,7 +76,7 @@ class StoredLines:
 
 
 class LineFile(Generic[T]):
-    """Add rows to a document and cut it, from any thread. New rows and cuts wait in memory for :meth:`write`.
+    """Adds rows to a document and cuts it. Calls may come from any thread; rows and cuts wait for :meth:`write`.
 
     Example:
         >>> metrics = LineFile(store, "metrics.jsonl", MetricRow.from_json, MetricRow.to_json)
@@ -96,8 +97,8 @@ class LineFile(Generic[T]):
         self._writing = threading.Lock()
         self._waiting: list[T] = []
         self._cuts: list[Callable[[T], bool]] = [lambda row: True]  # a killed process may have left half a line
-        self._size_bytes = 0  # of the file, as far as it is whole
-        self._torn = False  # the file may have more: a part of a write that failed
+        self._size_bytes = 0  # of the file, without the rest of a failed write
+        self._torn = False  # the file may have the rest of a failed write at its end
         self._number = 0  # of the last object
         self._object = b""  # its content
 
@@ -107,7 +108,7 @@ class LineFile(Generic[T]):
             self._waiting.extend(rows)
 
     def cut(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the first row that is not wanted, and all rows after it."""
+        """Drop the first unwanted row, and all rows after it."""
         with self._lock:
             self._waiting = [row for row in self._waiting if wanted(row)]
             self._cuts.append(wanted)
@@ -119,14 +120,14 @@ class LineFile(Generic[T]):
                 self._cut_document(lambda row: all(wanted(row) for wanted in cuts))
                 del self._cuts[: len(cuts)]
             with self._lock:
-                if self._cuts:  # a new one: the rows that wait belong behind it
+                if self._cuts:  # a new cut, after which the waiting rows belong
                     return
                 rows, self._waiting = self._waiting, []
             try:
                 if rows:
                     self._append(encode_lines(self._to_json(row) for row in rows))
             except BaseException:
-                # The rows wait again, but for those that were cut meanwhile.
+                # Put the rows back, except those that were cut meanwhile.
                 with self._lock:
                     kept = [row for row in rows if all(wanted(row) for wanted in self._cuts)]
                     self._waiting = [*kept, *self._waiting]
@@ -138,7 +139,7 @@ class LineFile(Generic[T]):
 
     def _append(self, data: bytes) -> None:
         """Add whole lines to the end of the document."""
-        # An object is written again as a whole, and a file grows.
+        # An object must be written again as a whole; a file grows.
         if self._folder is None:
             self._store.put(object_path(self._path, self._number), self._object + data)
             self._set_object(self._number, self._object + data)
@@ -154,7 +155,7 @@ class LineFile(Generic[T]):
         self._torn = False
 
     def _cut_document(self, wanted: Callable[[T], bool]) -> None:
-        """Cut the document before the first row that is not wanted, or a line that has no end."""
+        """Cut the document before its first unwanted row, or before an unfinished line."""
         lines = StoredLines(self._store, self._path)
         end = self._end_of_wanted(lines, wanted)
         if self._folder is not None:
@@ -162,8 +163,8 @@ class LineFile(Generic[T]):
             self._size_bytes, self._torn = end, False
             return
 
-        # Keep the objects up to the one that the end is in, and the beginning of that one. The last object is deleted
-        # first: without it, the others are still a document.
+        # Keep the objects before the new end, and the beginning of the one that it is in. Delete the last object first:
+        # whenever this breaks off, the remaining objects are a document.
         number = max(0, bisect_left(lines.starts, end) - 1)
         num_bytes = end - lines.starts[number]
         last = number
@@ -179,12 +180,12 @@ class LineFile(Generic[T]):
         self._set_object(number, content[:num_bytes])
 
     def _end_of_wanted(self, lines: StoredLines, wanted: Callable[[T], bool]) -> int:
-        """Return how many bytes the document has before the first row that is not wanted, or a line without an end."""
+        """Return the number of bytes before the first unwanted row, or before an unfinished line."""
         end = 0
         for block in lines.blocks():
             if not block.endswith(b"\n"):
                 break
-            # Steps do not decrease: if the last row of a block is wanted, so are those before it.
+            # Steps never decrease: if the last row of a block is wanted, all before it are.
             rows = (parse_line(line, self._parse) for line in reversed(block.splitlines()))
             last = next((row for row in rows if row is not None), None)
             if last is None or wanted(last):
@@ -198,6 +199,6 @@ class LineFile(Generic[T]):
         return end
 
     def _set_object(self, number: int, data: bytes) -> None:
-        """Take ``data`` as the content of the last object, or begin the next one if it is full."""
+        """Note that the last object has the content ``data``, or begin the next one if that is full."""
         full = len(data) >= OBJECT_BYTES
         self._number, self._object = (number + 1, b"") if full else (number, data)

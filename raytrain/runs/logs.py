@@ -5,8 +5,8 @@ thread reads what the files have grown by, several times a second, and passes on
 every few seconds it copies the files to storage. Both are without secrets. An attempt has logs of its own, whose names
 begin with the process and sort by time: ``worker-0-20250131T120000.err``.
 
-The thread must not hold up training, which shares Python's lock with it. So only what is new is read, in pieces of
-which each takes milliseconds, and of a very long line only the beginning is copied.
+The thread must not hold up training, which shares Python's lock with it. So it reads only what is new, in pieces that
+take milliseconds each, and copies only the beginning of a very long line.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ EVENTS = logging.getLogger("raytrain.monitor.recorder")  # of runs
 
 COPY_EVERY_S = 10.0
 READ_EVERY_S = 0.25
-MAX_SHOWN_LINES = 200  # of a file, each time it is read; the copy in storage has all
-MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
+MAX_SHOWN_LINES = 200  # of a file, each time that it is read; the copy in storage has all lines
+MAX_LOG_BYTES = 8 << 20  # of a log in storage: the newest ones
 MAX_LINE = 16 << 10  # characters of a line that are copied
-_LONGEST_SECRET = 16 << 10  # characters, also of a private key over several lines
-_PIECE_BYTES = 128 << 10  # that are read and redacted at once
+_LONGEST_SECRET = 16 << 10  # characters; a private key may go over several lines
+_PIECE_BYTES = 128 << 10  # read and redacted at once
 _LINE_END = re.compile(r"[\r\n]")  # a progress bar ends its lines by \r alone
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
@@ -55,7 +55,7 @@ _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standa
 
 
 class LogFile(NamedTuple):
-    """A growing file of this machine, the name of its copy, and the bytes of it that are of earlier processes."""
+    """A growing file of this machine, the name of its copy, and where this process's part of the file starts."""
 
     path: Path
     name: str
@@ -63,7 +63,7 @@ class LogFile(NamedTuple):
 
 
 class PrintedLine(NamedTuple):
-    """A line that a worker has printed to ``stream``, ``out`` or ``err``, without its end and without secrets."""
+    """A line that a worker has printed to ``stream``, ``out`` or ``err``, without line end and secrets."""
 
     rank: int
     stream: str
@@ -76,8 +76,8 @@ ShowLines = Callable[[Sequence[PrintedLine]], None]
 class LogText:
     """The text of a growing log as it is stored: without secrets, long lines cut, and only the newest 8 MiB.
 
-    A secret may arrive in two parts, or go over several lines. So the latest text is redacted anew each time; what is
-    before it is settled.
+    A secret may arrive in two parts, or go over several lines. So the latest text is redacted anew each time; earlier
+    text is settled: it has been redacted for good.
 
     Example:
         >>> log = LogText()
@@ -87,16 +87,16 @@ class LogText:
     """
 
     def __init__(self) -> None:
-        self._settled = bytearray()  # redacted, encoded
+        self._settled = bytearray()  # redacted and encoded
         self._latest = ""  # whole lines as they were written, none of them too long
         self._line = ""  # the beginning of the line that has not ended yet
         self._line_length = 0
-        self._written_over = ""  # what stood in this line before a carriage return
+        self._written_over = ""  # the text of this line before a carriage return
 
     def add(self, text: str) -> list[str]:
-        """Add the text that was written since the last call; return the lines that have ended, with their secrets.
+        """Add the text written since the last call; return the lines that have ended, not yet redacted.
 
-        Of a line that was written over again and again, such as a progress bar, that is the last state.
+        A line that is written over again and again, such as a progress bar, is returned in its last state.
         """
         start, latest, ended = 0, [self._latest], list[str]()
         for end in _LINE_END.finditer(text):
@@ -113,7 +113,7 @@ class LogText:
         return ended
 
     def content(self) -> bytes:
-        """Return the end of the whole text."""
+        """Return the text for storage: of a long one, the end."""
         return (bytes(self._settled) + _encoded(redact(self._latest + self.line())))[-MAX_LOG_BYTES:]
 
     def _extend_line(self, text: str) -> None:
@@ -122,15 +122,15 @@ class LogText:
         self._line_length += len(text)
 
     def line(self) -> str:
-        """Return the line that is being written; of a long one the beginning, and how much there is of it."""
+        """Return the unfinished line; of a long one, the beginning and its length."""
         if self._line_length <= MAX_LINE + _LONGEST_SECRET:
             return self._line
-        # Redacted first: what is left out at the end may hold the first part of a secret that was cut.
+        # Redact first, then leave out the end, which may hold the first part of a secret that was cut.
         beginning = redact(self._line)[:-_LONGEST_SECRET]
         return f"{beginning}… (of a line of {self._line_length:,} characters, at most {MAX_LINE:,} are copied)"
 
     def _settle(self) -> None:
-        """Redact all but the latest text for good, unless a secret goes over the border."""
+        """Redact all but the latest text for good, unless a secret crosses the border between both."""
         border = max(self._latest.rfind(end, 0, -_LONGEST_SECRET) for end in "\r\n") + 1
         if not border:
             return
@@ -151,7 +151,7 @@ def _encoded(text: str) -> bytes:
 
 @dataclass
 class _Copy:
-    """State of the copy of a file: ``end`` bytes of it are in ``text``, which storage has unless it ``is_new``."""
+    """State of the copy of a file: ``text`` has its first ``end`` bytes, and storage has them unless ``is_new``."""
 
     end: int
     text: LogText = field(default_factory=LogText)
@@ -160,9 +160,10 @@ class _Copy:
 
 
 class LogCopies:
-    """Read growing files, show their lines, and copy them into the storage of a run every few seconds.
+    """Reads growing files, shows their lines, and copies them into the storage of a run every few seconds.
 
-    With ``waits_for_run`` nothing is copied until the run's options are there: one that never begins leaves nothing.
+    With ``waits_for_run`` nothing is copied before the run's options are in storage, so that a run which never begins
+    leaves no logs.
     ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`.
     """
 
@@ -176,7 +177,7 @@ class LogCopies:
         self._thread = threading.Thread(target=self._follow_until_closed, daemon=True, name="log-copies")
 
     def files(self) -> Iterable[LogFile]:
-        """Return the files that there are at present."""
+        """Return the log files that exist now."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -193,7 +194,7 @@ class LogCopies:
         with self._reading, suppress(OSError):
             for path, name, start in self.files():
                 copy, end = self._copies.setdefault(name, _Copy(start)), path.stat().st_size
-                # Of a long log, the end.
+                # If the file is new, or has grown too much, begin with its last part.
                 if not copy.end <= end <= copy.end + MAX_LOG_BYTES:
                     copy = self._copies[name] = _Copy(max(start, end - MAX_LOG_BYTES))
                 if copy.end == end:
@@ -207,7 +208,7 @@ class LogCopies:
                 self._show_lines(name, lines)
 
     def show_rest(self) -> None:
-        """Show all that the files hold by now, also lines that have no end, and nothing after that."""
+        """Show all that the files hold by now, unfinished lines too, and nothing after that."""
         self.read()
         with self._reading:
             for name, copy in self._copies.items():
@@ -215,7 +216,7 @@ class LogCopies:
             self._show = None
 
     def _show_lines(self, name: str, lines: list[str]) -> None:
-        """Show the ``lines`` of a worker's log, without secrets and empty lines, and of very many the last ones."""
+        """Show ``lines`` of a worker's log, without secrets and empty lines; of very many, the last ones."""
         lines = [line for line in lines if line.strip()]
         if self._show is None or not lines:
             return
@@ -227,7 +228,7 @@ class LogCopies:
         self._show([PrintedLine(int(rank), rest.rpartition(".")[2], line) for line in shown])
 
     def copy(self) -> None:
-        """Copy the new text of each file; an object in storage is written again as a whole."""
+        """Copy each file with new text to storage, where the object is replaced as a whole."""
         self.read()
         with self._reading, suppress(RaytrainError, OSError):
             # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
@@ -253,7 +254,7 @@ class LogCopies:
 
 
 class ProcessLog(LogCopies):
-    """The log of a worker of Ray: what this process prints while this is open, by Python or C, and why it failed.
+    """The log of a worker of Ray: all that this process prints while the log is open, by Python or C, and its error.
 
     Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
     """
@@ -298,9 +299,9 @@ class WorkerLogs(LogCopies):
 
 
 class DriverLog(LogCopies):
-    """The log of the driver: what this process prints and logs while this is open, by Python, and why it failed.
+    """The log of the driver: all that Python prints and logs in this process while the log is open, and its error.
 
-    It has no pictures of the run: what rich redraws in the terminal is not written.
+    The picture of the run, which rich redraws in the terminal, is not written.
     """
 
     def __init__(self, store: Store) -> None:
@@ -343,11 +344,10 @@ class DriverLog(LogCopies):
 
 
 class _Tee:
-    """A stream that also passes on the text written to it to ``keep``; in all else it is the ``stream`` itself.
+    """A stream that passes text written to it on to ``keep`` as well; in everything else it is ``stream`` itself.
 
-    Its other attributes cannot be written out: those of a terminal, of pytest's and of a notebook's streams differ, and
-    libraries ask for them by name. rich asks for the stream below its own while it redraws a part of the terminal, and
-    so passes this one by.
+    The other attributes cannot be written out: those of a terminal, of pytest's and of a notebook's streams differ, and
+    libraries ask for them by name. rich writes to the stream below this one while it redraws a part of the terminal.
     """
 
     def __init__(self, stream: TextIO, keep: Callable[[str], object]) -> None:
@@ -364,7 +364,7 @@ class _Tee:
 
 @contextmanager
 def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
-    """Pass on to ``keep`` the text written to the stream of :mod:`sys` with this name, also by handlers of loggers."""
+    """Pass text written to the stream ``name`` of :mod:`sys`, directly or by handlers of loggers, on to ``keep``."""
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
     setattr(sys, name, tee)
@@ -373,12 +373,12 @@ def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
         yield
     finally:
         redirect_handlers(tee, stream)
-        if getattr(sys, name) is tee:  # somebody may have replaced it since
+        if getattr(sys, name) is tee:  # somebody may have replaced it meanwhile
             setattr(sys, name, stream)
 
 
 def redirect_handlers(before: TextIO, after: TextIO) -> None:
-    """Have the handlers that write to the stream ``before`` write to ``after``."""
+    """Make the handlers of loggers that write to the stream ``before`` write to ``after``."""
     for handler in [handler for name in _MAY_PRINT for handler in logging.getLogger(name).handlers]:
         if getattr(handler, "stream", None) is before:
             cast("logging.StreamHandler[TextIO]", handler).setStream(after)
@@ -386,10 +386,10 @@ def redirect_handlers(before: TextIO, after: TextIO) -> None:
 
 @contextmanager
 def _informing(name: str, log: DriverLog) -> Generator[None]:
-    """Write INFO records of the logger with this name to ``log``; other handlers get them only if they would anyway."""
+    """Write INFO records of the logger ``name`` to ``log``, but to no other handler that would not have got them."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    # Set to INFO, the logger would pass on such lines to the handlers above, which do not ask for its own level.
+    # At level INFO, the logger would also pass such records on to its parents' handlers, which do not filter them.
     level, propagate = logger.level, logger.propagate
     logger.propagate = propagate and logger.isEnabledFor(logging.INFO)
     logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
@@ -412,7 +412,7 @@ class StoredLog:
 
 
 class LogReader:
-    """Read the logs of a process again and again: each time only those that have changed.
+    """Reads the logs of a process repeatedly, each time only those that have changed.
 
     ``process`` is ``DRIVER`` or a :func:`worker_log`.
 

@@ -1,4 +1,4 @@
-"""Speed, CPU, memory and GPU of each worker, now and over the time of the run."""
+"""Speed of each worker, and its use of CPU, memory and GPU, now and over the time of the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MEASURE_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class MachineUse:
-    """One worker's speed, and the use of its node and of its GPU. A value that is not known, or not there, is None.
+    """One worker's speed, and the use of its node and of its GPU. An unknown value is None.
 
-    ``step`` counts the completed steps. CPU and memory are those of the whole node, by whatever runs there:
+    ``step`` counts the completed steps. CPU and memory are those of the whole node, for all of its processes:
     ``cpu_fraction`` is 1 if all cores are busy. ``shared_memory_bytes`` is memory that processes share, such as Ray's
-    object store and other decoded images. ``object_store_bytes`` are the bytes in that store of the node.
-    ``gpu_joules`` is the energy of the GPU since the worker began.
+    object store and other decoded images; ``object_store_bytes`` is the part in the node's object store.
+    ``gpu_joules`` is the energy that the GPU has used since the worker began.
     """
 
     rank: int
@@ -41,8 +41,8 @@ class MachineUse:
     gpu_joules: float | None = None
 
     def rates_and_fractions(self) -> dict[str, float]:
-        """Return the values that a history keeps, by name, without unknown ones: a rate, and fractions from 0 to 1."""
-        # Fractions, since the nodes of a cluster differ in what they have.
+        """Return the known values that a history keeps, by name: a rate, and fractions from 0 to 1."""
+        # Fractions, because the nodes of a cluster differ in size.
         values = {
             "images_per_s": self.images_per_s,
             "data_wait_fraction": self.data_wait_fraction,
@@ -61,12 +61,12 @@ def _fraction(used: int | None, total: int | None) -> float | None:
 
 
 def write_machines(store: Store, uses: Sequence[MachineUse]) -> None:
-    """Write how the workers use their machines now, for those who watch the run from elsewhere."""
+    """Write how the workers use their machines now, for viewers in other processes."""
     write_json(store, MACHINES, {"workers": [asdict(use) for use in uses]})
 
 
 def read_machines(store: Store) -> tuple[MachineUse, ...]:
-    """Return the uses that :func:`write_machines` wrote last, without workers whose values are damaged."""
+    """Return what :func:`write_machines` wrote last, without workers whose values are damaged."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
     known = [known_fields(MachineUse, cast("dict[str, Any]", use)) for use in documents if isinstance(use, dict)]
@@ -79,9 +79,9 @@ _DIGITS = 4
 
 
 class MachineHistory:
-    """Measurements of the first 16 workers over time: at most 400 points, each a mean of equally many measurements.
+    """Measurements of the first 16 workers over time: at most 400 points, each the mean of equally many measurements.
 
-    A point is at first one measurement. When there are 400, each two of them become one, and so on.
+    At first, a point is one measurement. Whenever there are 400 points, every two neighbours are merged into one.
     """
 
     def __init__(self) -> None:
@@ -96,12 +96,12 @@ class MachineHistory:
         uses = uses[:MAX_WORKERS]
         self._nodes |= {use.rank: use.node for use in uses}
         values = {(use.rank, name): value for use in uses for name, value in use.rates_and_fractions().items()}
-        # A column that is new begins with None for the times before.
+        # A new column has None at the times before.
         for key in self._columns.keys() | values.keys():
             self._columns.setdefault(key, [None] * len(self._times)).append(values.get(key))
         self._times.append(round(elapsed_s, 1))
 
-        # The measurements since the last point become one when they are enough, and two points one when there are many.
+        # Make a point of the latest measurements once there are enough, and merge points once there are too many.
         self._num_pending += 1
         if self._num_pending == self._every:
             self._merge(len(self._times) - self._every, self._every)
@@ -111,7 +111,7 @@ class MachineHistory:
             self._every *= 2
 
     def to_json(self) -> dict[str, Any]:
-        """Return the times of the points, and for each worker its rank, its node, and its values at these times."""
+        """Return the times of the points, and for each worker the rank, the node, and the values at these times."""
         end = len(self._times) - self._num_pending
         known = {key: column[:end] for key, column in sorted(self._columns.items())}
         workers = [
@@ -122,12 +122,12 @@ class MachineHistory:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MachineHistory:
-        """Return the inverse of :meth:`to_json`; of a damaged document, as much as can be used."""
+        """Return the history in a document of :meth:`to_json`; if that is damaged, the part that can be used."""
         history = cls()
         every, times, workers = (document.get(name) for name in ("every", "elapsed_s", "workers"))
         if not (matches(every, int) and matches(times, list[float]) and len(cast(list[float], times)) <= MAX_POINTS):
             return history
-        # Columns of another length than the times are left out.
+        # Leave out columns that have another length than the times.
         history._every, history._times = max(1, cast(int, every)), cast(list[float], times)
         for worker in cast(list[Any], workers)[:MAX_WORKERS] if isinstance(workers, list) else ():
             if not matches(worker, dict[str, Any]):
@@ -141,7 +141,7 @@ class MachineHistory:
         return history
 
     def _merge(self, first: int, size: int) -> None:
-        """Make one point of each ``size`` from ``first`` on: at the last time, with the means of the known values."""
+        """Merge each ``size`` points from ``first`` on into one: at their last time, with the means of known values."""
         self._times[first:] = self._times[first + size - 1 :: size]
         for column in self._columns.values():
             merged: list[float | None] = []

@@ -15,7 +15,7 @@ Kind = Literal["step", "evaluation", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One row of the history. A value that is not known, or was not finite when it was written, is None.
+    """One row of the history. A value that is unknown, or was not finite when it was written, is None.
 
     ``metrics`` are ``loss``, ``accuracy`` and whatever else a training loop logs, by name.
     """
@@ -45,17 +45,17 @@ class MetricRow:
         return getattr(self, name) if name in OWN_COLUMNS else self.metrics.get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a flat dictionary, metrics beside the fields; fields that are None are left out."""
+        """Return the row as a flat dictionary of fields and metrics; fields that are None are left out."""
         known = {name: getattr(self, name) for name in OWN_COLUMNS if getattr(self, name) is not None}
         return plain({**known, **self.metrics})
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
-        """Return the inverse of :meth:`to_json`; raise KeyError or ValueError if the document is no such row."""
+        """Return the row in a document of :meth:`to_json`; raise KeyError or ValueError for another document."""
         kind, step, epoch = document["kind"], document["step"], document["epoch"]
         if kind not in get_args(Kind) or type(step) is not int or type(epoch) is not int:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
-        # Numbers that a table of Arrow can hold, so that both ways to read a history take the same rows.
+        # Accept only numbers that Arrow can hold, so that both ways to read a history accept the same rows.
         are_numbers = all(
             value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
             for name, value in document.items()
@@ -74,7 +74,7 @@ _METRICS_OF_EVERY_RUN = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
 
 
 def own_metrics(train: MetricRow | None, validation: MetricRow | None) -> dict[str, float | None]:
-    """Return the last values, by name, of what a loop logs and its evaluation measures besides what every run has.
+    """Return the last values, by name, of the metrics that this run's loop adds to those of every run.
 
     Example:
         >>> own_metrics(MetricRow(kind="step", step=1, epoch=1, metrics={"loss": 2.3, "gradient_norm": 0.1}), None)
@@ -92,7 +92,7 @@ def own_metrics(train: MetricRow | None, validation: MetricRow | None) -> dict[s
 def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
     """Return the smallest number of steps, at least 1, that puts every row into the epoch that it names.
 
-    It is exact once a row is at the end of an epoch.
+    The result is exact once there is a row at the end of an epoch.
     """
     return max((math.ceil(row.step / row.epoch) for row in rows), default=1)
 
@@ -112,13 +112,13 @@ class SkippedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
-    """Limit on skipped images, as a fraction of the ``num_images`` images of a run, of all parts together."""
+    """Limit on skipped images, as a fraction of all ``num_images`` images of a run."""
 
     num_images: int
     max_bad_fraction: float = 0.01
 
     def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
-        """Return why a run that skipped these images must end, without a full stop; None if it may continue."""
+        """Return a sentence, without its full stop, if these skipped images are too many; None if the run may go on."""
         if not skipped:
             return None
         fraction = len(skipped) / self.num_images

@@ -41,7 +41,7 @@ DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run stops with a checkpoint, or should: a kind, and the fields that :data:`StopKind` names for it."""
+    """Why a run stops, or should stop, with a checkpoint: a kind, and the fields that :data:`StopKind` lists for it."""
 
     kind: StopKind
     detail: str | None = None
@@ -54,7 +54,7 @@ class StopReason:
 
     @property
     def option(self) -> str | None:
-        """The option that would end a resumed run as soon as it is measured again; None if there is none."""
+        """The option, until or patience, that would also end a resumed run at its first evaluation; else None."""
         return {"target": "until", "patience": "patience"}.get(self.kind)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class StopReason:
 
     @classmethod
     def from_json(cls, document: object) -> StopReason:
-        """Return the inverse of :meth:`to_json`; raise ValueError if the document is something else."""
+        """Return the reason in a document of :meth:`to_json`; raise ValueError for another document."""
         known = known_fields(cls, cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
         if not known or known != document or "kind" not in known:
             raise ValueError(f"{document!r} is no reason to stop")
@@ -71,7 +71,7 @@ class StopReason:
 
 
 def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
-    """Return why the run stopped, by its stored summary; None if that does not say so."""
+    """Return why a run stopped according to its stored summary; None if that gives no reason."""
     with suppress(ValueError):
         return StopReason.from_json(summary.get("stop_reason"))
     return None
@@ -79,9 +79,9 @@ def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run, and what its last evaluation measured.
+    """Progress of a run, and the results of its last evaluation.
 
-    ``step`` counts the completed steps. With the seed and the batch plan, it determines the next draw.
+    ``step`` counts the completed steps. Together with the seed and the batch plan, it determines the next draw.
     """
 
     step: int = 0
@@ -96,7 +96,7 @@ class Progress:
     best_value: float | None = None  # the metric of the best score, without a sign
     num_worse: int = 0  # evaluations since the best one
     thresholds: tuple[float, ...] | None = None
-    """Of each class, if an image may have several: the probability from which on an image has it."""
+    """The probability for each class from which on an image has the class, if an image may have several."""
     network: str | None = None  # the network that was evaluated, by its name in checkpoints
     is_own_network: bool = False  # built by the loop itself, not as the options name it
 
@@ -105,8 +105,8 @@ class Progress:
 class Outcome:
     """End of an attempt, as its workers report it.
 
-    ``checkpoint`` is the path of the newest one, relative to the run, and ``error`` the reason of a failure.
-    ``accumulate`` is the number of microbatches with which a run that ran out of memory may fit.
+    ``checkpoint`` is the path of the newest checkpoint, relative to the run, and ``error`` the reason of a failure.
+    ``accumulate`` is a number of microbatches with which a run that ran out of memory may fit.
     """
 
     status: EndStatus
@@ -158,7 +158,7 @@ class TrainResult:
     accumulate: int | None = None  # microbatches with which a run that ran out of memory may fit
 
     def __repr__(self) -> str:
-        """Return the fields that are there: of most runs, ten are None, and a notebook shows this below a cell."""
+        """Return the fields that are not None, because a notebook shows this text below a cell."""
         fields = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
         return f"{type(self).__name__}({', '.join(fields)})"
 
@@ -203,7 +203,8 @@ def failure_sentence(
 def resume_command(config: TrainConfig, command: str = "train") -> str:
     """Return the shortest command that resumes a run.
 
-    It needs flags only for what a resume does not take from the run's documents: where it trains, and code.
+    It has flags only for options that a resume does not read from the run's documents: the place of the run, its
+    machines, and code of the user's.
     """
     code = [
         name
@@ -217,7 +218,7 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
 def train_command(config: TrainConfig, command: str = "train") -> str:
     """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none.
 
-    Of a sweep, ``command`` is ``sweep``.
+    For a sweep, ``command`` is ``sweep``.
     """
     words = ["raytrain", command, *([config.recipe] if config.recipe in RECIPES else [])]
     hidden = ("recipe", "resume", *options_with(Mark.SECRET))
@@ -228,8 +229,8 @@ def train_command(config: TrainConfig, command: str = "train") -> str:
 def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:
     """Return a command line as one types it on this machine.
 
-    It begins with ``uv run`` if this process runs under uv, which sets UV, and with the ``extra`` that the command
-    needs: uv installs it then. It names ``storage`` if that is not the default.
+    It begins with ``uv run`` if this process runs under uv, which sets UV, together with the ``extra`` that the command
+    needs, which uv then installs. It names ``storage`` if that is not the default.
 
     Example:
         >>> shell_command("show", "digits", storage="s3://bucket/runs")
@@ -257,5 +258,5 @@ def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
 
 
 def as_tuple(value: object) -> tuple[object, ...]:
-    """Return the values of an option that may have several."""
+    """Return the value of an option as a tuple, if it is none."""
     return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)

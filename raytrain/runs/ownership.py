@@ -4,22 +4,22 @@ The owner of a run is named by the run's ``claim.json``. Three rules keep a run 
 its connection in the middle of a request:
 
 1. *A claim changes only from the content that its writer has read* (``Store.put_if``, a conditional write). Of two
-   processes that claim a run at the same moment, one fails. Each renewal changes the content, too, so that nobody can
-   take over a run whose owner was heard of meanwhile.
+   processes that claim a run at the same moment, one fails. Each renewal changes the content, too, so that nobody takes
+   over a run whose owner has renewed its claim meanwhile.
 2. *A living owner renews its claim* every ``RENEW_EVERY_S`` seconds, from a thread. Another process may take over if
-   the owner has released the claim, if its process is known to be dead (same machine, same start of it), or if it saw
-   no renewal for ``LEASE_S`` seconds by its own monotonic clock. No times are compared between machines, whose clocks
-   may differ: what is compared is the content.
-3. *Each write checks the claim first.* A process that slept over its lease learns at its next write that the run has
-   another owner: ``fence``, the number of the owner, and ``token``, which is random, are no longer its own. It gets
-   :class:`OwnerChanged`, stops, and deletes nothing.
+   the owner has released the claim, if its process is known to be dead (same machine, not rebooted since), or if no
+   renewal came for ``LEASE_S`` seconds by the clock of the process that waits. Only contents are compared, no times,
+   because the clocks of machines may differ.
+3. *Each write checks the claim first.* A process that slept past the end of its lease learns at its next write that the
+   run has another owner: the claim's ``fence``, the number of the owner, and ``token``, which is random, are not its
+   own. The write raises :class:`OwnerChanged`, and the process stops and deletes nothing.
 
-Between the check and the write, another process may take over. In a folder the lock that the claim needs rules this
-out. In a bucket, the write itself is conditional. A checkpoint is too large for that, so an owner that took over from
-one that had not released the run uses names of its own: ``takeover`` is its ``fence``, and a part of the names of its
-checkpoints. What its predecessor still writes or deletes then has another name.
+Between the check and the write, another process may take over. In a folder, a lock rules this out, which a change of
+the claim needs, too. In a bucket, the write itself is conditional. A checkpoint is too large for that, so an owner that
+took over from one which had not released the run uses names of its own: ``takeover`` is its ``fence``, and a part of
+the names of its checkpoints. Whatever its predecessor still writes or deletes then has another name.
 
-Servers without conditional writes get the next best: the claim is read back a moment after it was written.
+With servers that have no conditional writes, the claim is read back a moment after it was written.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
 LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
-POLL_EVERY_S = 1.0  # seconds between two looks at the claim of an owner that may be dead
-_READ_BACK_AFTER_S = 1.0  # without conditional writes: longer than another process takes from its read to its write
+POLL_EVERY_S = 1.0  # seconds between two polls of the claim of an owner that may be dead
+_READ_BACK_AFTER_S = 1.0  # longer than another process needs between reading and writing the claim
 _log = logging.getLogger(__name__)
 _held: set[str] = set()  # the tokens of the claims that this process holds
 
@@ -60,10 +60,10 @@ class Claim:
         token: 32 random characters, which no other owner has.
         fence: the number of the owner, counted from 1.
         renewed: how often the owner has renewed its claim.
-        released: the owner has ended, so that the next one need not wait.
-        takeover: the fence of the last owner that followed one which had not released the run; 0 if there is none.
+        released: True if the owner has ended, so that the next one need not wait.
+        takeover: the fence of the last owner whose predecessor had not released the run; 0 if there was none.
         host: name of the owner's host, for messages.
-        machine: :func:`machine_id` of the owner; empty if it is not known.
+        machine: :func:`machine_id` of the owner; empty if unknown.
         pid: the owner's process.
     """
 
@@ -83,7 +83,7 @@ class Claim:
 
     def check(self, content: bytes | None, url: str) -> None:
         """Raise OwnerChanged unless ``content``, that of the claim in the run at ``url``, still names this owner."""
-        # Gone: a run that was deleted is not made again by one more write.
+        # If the claim is gone, the run was deleted, and one more write must not bring it back.
         if content is None:
             raise OwnerChanged(
                 f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
@@ -118,11 +118,11 @@ class RunClaim(AbstractContextManager["RunClaim"]):
 
     @property
     def owned_store(self) -> Store:
-        """The store of the run, each write to which checks the claim first. Can be sent to other processes."""
+        """The store of the run, in which each write checks the claim first. Can be sent to other processes."""
         return self._store.guarded(self.claim)
 
     def renew(self) -> bool:
-        """Renew the claim; return whether this process still owns the run."""
+        """Renew the claim; return True if this process still owns the run."""
         return self._replace(dataclasses.replace(self.claim, renewed=self.claim.renewed + 1))
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class RunClaim(AbstractContextManager["RunClaim"]):
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
-        """Write ``claim`` in place of the one that this process wrote last; return False if that is not there."""
+        """Replace the claim that this process wrote last by ``claim``; return False if another one is there."""
         try:
             self._store.fail_fast().put_if(CLAIM, claim.to_json(), self.claim.to_json())
         except ObjectChanged:
@@ -166,8 +166,8 @@ def claim_run(store: Store, name: str) -> RunClaim:
     """
     before = _read(store)
     if before is not None and not before.released:
-        # Process numbers mean the same only within one start of one machine. A claim of this process is dead, too, if
-        # nobody holds it: its number may be that of an owner which ended long ago.
+        # Process numbers can be compared only on one machine that has not rebooted. A claim with the number of this
+        # process is dead if this process does not hold it: an earlier process had the same number.
         is_known_dead = before.machine == machine_id() != "" and (
             before.token not in _held if before.pid == os.getpid() else not psutil.pid_exists(before.pid)
         )
@@ -191,7 +191,7 @@ def claim_run(store: Store, name: str) -> RunClaim:
         raise _is_training(name, _read(store)) from None
 
     if not store.has_conditional_puts():
-        # Two processes may both have written: the claim that is there a moment later is that of the owner.
+        # Two processes may both have written: the owner is the one whose claim is there a moment later.
         _log.info(
             "%s has no conditional writes; two owners of run %r that start at the same moment are noticed by reading "
             "back",
@@ -201,13 +201,13 @@ def claim_run(store: Store, name: str) -> RunClaim:
         time.sleep(_READ_BACK_AFTER_S)
         if (stored := _read(store)) != claim:
             raise _is_training(name, stored)
-    if before is not None:  # its workers, or its machine, may have been killed in the middle of a checkpoint
+    if before is not None:  # the last owner may have been killed in the middle of a checkpoint
         store.abort_uploads(is_run_file)
     return RunClaim(store, claim)
 
 
 def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
-    """Poll ``claim`` until its lease is over, and return it as it is then; raise UsageError if its owner renews it."""
+    """Poll ``claim`` until its lease is over, and return the claim at that time; UsageError if its owner renews it."""
     _log.warning(
         "waiting %.0f s to see whether the last owner of run %r (process %d on %s) is still alive",
         LEASE_S,
@@ -248,7 +248,7 @@ def _read(store: Store) -> Claim | None:
 
 @cache
 def machine_id() -> str:
-    """Return where process numbers mean the same: this start of this machine, and the container; empty if not known."""
+    """Return an ID within which process numbers are unique: boot of the machine, and container; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

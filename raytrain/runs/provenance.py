@@ -1,7 +1,7 @@
 """Provenance of a run: the commit, the packages, the command and the user's code, for each attempt that differed.
 
-``provenance.json`` of a run has a list, the newest attempt last. An attempt that is made of the same as the one before
-it, and was started by the same command, adds nothing. Texts are without secrets.
+``provenance.json`` of a run has a list, the newest attempt last. An attempt with the same provenance as the one before,
+started by the same command, is not added. Secrets are left out of all texts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _IN_SUMMARY = ("raytrain", "torch", "ray")
 _COMMIT_DIGITS = 10
 _NUM_SHOWN = 3
 MAX_CHANGED_FILES = 100
-"""Files that are named of those that are not as in the commit."""
+"""Number of changed files that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Provenance of an attempt: what it was made of.
+    """Provenance of an attempt: the versions of all code that it ran.
 
     Attributes:
         first_step: completed steps of the run when the attempt began.
@@ -33,10 +33,10 @@ class Provenance:
         command: the command line of the process that started it.
         python: the version of Python.
         packages: the versions of all installed packages, by their names.
-        commit: the commit of the folder of the user's code or, without any, of the working folder; None if it is in no
-            repository of git, or git is missing.
-        no_commit: why there is none, if there is a repository.
-        changed_files: files there that are not as in that commit; none if the tree was clean.
+        commit: the commit of the folder of the user's code or, without such code, of the working folder; None if the
+            folder is in no git repository, or git is missing.
+        no_commit: why there is no commit, if there is a repository.
+        changed_files: files that differ from that commit; empty if the working tree was clean.
         code: the files of the user's own functions, such as the loop, by their names.
     """
 
@@ -61,7 +61,7 @@ class Provenance:
     def difference_from(self, before: Provenance) -> str:
         """Return the differences from the attempt ``before`` as a part of a sentence; empty if there is none.
 
-        Another command is no difference: that of a resume always is another one.
+        The command does not count: that of a resume always differs.
         """
         parts: list[str] = []
         if (self.commit, self.changed_files) != (before.commit, before.changed_files):
@@ -70,7 +70,7 @@ class Provenance:
         if self.python != before.python:
             parts.append(f"Python {self.python} instead of {before.python}")
 
-        # The versions that matter most, and how many others there are.
+        # Name the packages that matter most, and count the others.
         others: list[str] = []
         for name in sorted({*self.packages, *before.packages}, key=str.lower):
             version, old = self.packages.get(name), before.packages.get(name)
@@ -92,7 +92,7 @@ class Provenance:
 
 
 def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, ...]:
-    """Return the provenance of each attempt of a run, the newest last; damaged ones are left out.
+    """Return the provenance of each attempt of a run, the newest last; damaged entries are left out.
 
     Example: ``read_provenance(open_run("./runs", "digits"))[-1].packages["torch"]``
     """
@@ -106,12 +106,12 @@ def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, 
 
 
 def provenance_at(attempts: Sequence[Provenance], step: int) -> Provenance | None:
-    """Return the provenance of the attempt that trained ``step``; None if it is not known."""
+    """Return the provenance of the attempt that trained ``step``; None if it is unknown."""
     return next((attempt for attempt in reversed(attempts) if attempt.first_step < max(1, step)), None)
 
 
 def record_provenance(store: Store, provenance: Provenance) -> str:
-    """Add an attempt's provenance to those of the run, and return its differences from the attempt before."""
+    """Add an attempt's provenance to that of the run; return the differences from the attempt before as text."""
     attempts = read_provenance(store)
     difference = provenance.difference_from(attempts[-1]) if attempts else ""
     if not attempts or difference or provenance.command != attempts[-1].command:

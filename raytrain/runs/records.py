@@ -45,16 +45,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One line of the list of runs. ``problems`` are sentences about documents that cannot be used."""
+    """A run in the list of runs. ``problems`` are sentences about documents that cannot be used."""
 
     name: str
     config: TrainConfig | None
     status: RunStatus
     validation_accuracy: float | None = None
     best_value: float | None = None
-    """The best that an evaluation has measured of the metric of ``--best``, as its summary says."""
+    """The best value of the metric of ``--best``, according to the summary."""
     seconds: float | None = None
-    """Duration of its last attempt, as its summary says."""
+    """Duration of the last attempt, according to the summary."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -69,13 +69,13 @@ class RunInfo:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The words that the run is to be found by."""
+        """The words of ``--tag``, by which the run can be found."""
         return self.config.tag if self.config else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(RunInfo):
-    """Everything that storage holds of a run, apart from its manifests."""
+    """All documents of a run in storage, except its manifests."""
 
     images: dict[str, Any]
     """The numbers of images for ``training``, ``validation`` and ``test``, and of files ``left_out``, by reason."""
@@ -88,14 +88,14 @@ class RunRecord(RunInfo):
     provenance: tuple[Provenance, ...] = ()
     """Commit, packages, command and code of its attempts, the newest last."""
     sweep: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The document of a sweep, which has its points; empty of a run."""
+    """The document of a sweep, with its points; empty for a run."""
 
 
 def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
     """Return every run below ``storage``, newest heartbeat first.
 
-    A document that is damaged, or that storage refuses, is a problem of its run alone. A folder that cannot be a run's,
-    or cannot be read, is left out, and ``report`` gets a line about it. Raises StorageError if storage is out of reach,
+    A document that is damaged, or that storage refuses, becomes a problem of its run. A folder that cannot be a run or
+    cannot be read is left out, and ``report`` gets a sentence about it. Raises StorageError if storage is out of reach,
     or refuses the options of all runs.
 
     Example:
@@ -115,7 +115,7 @@ def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
 
 
 def read_run(storage: str, name: str) -> RunRecord:
-    """Return all documents of a run, as far as they are whole; raise UsageError if there is no such run.
+    """Return all documents of a run that can be used; raise UsageError if there is no such run.
 
     Example:
         >>> read_run("./runs", "digits").metrics[-1].accuracy
@@ -125,7 +125,7 @@ def read_run(storage: str, name: str) -> RunRecord:
     info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
     problems = [*info.problems]
 
-    # The numbers of images, none of them if the document cannot be used.
+    # The numbers of images; empty if the document cannot be used.
     document = read_json(store, IMAGES)
     numbers = {name: document.get(name, 0) for name in ("training", "validation", "test")}
     left_out = document.get("left_out")
@@ -145,13 +145,13 @@ def read_run(storage: str, name: str) -> RunRecord:
 
 
 def read_unused_options(store: Store) -> tuple[str, ...]:
-    """Return the options that change nothing in a run, because its own loop does not use them."""
+    """Return the options that have no effect in a run, because its own loop does not use them."""
     unused: Any = read_json(store, UNUSED_OPTIONS).get("options")
     return tuple(unused) if matches(unused, list[str]) else ()
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
-    """Return a line of the list of runs, by the contents of three documents, or why storage refused one."""
+    """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
     # Each document by itself: what is wrong with one says nothing of the others.
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
@@ -167,7 +167,10 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
 
 
 def _parsed(path: str, content: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
-    """Return ``parse`` of a document; None if it does not exist, or cannot be used, which ``report`` hears of."""
+    """Return the result of ``parse`` for a document; None if it does not exist, or cannot be used.
+
+    ``report`` gets a sentence about a document that cannot be used.
+    """
     try:
         if isinstance(content, Exception):
             raise content
@@ -188,7 +191,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
     Example:
         >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])
     """
-    # All conditions are read first: a mistake is one even if there are no runs.
+    # Read all conditions first, so that a mistake in one is refused even if there are no runs.
     wanted: list[tuple[str, str]] = []
     for condition in conditions:
         name, equals, value = condition.partition("=")
@@ -202,7 +205,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
 
 
 def _meets(run: RunInfo, name: str, value: str) -> bool:
-    """Return whether the status, or one of the values of an option, is ``value`` as the user typed it."""
+    """Return True if the status, or one of the values of an option, is ``value``, as the user has typed it."""
     if name == "status":
         return run.status.status == value
     for stored in as_tuple(getattr(run.config, _FIELDS[name], None)):
@@ -219,7 +222,10 @@ def _meets(run: RunInfo, name: str, value: str) -> bool:
 def tag_run(
     storage: str, name: str, add: Sequence[str] = (), remove: Sequence[str] = (), note: str | None = None
 ) -> TrainConfig:
-    """Change the tags of a run, and its note if one is given; return its options. Raises UsageError without a run."""
+    """Add and remove tags of a run, and replace its note if one is given; return its options.
+
+    Raises UsageError if there is no such run.
+    """
     store = open_run(storage, name)
     config = read_config(store)
     tags = tuple(tag for tag in dict.fromkeys([*config.tag, *add]) if tag not in remove)
@@ -230,10 +236,10 @@ def tag_run(
 
 
 def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
-    """Delete what a run wrote; return how many files that were, and the paths of those that are left.
+    """Delete the files that a run has written; return their number, and the paths of the files that are left.
 
-    Files of other names, and what links lead to, are not the run's. Takes up to half a minute if its last owner may be
-    alive. Raises UsageError if there is no such run, or it trains.
+    Files with other names, and those that links lead to, are left. Takes up to half a minute if the last owner may be
+    alive. Raises UsageError if there is no such run, or if it is training.
     """
     from raytrain.storage.folder import links_out
 

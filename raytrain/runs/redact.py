@@ -1,4 +1,4 @@
-"""Text from outside: without secrets and control characters."""
+"""Removes secrets and control characters from texts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NAMED_SECRETS = (
 
 
 def redact(text: str) -> str:
-    """Return ``text`` with "…" in place of each secret: values of this process's environment, what
-    :func:`keep_secret` got, and what looks like one.
+    """Return ``text`` with "…" in place of each secret.
 
-    A variable of the environment holds secrets if its name says so, or if its value is a URL with a password. They are
-    found in the encodings of URLs, JSON, HTML, Python, hexadecimal and base64, too. Takes time that is linear in the
-    length of ``text``, however long its lines are.
+    Secrets are values in this process's environment, those given to :func:`keep_secret`, and what looks like one. A
+    variable of the environment holds secrets if its name says so, or if its value is a URL with a password. They are
+    also found in the encodings of URLs, JSON, HTML, Python, hexadecimal and base64. The time is linear in the length of
+    ``text``, however long its lines are.
 
     Example:
         >>> redact("cannot open postgres://me:hunter22@host/db")
@@ -56,12 +56,12 @@ def redact(text: str) -> str:
 
 
 def keep_secret(secret: str) -> None:
-    """Have :func:`redact` leave out ``secret``, which came to this process by other means than its environment."""
+    """Make :func:`redact` remove ``secret``, which is not in the environment of this process."""
     _kept.add(secret)
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if a variable or an option of this name holds a secret, rather than the place of one.
+    """Return True if a variable or an option of this name holds a secret, and not the path of one.
 
     Example: ``is_secret_name("WANDB_API_KEY") and not is_secret_name("AWS_WEB_IDENTITY_TOKEN_FILE")``
     """
@@ -70,8 +70,8 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
-    """Return every spelling of the secrets in a variable of the environment; none if it holds no secret."""
-    # The password, or else the user, of each URL: that is secret whatever the variable is called.
+    """Return every spelling of the secrets in a variable of the environment; empty if it holds none."""
+    # The password of each URL, or else the user, is secret whatever the variable is called.
     secrets: list[str] = []
     for rest in _URL_REST.findall(value):
         for user_info in _USER_INFO.findall(rest[: rest.rfind("@") + 1]):
@@ -92,13 +92,13 @@ def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
             in_base64 = base64.b64encode(in_bytes).decode(), base64.urlsafe_b64encode(in_bytes).decode()
             encoded |= {variant, in_bytes.hex(), *in_base64, *(text.rstrip("=") for text in in_base64)}
 
-    # Twice, as one format is often written within another: JSON in JSON, or a URL in HTML.
+    # Escape twice, because formats are often nested: JSON in JSON, or a URL in HTML.
     escaped_once = {spelling for text in encoded for spelling in _escaped(text)}
     return frozenset(spelling for text in escaped_once for spelling in _escaped(text))
 
 
 def _escaped(text: str) -> Iterator[str]:
-    """Yield ``text`` as it is, and as URLs, JSON, HTML and Python write it."""
+    """Yield ``text`` unchanged, and as URLs, JSON, HTML and Python write it."""
     yield text
     for safe in ("/", "", "!~*'()"):  # the last is JavaScript's
         yield (quoted := quote(text, safe, errors="surrogateescape"))
@@ -113,16 +113,16 @@ def _escaped(text: str) -> Iterator[str]:
 
 def _without_user_info(rest_of_url: str) -> str:
     """Return a URL from its ``://`` on, with "…" in place of a user or a password."""
-    # No match can reach beyond the last "@". In the text before it, an attempt that fails ends at the next slash, so
-    # that the attempts of all URLs in one long word take linear time together.
+    # No match can reach beyond the last "@". Before it, a failing match ends at the next slash, so that all URLs in one
+    # long word together take linear time.
     before, at, after = rest_of_url.rpartition("@")
     return _USER_INFO.sub("…@", before + at) + after
 
 
 def _without_private_keys(text: str) -> str:
     """Return ``text`` with "…" in place of each private key in PEM."""
-    # One pass over the first and last lines of keys. A pattern that spans a whole key would search to the end of the
-    # text for each first line that has no last line.
+    # Go once through the first and last lines of keys. A pattern for a whole key would search to the end of the text
+    # for each first line without a last line.
     pieces: list[str] = []
     position, key_start = 0, None
     for limit in _PRIVATE_KEY_LIMIT.finditer(text):
@@ -140,7 +140,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 
 def one_line(text: str) -> str:
-    """Return text from outside (a name, a message) as part of one line: with ␊ for a new line, and :func:`printable`.
+    """Return text from outside, such as a name, as part of one line: :func:`printable`, with ␊ for a line end.
 
     Example:
         >>> one_line("two\\nlines")
@@ -150,7 +150,7 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return lines of text without control characters, which a terminal would obey: with ␛ for an escape, and so on."""
+    """Return lines of text with signs such as ␛ in place of control characters, which a terminal would obey."""
     return _CONTROLS.sub(_picture, text)
 
 

@@ -1,8 +1,8 @@
 """``status.json``: a run's progress, rewritten every few seconds as a heartbeat.
 
-A process that is killed cannot write that it has ended. Readers therefore take a run that claims to be active for
-interrupted if its process is known to be gone, or if it has been silent for a minute. A clock that is wrong by a minute
-misleads them. Who must not be misled watches the run for some seconds, by :func:`is_heard_of`.
+A process that is killed cannot write that it has ended. So readers treat a run that claims to be active as interrupted
+if its process is known to be gone, or if it has not written for a minute. A clock that is wrong by a minute misleads
+them. Where that matters, :func:`is_heard_of` watches the run for some seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The progress of a run at ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` stamps.
+    """The progress of a run at the time ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` sets.
 
     ``status`` is starting, running, finished, stopped or failed. A reader also sees interrupted: the run claims to be
     active, but its process (``pid`` on ``host``) is gone or has been silent for a minute. ``machine`` is the
@@ -59,8 +59,8 @@ class RunStatus:
 
     @property
     def is_gone(self) -> bool:
-        """True if the process of the run is known to have ended; of other machines and containers nothing is known."""
-        # Where no number of the machine is known, the name of the host must do.
+        """True if the run's process is known to have ended, which can be known only on its machine and container."""
+        # Without an ID of the machine, compare the names of the hosts.
         is_here = self.machine == machine_id() if machine_id() else self.host == socket.gethostname()
         try:
             return is_here and (self.pid < 1 or not psutil.pid_exists(self.pid))
@@ -69,7 +69,7 @@ class RunStatus:
 
     @property
     def heartbeat(self) -> datetime | None:
-        """``heartbeat_at`` as a time; None if it is not known."""
+        """``heartbeat_at`` as a time; None if it is unknown or damaged."""
         with suppress(ValueError, OverflowError):
             time = datetime.fromisoformat(self.heartbeat_at).astimezone(timezone.utc)
             return time if 1970 < time.year < 9999 else None  # what every time zone can show
@@ -77,28 +77,28 @@ class RunStatus:
 
 
 def read_status(store: Store, report: Report = ignore) -> RunStatus:
-    """Return how far the run is; ``report`` gets a line if its document is damaged."""
+    """Return the status of a run; ``report`` gets a sentence if the document is damaged."""
     return parse_status(read_json(store, STATUS, report), report)
 
 
 def write_status(store: Store, status: RunStatus) -> None:
-    """Write how far the run is, stamped with the time and with this process."""
+    """Write the status of a run, with the time and this process."""
     heartbeat_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     here: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid()}
     write_json(store, STATUS, dataclasses.asdict(dataclasses.replace(status, heartbeat_at=heartbeat_at, **here)))
 
 
 def mark_failed(storage: str, name: str) -> None:
-    """Mark a run that was to start again as failed; do nothing if storage is out of reach."""
+    """Set the status of a run that could not be restarted to failed; do nothing if storage is out of reach."""
     store = run_store(storage, name)
     with suppress(StorageError):
         write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
 def is_heard_of(store: Store) -> bool:
-    """Return whether the run writes its status or renews its claim within ``WATCH_S`` seconds of this process.
+    """Watch a run for ``WATCH_S`` seconds; return True if it writes its status or renews its claim meanwhile.
 
-    Only contents are compared, and no times of two machines, whose clocks may differ.
+    Only contents are compared, no times, because the clocks of machines may differ.
     """
     before = [read_json(store, path) for path in (STATUS, CLAIM)]
     deadline = time.monotonic() + WATCH_S
@@ -110,9 +110,9 @@ def is_heard_of(store: Store) -> bool:
 
 
 def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """Return the status in a ``status.json`` as the run wrote it, whether its process is there or not.
+    """Return the status in a ``status.json`` as the run wrote it, even if its process is gone.
 
-    ``report`` gets a line if values have another type than a status has.
+    ``report`` gets a sentence if values have the wrong type.
     """
     known = known_fields(RunStatus, document)
     if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
@@ -121,7 +121,7 @@ def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatu
 
 
 def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """Return the status in a ``status.json``, interrupted if the run claims to be active and cannot be."""
+    """Return the status in a ``status.json``; interrupted if the run claims to be active, but cannot be."""
     status = stored_status(document, report)
     if not status.active:
         return status

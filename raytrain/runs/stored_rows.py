@@ -21,11 +21,11 @@ from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
-_MANY = 1000  # lines from which on a table is worth its price
-_NUM_SAMPLED = 100  # lines whose metrics are taken for those of all
+_MANY = 1000  # from this number of lines on, a table is faster
+_NUM_SAMPLED = 100  # lines whose metrics are expected in all lines
 MAX_PART = 2**15  # rows that are read at once
 _MAX_NAMES = 64
-"""Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""
+"""Limit on the metrics of a table: a stranger's history may name millions, each of which would become a column."""
 FIELDS = {
     "kind": pa.string(),
     **dict.fromkeys(("step", "epoch", "samples_seen"), pa.int64()),
@@ -35,19 +35,19 @@ FIELDS = {
 
 
 class StoredRows(Sequence[MetricRow]):
-    """Rows as a ``table`` of Arrow: a row becomes a :class:`MetricRow` when somebody takes it."""
+    """A sequence of rows in an Arrow ``table``; a row becomes a :class:`MetricRow` when it is accessed."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
 
     @property
     def names(self) -> list[str]:
-        """The metrics that some of the rows have."""
+        """The metrics that at least one row has."""
         table = self.table
         return [name for name in table.column_names if name not in FIELDS and table[name].null_count < len(self)]
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """Return a field or a metric of all rows, float64 (len(self),); NaN where it is not known."""
+        """Return a field or a metric of all rows, float64 (len(self),); NaN where it is unknown."""
         return self.table[name].cast("float64").to_numpy()
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class StoredRows(Sequence[MetricRow]):
 
 
 class RowParser:
-    """Parse lines of a metrics history into a table if they are many, else a list. Damaged ones are left out.
+    """Parses lines of a metrics history, many into a table, few into a list. Damaged lines are left out.
 
     Example:
         >>> rows = RowParser()([b'{"kind": "step", "step": 1, "epoch": 1, "loss": 2.3}'])
@@ -79,11 +79,11 @@ class RowParser:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}  # of the metrics so far, in the order in which they came
+        self._names: dict[str, None] = {}  # of the metrics seen so far, in their order
 
     def __call__(self, lines: Sequence[bytes]) -> Sequence[MetricRow]:
         if len(lines) >= _MANY:
-            # Arrow must know the columns. It refuses the lines if one of them is damaged, or has another metric.
+            # Arrow must know the columns. It refuses all lines if one is damaged, or has another metric.
             self._learn(parse_lines(MetricRow.from_json, lines[:_NUM_SAMPLED]))
             schema = pa.schema({**FIELDS, **dict.fromkeys(self._names, pa.float64())})
             options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
@@ -104,7 +104,7 @@ class RowParser:
 
 
 def _is_whole(table: pa.Table) -> bool:
-    """Return whether each row has the fields that :meth:`MetricRow.from_json` asks for."""
+    """Return True if each row has the fields that :meth:`MetricRow.from_json` requires."""
     if any(table[name].null_count for name in ("kind", "step", "epoch")):
         return False
     kinds = pc.is_in(table["kind"], pa.array(get_args(Kind)))
@@ -112,7 +112,7 @@ def _is_whole(table: pa.Table) -> bool:
 
 
 def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
-    """Yield all of the metrics history, in parts of bounded size."""
+    """Yield the whole metrics history in parts of bounded size."""
     parse = RowParser()
     for block in StoredLines(store, METRICS).blocks():
         lines = block.splitlines()

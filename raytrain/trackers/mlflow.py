@@ -25,12 +25,12 @@ _MAX_KEY, _MAX_VALUE = 250, 500  # characters; newer servers take longer values
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # of one request
 _STATUS = {"success": "FINISHED", "failed": "FAILED"}
 _STOP_TAG = "raytrain.stop"
-_URL_TAG = "raytrain.run"  # says which run of ours a run of MLflow is
-_SWEEP_TAG = "raytrain.sweep"  # by which the page of MLflow groups the trials of a sweep
+_URL_TAG = "raytrain.run"  # the URL of the run in its storage
+_SWEEP_TAG = "raytrain.sweep"  # groups the trials of a sweep on the page of MLflow
 
 
 class MLflowTracker:
-    """One run of MLflow. Metrics are gathered until :meth:`save`, and sent by the thousand."""
+    """One run of MLflow. Metrics are kept until :meth:`save`, which sends a thousand at a time."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
@@ -52,7 +52,7 @@ class MLflowTracker:
         self.place = uri.rstrip("/") + page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
     def _experiment_called(self, name: str) -> str:
-        """Return the ID of an experiment, which is made if there is none: perhaps by another trial at this moment."""
+        """Return the ID of an experiment; create it if needed, unless another trial does so at the same moment."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
@@ -64,9 +64,9 @@ class MLflowTracker:
         return experiment.experiment_id
 
     def _earlier_run(self, run: TrackedRun) -> Run | None:
-        """Return the run of an earlier attempt.
+        """Return MLflow's run of an earlier attempt; None if there is none.
 
-        A run's folder may name any ID, also of somebody else's run: only one that is tagged with the run counts.
+        The ID in the folder of a run may be of somebody else's run, so the run must be tagged with our URL.
         """
         if run.id is not None:
             with suppress(MlflowException):
@@ -76,7 +76,7 @@ class MLflowTracker:
         return None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Send the options. MLflow lets none change: one that a resume changed becomes a tag of the same name."""
+        """Send the options. MLflow's parameters cannot change: one that a resume changed becomes a tag of its name."""
         texts = {key[:_MAX_KEY]: str(value)[:_MAX_VALUE] for key, value in params.items()}
         new = iter([Param(key, text) for key, text in texts.items() if key not in self._logged])
         while group := list(islice(new, _MAX_PARAMS)):
@@ -86,19 +86,19 @@ class MLflowTracker:
                 self._client.set_tag(self.run_id, key, text)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Gather a row."""
+        """Keep a row until :meth:`save`."""
         time_ms = int(time.time() * 1000)
         self._metrics += [Metric(name, value, time_ms, step) for name, value in metrics.items()]
 
     def save(self) -> None:
-        """Send the rows."""
+        """Send the rows that were kept."""
         rows = iter(self._metrics)
         self._metrics = []
         while group := list(islice(rows, _MAX_METRICS)):
             self._client.log_batch(self.run_id, metrics=group)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
-        """Send images as one, for which MLflow has a slider over the steps."""
+        """Send images joined to one, which MLflow shows with a slider over the steps."""
         self._client.log_image(self.run_id, contact_sheet(images, caption), key=key, step=step)
 
     def log_network(self, file: str) -> None:
@@ -106,7 +106,7 @@ class MLflowTracker:
         self._client.log_artifact(self.run_id, file, "checkpoints")
 
     def stop_requested(self) -> bool:
-        """Return whether somebody has set the tag ``raytrain.stop`` to true."""
+        """Return True if somebody has set the tag ``raytrain.stop`` to true."""
         return self._client.get_run(self.run_id).data.tags.get(_STOP_TAG, "").strip().lower() == "true"
 
     def finalize(self, status: str) -> None:

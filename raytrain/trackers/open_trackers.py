@@ -25,21 +25,21 @@ from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, hyperpa
 from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
 
 Trackers: TypeAlias = "str | Tracker | Sequence[str | Tracker]"
-"""Names of trackers, objects that are some, or one of these alone."""
+"""A name of a tracker, an object that is one, or several of these."""
 _BUILT_IN = {
     "tensorboard": ("raytrain.trackers.tensorboard", "TensorBoardTracker", "tensorboardX"),
     "mlflow": ("raytrain.trackers.mlflow", "MLflowTracker", "mlflow"),
     "wandb": ("raytrain.trackers.wandb", "WandbTracker", "wandb"),
     "prometheus": ("raytrain.trackers.prometheus", "PrometheusTracker", "prometheus_client"),
 }
-"""Module, class, and the package that it needs, which the extra of the tracker's name installs."""
+"""Module, class, and required package of each tracker. The extra called like the tracker installs the package."""
 
 
 def open_trackers(*several: Trackers) -> list[NamedTracker]:
     """Return the trackers of a run, each under a name of its own; raise UsageError for one that cannot be opened.
 
-    They are opened in their threads. A name that comes twice counts once, and of several objects of one class the
-    second is called ``Class#2``::
+    They are opened later, in their threads. A repeated name counts once, and the second object of one class is called
+    ``Class#2``::
 
         open_trackers(["tensorboard", "mlflow"], CSVLogger("logs"))
     """
@@ -55,8 +55,8 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
 
 
 def _named(tracker: object) -> NamedTracker:
-    """Return a tracker with its name; raise UsageError if ``tracker`` is neither the name of one nor an object."""
-    # An object of the user's own.
+    """Return a tracker with its name; raise UsageError if ``tracker`` is neither a tracker nor the name of one."""
+    # An object of the user's.
     if not isinstance(tracker, str):
         if isinstance(tracker, type) or not isinstance(tracker, Tracker):
             raise UsageError(
@@ -65,14 +65,14 @@ def _named(tracker: object) -> NamedTracker:
             )
         return NamedTracker(type(tracker).__name__, lambda run: tracker)
 
-    # The name of one that raytrain comes with, whose package may not be installed.
+    # The name of a built-in tracker, whose package may be missing.
     if tracker in _BUILT_IN:
         module, kind, needs = _BUILT_IN[tracker]
         if find_spec(needs) is None:
             raise UsageError(f"--track {tracker} needs {needs}, which is not installed; install {extra(tracker)}.")
         return NamedTracker(tracker, lambda run: getattr(import_module(module), kind)(run))
 
-    # The name of a class of the user's own.
+    # The name of a class of the user's.
     if ":" not in tracker:
         hint = did_you_mean(tracker, _BUILT_IN)
         known = ", ".join(_BUILT_IN)
@@ -82,7 +82,7 @@ def _named(tracker: object) -> NamedTracker:
 
 
 def _made_by(make: Callable[[], object]) -> Tracker:
-    """Return the tracker that a class or a function of the user's own makes; raise UsageError if it makes none."""
+    """Call a class or a function of the user's; raise UsageError unless it returns a tracker."""
     made = make()
     if isinstance(made, type) or not isinstance(made, Tracker):
         what = "nothing" if made is None else f"{made!r}, which is no tracker"
@@ -94,9 +94,9 @@ def _made_by(make: Callable[[], object]) -> Tracker:
 
 @dataclass(frozen=True)
 class TrackResult:
-    """The trackers that have the history of ``run`` now, or those of all trials of a sweep.
+    """The trackers to which the history of ``run`` was sent, or the histories of all trials of a sweep.
 
-    ``rows`` counts also those that were sent before; ``places`` are URLs, or commands that show the runs.
+    ``rows`` includes rows that were sent before; ``places`` are URLs, or commands that show the runs.
     """
 
     run: str
@@ -110,11 +110,11 @@ class TrackResult:
 
 
 def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> TrackResult:
-    """Send the history of a run that is over, and its last checkpoint, as far as the trackers lack it.
+    """Send the history and the last checkpoint of a run that is over, without what the trackers have already.
 
-    A sweep stands for its trials, which are shown together, as while they train. ``trackers`` are names or objects, as
-    for :func:`raytrain.train`; names only for a sweep. Raises UsageError if the run still trains, and RaytrainError
-    with what went wrong if a tracker fails::
+    For a sweep, send its trials, which are shown together, as while they train. ``trackers`` are names or objects, as
+    for :func:`raytrain.train`, but only names for a sweep. Raises UsageError if the run still trains, and RaytrainError
+    with the reason if a tracker fails::
 
         raytrain.track("first", ["mlflow"]).places
     """
@@ -125,7 +125,7 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     if not store.exists(SWEEP):
         return _track_run(run, trackers, storage)
 
-    # Each trial is a run of the trackers, which have places in common.
+    # Each trial is a run of its own for the trackers; trials may share a place.
     if read_status(store).active:
         raise UsageError(f"Sweep {run!r} is training; `raytrain sweep … --track` sends its trials while they train.")
     several = [trackers] if isinstance(trackers, (str, Tracker)) else trackers
@@ -163,7 +163,7 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
         thread.send(chain.from_iterable(read_rows(store)))  # which the thread reads as it sends
         thread.end(end)
     for thread in threads:
-        thread.join(None)  # this is what the user waits for
+        thread.join(None)  # however long that takes
     if failures := [event for event in events if isinstance(event, TrackerFailed)]:
         raise RaytrainError("; ".join(f"tracker {event.tracker} {event.reason}" for event in failures))
     places = [event.place for event in events if isinstance(event, TrackerOpened)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 _PNG = "data:image/png;base64,"
-_MAX_IMAGES = 64  # of a group
+_MAX_IMAGES = 64  # in a group
 _MAX_SIDE = 512  # pixels
 _MAX_CLASSES = 1000
 _MAX_NAME = 100  # characters of a class
@@ -40,7 +40,7 @@ _MIN_INCHES, _MAX_INCHES = 5.5, 16.0
 
 
 def contact_sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
-    """Join images, (H, W, 3) each, to one, with captions of up to two lines below them; a single one stays as it is."""
+    """Join images, (H, W, 3) each, with captions of up to two lines, to one image; return a single image unchanged."""
     if len(images) == 1:
         return images[0]
     columns = min(_NUM_COLUMNS, len(images))
@@ -59,7 +59,7 @@ def contact_sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
 
 
 def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Pixels:
-    """Draw counts by label and prediction as an image, (H, W, 3)."""
+    """Draw the confusion matrix with these ``counts`` by (label, prediction) as an image, (H, W, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     cells = np.array([(label, prediction, count) for (label, prediction), count in counts.items()], np.int64)
@@ -71,9 +71,10 @@ def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[st
 def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     """Draw a confusion matrix: true classes as rows, predicted ones as columns.
 
-    ``cells`` (n, 3) are those that are not empty: true class, predicted class, images. Correct predictions are blue and
-    wrong ones orange; the darker a cell, the larger its fraction of the true class. Up to 30 classes, the cells have
-    counts. Above 1,000 classes, neighbouring cells share a square, which has the colour of the darkest one.
+    ``cells`` (n, 3) are the cells that are not empty: true class, predicted class, number of images. Correct
+    predictions are blue and wrong ones orange; the darker a cell, the larger its fraction of the true class. With up to
+    30 classes, the cells show counts. With more than 1,000 classes, neighbouring cells share a square, which has the
+    colour of the darkest one.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     # The darkest correct and the darkest wrong prediction of each square, as fractions of their true class.
     truth, answers, counts = cells.reshape(-1, 3).T
     images = np.zeros(len(classes), np.int64)
-    np.add.at(images, truth, counts)  # raises IndexError for a class that there is not
+    np.add.at(images, truth, counts)  # raises IndexError for a class that does not exist
     fractions = counts / np.maximum(images[truth], 1)  # (n,)
     square = max(1, math.ceil(len(classes) / _MAX_CLASSES))  # classes along a side
     num_squares = math.ceil(len(classes) / square)
@@ -93,14 +94,14 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     for shades, chosen in ((right, truth == answers), (wrong, truth != answers)):
         np.maximum.at(shades, (truth[chosen] // square, answers[chosen] // square), fractions[chosen])
 
-    # Shades. They are not linear: rare confusions must be visible beside frequent ones.
+    # Draw the shades. They are not linear, so that rare confusions are visible beside frequent ones.
     end = num_squares * square - 0.5
     for colours, shades, others in (("Blues", right, wrong), ("Oranges", wrong, right)):
         shown = np.ma.masked_array(shades, (shades == 0) | (shades < others))
         norm = PowerNorm(0.7, 0, 1)
         axes.imshow(shown, cmap=colours, norm=norm, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
-    # The classes along both sides, as many of them as can be read.
+    # Write the classes along both sides, as many as are readable.
     cell_points = (side - 2) * 72 / len(classes)
     size = min(10.0, max(5.5, 0.7 * cell_points))
     ticks = range(0, len(classes), math.ceil(1.2 * size / cell_points))
@@ -113,7 +114,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     axes.set_xlabel("predicted class", labelpad=10)
     axes.set_ylabel("true class", labelpad=10)
 
-    # Counts, with lines between them, where there is room.
+    # Write the counts, with lines between the cells, if there is room.
     if len(classes) <= _MAX_CLASSES_COUNTED:
         for row, column, count, fraction in zip(truth, answers, counts, fractions, strict=True):
             colour = "white" if fraction > 0.4 else "#333333"
@@ -143,7 +144,7 @@ class Pictures:
 
 
 def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
-    """Return the step of the last evaluation and its images; -1 and none unless that step is later than ``after``."""
+    """Return the step of the last evaluation and its images; -1 and no images if the step is not after ``after``."""
     document = read_json(store, EVALUATION)
     step = document.get("step")
     if type(step) is not int or step <= after:
@@ -160,7 +161,7 @@ def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
 
 
 def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
-    """Decode the images of a part of the document, which anybody may have written: leave out damaged examples."""
+    """Decode images in the document of an evaluation, which may be a stranger's: leave out damaged ones."""
     pictures = Pictures(key, [], [])
     for example in examples[:_MAX_IMAGES]:
         with suppress(LookupError, AttributeError, TypeError, ValueError, OSError, Image.DecompressionBombError):
@@ -177,4 +178,5 @@ def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
 
 
 def _list(value: object) -> list[Any]:
+    """Return a value of a document if it is a list, else an empty list."""
     return cast(list[Any], value) if isinstance(value, list) else []

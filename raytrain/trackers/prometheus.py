@@ -25,21 +25,21 @@ from raytrain.trackers.tracker import TrackedRun
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9464  # OpenTelemetry's
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_]")
 _MAX_CONNECTIONS, _CONNECTION_S = 16, 5.0
-"""Connections at a time, and seconds that one may be silent: each takes a descriptor and a thread of the run."""
+"""Limits on the number of connections and on their silence, because each takes a descriptor and a thread."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = _CONNECTION_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a stranger's request is no line in the terminal of the run."""
+        """Log nothing, so that a stranger's request prints no line into the terminal of the run."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers a few scrapers at a time, and hangs up on the others."""
+    """Answers a few scrapers at a time, and closes the connections of others."""
 
     daemon_threads = True
-    request_queue_size = 64  # while one is hung up on, others arrive
+    request_queue_size = 64  # of connections that wait to be accepted or closed
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self.address_family = socket.getaddrinfo(*address)[0][0]
@@ -47,7 +47,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for another connection; see :mod:`socketserver`."""
+        """Return True if there is room for another connection; :mod:`socketserver` calls this."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -58,7 +58,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing of a scraper that has hung up."""
+        """Print nothing if a scraper has hung up."""
 
 
 class PrometheusTracker:

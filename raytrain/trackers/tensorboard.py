@@ -23,9 +23,9 @@ _UPLOAD_EVERY_S = 30.0
 
 
 class TensorBoardTracker:
-    """Event files in the run's folder. Those of a run in S3 grow on this machine, and are copied there now and then.
+    """Event files in the run's folder. For a run in a bucket they grow on this machine, and are copied every 30 s.
 
-    Those of a trial are in its own folder within that of the sweep, so that TensorBoard shows all trials together.
+    The files of a trial are in a folder within that of the sweep, so that TensorBoard shows all trials together.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -34,24 +34,25 @@ class TensorBoardTracker:
         self._path = f"{_FOLDER}/{run.name}" if run.sweep else _FOLDER
         self._local = TemporaryFolder() if "://" in self._store.url else None
         self._folder = self._local.path if self._local else Path(self._store.url, self._path)
-        # Files are named by the second: one of an earlier attempt must not be replaced, and is read first.
+        # The library names files by the second. With a finer time, none of an earlier attempt is replaced, and they
+        # sort after these.
         self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{time.time_ns()}")
         self._throttle = Throttle()
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write the options for the tab HPARAMS."""
+        """Write the options, which the tab HPARAMS shows."""
         assert self._writer.file_writer is not None
         for summary in hparams(params, {})[:2]:  # the experiment and the start of the session
             self._writer.file_writer.add_summary(summary)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a row, as one event: an event for each number would take several times as long."""
+        """Write a row as one event, which is several times faster than an event for each number."""
         assert self._writer.file_writer is not None
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
-        """Write images as one, for which TensorBoard has a slider over the steps."""
+        """Write images joined to one, which TensorBoard shows with a slider over the steps."""
         self._writer.add_image(key, contact_sheet(images, caption), step, dataformats="HWC")
 
     def save(self) -> None:

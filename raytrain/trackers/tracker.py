@@ -25,11 +25,11 @@ _COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "sam
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes the metrics of a run, from one thread. If it raises an exception, or takes long, the run goes on.
+    """Takes the metrics of a run, from one thread. If a tracker raises an exception, or is slow, the run goes on.
 
     A tracker may have more methods, which are called if they exist:
 
-    - ``save()`` after each group of calls of ``log_metrics``, to send or flush what it has gathered;
+    - ``save()`` after each group of calls of ``log_metrics``, to send or flush the rows;
     - ``log_image(key, images, step, caption)``, as Lightning's, after an evaluation: a list of images, each of uint8,
       (H, W, 3), and a list of their captions, which may have two lines;
     - ``stop_requested()`` every ten seconds: if it returns True, the run stops with a checkpoint;
@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedSweep:
-    """A sweep by its name and storage: trackers show its trials together."""
+    """The name and the storage of a sweep, whose trials trackers show together."""
 
     name: str
     store: Store
@@ -65,9 +65,9 @@ class TrackedSweep:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier attempt had there.
+    """The run that a tracker is opened for: its name, its storage, and the tracker's ``id`` of an earlier attempt.
 
-    ``sweep`` is the one that it is a trial of, if any.
+    ``sweep`` is the sweep that the run is a trial of, if any.
     """
 
     name: str
@@ -77,7 +77,7 @@ class TrackedRun:
 
 
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
-    """Return the options of a run by name: those with several values as text, without those that are not set."""
+    """Return the options of a run that are set, by name; an option with several values is text."""
     hidden = options_with(Mark.OF_COMMAND)
     params: dict[str, str | int | float] = {}
     for field in dataclasses.fields(config):
@@ -90,7 +90,7 @@ def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
 
 
 def row_metrics(row: MetricRow) -> dict[str, float]:
-    """Return the numbers of a row by name, such as ``train/loss``; one that was not finite when written is NaN."""
+    """Return the numbers of a row by name, such as ``train/loss``; NaN for one that was not finite when written."""
     measured = {
         metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
         for name, value in row.metrics.items()
@@ -100,6 +100,6 @@ def row_metrics(row: MetricRow) -> dict[str, float]:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that every tracker accepts. Loops, and whoever wrote a stored run, may use any text."""
+    """Return ``name``, which may be any text, in a form that every tracker accepts."""
     parts = (part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(". "))
     return "/".join(parts)[:_MAX_NAME] or "_"

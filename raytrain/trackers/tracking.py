@@ -1,11 +1,11 @@
-"""All trackers of a run, each fed from a queue of its own, and how far each has got.
+"""All trackers of a run: each gets the rows from a queue of its own, and its position is stored.
 
-A tracker may be slow, hang or fail, and neither the run nor the other trackers may notice. So each has a thread, which
-opens it, sends it rows, images of evaluations and the last checkpoint, and ends it.
+A tracker may be slow, hang or fail, without effect on the run or the other trackers. So each has a thread, which opens
+it, sends it rows, images of evaluations and the last checkpoint, and ends it.
 
-A document in the run's folder says how far each tracker has got. It is written before rows are sent, so that a process
-that is killed and starts again sends none twice. Trackers cannot be asked instead: one of the user's own, such as a
-logger of Lightning's, has only the three methods of :class:`raytrain.trackers.tracker.Tracker`.
+A document in the run's folder has the position of each tracker. It is written before rows are sent, so that a process
+which is killed and starts again sends no row twice. Trackers cannot be asked for their position: one of the user's,
+such as a logger of Lightning, has only the three methods of :class:`raytrain.trackers.tracker.Tracker`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, TrackerStatus, hyperparams, row_metrics
 
-GATHER_S = 2.0  # seconds between two groups of rows: a tracker may need a request for each group
+GATHER_S = 2.0  # seconds between two groups of rows, because a tracker may need a request for each group
 _MAX_GATHER_S = 30.0
-_STOP_EVERY_S = 10.0  # between two questions whether a tracker was asked for a stop
+_STOP_EVERY_S = 10.0  # between two polls of a tracker for a stop
 _CPU_FRACTION = 0.01
-"""Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
+"""Part of a core that a tracker may take. A tracker that takes more gets fewer and larger groups."""
 _MAX_GROUP = 10_000  # rows
 _HANGS_AFTER_S = 60.0
 _MAX_REASON = 300  # characters of an error message
@@ -47,7 +47,7 @@ _ABORT_WITHIN_S = 5.0
 
 
 class Tracking:
-    """Send a run to its trackers. No call waits for one of them, apart from a bounded time at the end."""
+    """Sends a run to its trackers. No call waits for a tracker, except for a limited time at the end."""
 
     def __init__(self, trackers: Sequence[NamedTracker], end_within_s: float = _END_WITHIN_S) -> None:
         self._trackers = trackers
@@ -65,10 +65,11 @@ class Tracking:
         ask_to_stop: Callable[[StopReason], object] = lambda reason: None,
         sweep: str | None = None,
     ) -> None:
-        """Open the trackers of the run in ``store``, and queue the rows that came before.
+        """Open the trackers of the run in ``store``, and queue the rows that have arrived before this call.
 
-        ``report`` gets an event about each tracker that opens or fails, ``ask_to_stop`` a stop that somebody has asked
-        for there. ``sweep`` is the name of the sweep that the run is a trial of. After :meth:`abort`, none is opened.
+        ``report`` gets an event about each tracker that opens or fails, ``ask_to_stop`` a stop that somebody has
+        requested in a tracker. ``sweep`` is the name of the sweep that the run is a trial of. After :meth:`abort`, no
+        tracker is opened.
         """
         of_sweep = TrackedSweep(sweep, run_store(config.storage, sweep)) if sweep else None
         run, params = TrackedRun(config.name or "", store, sweep=of_sweep), hyperparams(config)
@@ -86,7 +87,7 @@ class Tracking:
     def update(self, snapshot: Snapshot) -> None:
         """Queue the rows of a snapshot, and report trackers that hang."""
         with self._lock:
-            # A run trains while storage still writes its first documents, after which begin is called.
+            # The run may train before its first documents are written, after which begin is called.
             if self._threads is None:
                 if snapshot.rows and self._trackers:
                     self._rows_before_begin.append(snapshot.rows)
@@ -97,7 +98,7 @@ class Tracking:
                 thread.check_alive()
 
     def finish(self, result: TrainResult) -> None:
-        """Send the rest and the last checkpoint, and finalize the trackers; wait a bounded time for all of them."""
+        """Send the rest and the last checkpoint, and finalize the trackers; wait a limited time for all of them."""
         network = result.checkpoint and result.checkpoint.removeprefix(result.run_dir).lstrip("/")
         end = End("failed") if result.status == "failed" else End("success", network)
         self._end(end, self._end_within_s)
@@ -120,14 +121,14 @@ class Tracking:
 
 @dataclass(frozen=True)
 class NamedTracker:
-    """A tracker by its name. ``make`` is called in the tracker's thread, because it may take long."""
+    """The name of a tracker, and the function that opens it in the tracker's thread, because that may take long."""
 
     name: str
     make: Callable[[TrackedRun], Tracker]
 
 
 class End(NamedTuple):
-    """End of a run: its status for trackers, and the path of its last checkpoint in its storage."""
+    """End of a run: the status for trackers, and the path of the last checkpoint in the run's storage."""
 
     status: TrackerStatus
     network: str | None = None
@@ -135,7 +136,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """The tracker's own ``id`` of the run, the last steps that it was sent, the last images, and the last network."""
+    """Position of a tracker: its ``id`` of the run, and the last steps, images and network that were sent to it."""
 
     id: str | None = None
     step: int = 0
@@ -144,7 +145,7 @@ class Position:
     network: str | None = None
 
     def precedes(self, row: MetricRow) -> bool:
-        """Return whether ``row`` has not been sent yet."""
+        """Return True if ``row`` has not been sent yet."""
         return row.step > (self.step if row.kind == "step" else self.evaluation_step)
 
     def after(self, row: MetricRow) -> Position:
@@ -155,7 +156,7 @@ class Position:
 
 
 class TrackerThread:
-    """Open a tracker and send it new rows until the end; ``report`` gets events of how that goes."""
+    """Opens a tracker and sends it new rows until the end. ``report`` gets an event if it opens or fails."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class TrackerThread:
         self._throttle = Throttle()
         self.name, self._make = tracker.name, tracker.make
         self.num_rows = 0
-        """Taken from the queue so far, also those that the tracker had already."""
+        """Number of rows taken from the queue so far, including those that the tracker had already."""
         self._run = run
         self._document = f"{TRACKERS}{re.sub(r'[^A-Za-z0-9_.-]', '_', self.name)}.json"
         self._params = params
@@ -186,7 +187,7 @@ class TrackerThread:
         self._thread.start()
 
     def send(self, rows: Iterable[MetricRow]) -> None:
-        """Add rows to the queue; those that the tracker has already are left out."""
+        """Add rows to the queue. Rows that the tracker has already are left out later."""
         if self._thread.is_alive():
             self._rows.put(rows)
 
@@ -196,21 +197,21 @@ class TrackerThread:
         self._end_is_known.set()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the end; a tracker that takes longer is reported, and left behind."""
+        """Wait for the end of the thread; report a tracker that takes longer, and leave it behind."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._fail(f"has not finished within {timeout_s:.0f} s")
 
     def check_alive(self) -> None:
-        """Report a tracker that hangs."""
+        """Report the tracker if it hangs."""
         since = self._busy_since
         if since is not None and self._clock() - since > _HANGS_AFTER_S:
             self._fail(f"has not answered for {_HANGS_AFTER_S:.0f} s")
 
     def _feed(self) -> None:
-        """Feed the tracker, in its thread, from its opening to its end."""
+        """Run in the thread: open the tracker, send it all rows, and end it."""
         try:
-            # Open it where an earlier attempt stopped, and write down under which ID it knows the run.
+            # Continue at the position of an earlier attempt, and store the tracker's ID of the run.
             self._position = Position(**known_fields(Position, read_json(self._run.store, self._document)))
             tracker = self._make(dataclasses.replace(self._run, id=self._position.id))
             run_id = getattr(tracker, "run_id", None)
@@ -220,8 +221,8 @@ class TrackerThread:
                 self._report(TrackerOpened(self.name, place).redacted())
             tracker.log_hyperparams(dict(self._params))
 
-            # Send what has gathered, until the end comes. A worker writes its images after the row of an evaluation,
-            # so they are sent a group later.
+            # Send the rows in groups until the end is known. A worker writes the images of an evaluation after its row,
+            # so they are sent with the next group.
             pause_s, last_evaluation = GATHER_S, self._position.evaluation_step
             while self._end is None:
                 self._busy_since = None
@@ -234,30 +235,33 @@ class TrackerThread:
                 self._look_for_stop(tracker)
                 pause_s = gather_s(time.thread_time() - cpu_before_s)
 
-            # Send what came between the last group and the end.
+            # Send what has arrived since the last group, and finish.
             self._send_rows(tracker)
             self._send_pictures(tracker)
             if self._end.network is not None and hasattr(tracker, "log_network"):
                 self._send_network(tracker, self._end.network)
             tracker.finalize(self._end.status)
         except BaseException as error:  # also SystemExit, of a tracker that gives up
-            reason = redact(" ".join(str(error).split())) or type(error).__name__  # a part of a secret would stay
-            if len(reason) > _MAX_REASON:  # what is wrong stands at the beginning, and what to do often at the end
+            # Redact before the text is cut, because a part of a secret would not be recognised. Keep both ends: advice
+            # is often at the end of an error message.
+            reason = redact(" ".join(str(error).split())) or type(error).__name__
+            if len(reason) > _MAX_REASON:
                 reason = f"{reason[: _MAX_REASON // 2]} … {reason[-_MAX_REASON // 2 :]}"
             self._fail(f"failed ({reason})")
 
     def _look_for_stop(self, tracker: Any) -> None:
-        """Ask the run to stop if somebody has asked for that in the tracker, which may know nothing of it."""
+        """Ask the run to stop if somebody has requested that in the tracker, if the tracker supports it."""
         if hasattr(tracker, "stop_requested") and self._throttle.due("stop", _STOP_EVERY_S):
             with suppress(Exception):  # it may be out of reach for a while
                 if tracker.stop_requested():
                     self._ask_to_stop(StopReason("tracker", self.name))
 
     def _send_rows(self, tracker: Tracker) -> None:
-        """Send the rows that are new, in groups.
+        """Send new rows in groups.
 
-        The position behind a group is written first, so that a kill repeats nothing. If the tracker fails, the position
-        goes back to the last row that it has: the last one that it took, or that ``save`` has sent.
+        The position after a group is stored before the group is sent, so that no row is repeated after a kill. If the
+        tracker fails, the position goes back to the last row that it has: the last one that it took or, if it has
+        ``save``, that this has sent.
         """
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
         sent = self._position
@@ -277,7 +281,7 @@ class TrackerThread:
             sent = self._position
 
     def _take_new_rows(self) -> Iterator[MetricRow]:
-        """Take the rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
+        """Yield the rows in the queue that the tracker lacks; after a failure of workers, some come again."""
         with suppress(queue.Empty):
             while True:
                 for row in self._rows.get_nowait():
@@ -287,7 +291,7 @@ class TrackerThread:
                         yield row
 
     def _send_pictures(self, tracker: Any) -> None:
-        """Send the images of the last evaluation if the tracker has a place for them and lacks them."""
+        """Send the images of the last evaluation, if the tracker takes images and lacks these."""
         if not hasattr(tracker, "log_image"):
             return
         from raytrain.trackers.pictures import read_pictures
@@ -319,22 +323,22 @@ class TrackerThread:
         self._move(dataclasses.replace(self._position, network=checkpoint))
 
     def _move(self, position: Position) -> None:
-        """Write down how far the tracker is."""
+        """Set and store the position of the tracker."""
         self._position = position
         write_json(self._run.store, self._document, dataclasses.asdict(position))
 
     def _move_back(self, position: Position) -> None:
-        """Write down that the tracker is at an earlier position, after it has failed, if storage takes it."""
+        """Go back to an earlier position after the tracker has failed, and store it if possible."""
         with suppress(RaytrainError):  # why sending failed matters more
             self._move(position)
 
     def _fail(self, reason: str) -> None:
-        """Report the tracker's first error."""
+        """Report that the tracker has failed, but only its first error."""
         if not self._has_failed:
             self._has_failed = True
             self._report(TrackerFailed(self.name, reason, self._run.name).redacted())
 
 
 def gather_s(cpu_s: float) -> float:
-    """Return how many seconds to gather rows after a group that took ``cpu_s`` seconds of a core."""
+    """Return for how many seconds to gather rows, after a group that took ``cpu_s`` seconds of a core."""
     return min(max(GATHER_S, cpu_s / _CPU_FRACTION), _MAX_GATHER_S)

@@ -21,8 +21,8 @@ class WandbTracker:
     """One run of W&B. Its standard variables, such as WANDB_API_KEY and WANDB_ENTITY, are read by wandb itself."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # "Stop run" on W&B's page sends a SIGINT to this process otherwise, as older versions always do: that stops a
-        # run that trains in the main thread, too, but ends a notebook's cell, or a script that trains in a thread.
+        # Without stop_fn, "Stop run" on W&B's page sends a SIGINT to this process, as older versions always do. That
+        # stops a run in the main thread, too, but it would also end a notebook's cell or a script around the run.
         self._is_to_stop = threading.Event()
         settings: dict[str, Any] = {"console": "off", "silent": True}  # the terminal shows the run
         if "stop_fn" in wandb.Settings.model_fields:
@@ -45,11 +45,11 @@ class WandbTracker:
         self._run.config.update(params, allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue a row; wandb sends it in a process of its own."""
+        """Queue a row, which wandb sends in a process of its own."""
         self._run.log(dict(metrics), step=step)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
-        """Queue images. W&B drops what comes for an earlier step than its latest one: they are sent with that."""
+        """Queue images. They are sent with W&B's latest step, because it drops everything for an earlier step."""
         shown = [wandb.Image(pixels, caption=text) for pixels, text in zip(images, caption, strict=True)]
         self._run.log({key: shown}, step=max(step, self._run.step))
 
@@ -60,7 +60,7 @@ class WandbTracker:
         self._run.log_artifact(artifact)
 
     def stop_requested(self) -> bool:
-        """Return whether somebody has pressed "Stop run"."""
+        """Return True if somebody has pressed "Stop run"."""
         return self._is_to_stop.is_set()
 
     def finalize(self, status: str) -> None:

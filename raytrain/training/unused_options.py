@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain.config.options import options_by_call
 from raytrain.errors import flag
@@ -26,9 +26,15 @@ _NOT_SCALED = (
 
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     """Yield a sentence for each call that ``loop`` lacks, if an option that it takes is not its recipe's."""
-    config, recipe = run.config, RECIPES[run.config.recipe]().scaled_to(run.world_size)
+    config, of_recipe = run.config, RECIPES[run.config.recipe]()
+    recipe = of_recipe.scaled_to(run.world_size)
     options = [option.name for option in fields(recipe)]
     changed = {name for name in options if getattr(config, name) != getattr(recipe, name)}
+    # A rate such as "0.01/worker" is that of the workers with which the run began; a resume, of which this is the first
+    # step, may have another number.
+    if run.progress.step > 1 and isinstance(of_recipe.learning_rate, str):
+        num_workers = config.learning_rate / cast("float", of_recipe.scaled_to(1).learning_rate)
+        changed -= {"learning_rate"} if abs(num_workers - round(num_workers)) < 1e-9 else set()
     names = names_in_code(loop)
 
     for call, without_effect in options_without_effect(run, loop).items():

@@ -225,6 +225,23 @@ def test_a_learning_rate_that_the_loop_does_not_read_is_told(tmp_path: Path) -> 
     assert notes_of(tmp_path / "searched", with_none, learning_rate=0.5, schedule="rising:1e-4..10") == []
 
 
+def stops_after_two_steps(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+            if batch.step == 1:
+                return
+
+
+def test_a_resume_on_another_number_of_workers_keeps_the_recipes_rate_and_is_told_nothing(tmp_path: Path) -> None:
+    notes_of(tmp_path, stops_after_two_steps, learning_rate=0.03)  # as three workers begin with 0.01/worker
+    assert notes_of(tmp_path, stops_after_two_steps, learning_rate=0.03) == []
+
+
 class TwoOutputs(torch.nn.Module):
     """Returns logits and features."""
 
