@@ -123,7 +123,8 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     torch.set_num_threads(inputs.threads)
     sys.argv = list(inputs.arguments)
     is_on_drivers_node = ray.get_runtime_context().get_node_id() == inputs.node
-    if is_on_drivers_node:
+    has_drivers_folder = is_on_drivers_node and os.path.isdir(inputs.working_folder)  # no container apart
+    if has_drivers_folder:
         os.chdir(inputs.working_folder)  # a loop or a model may read and write files by relative paths
     missing_folders = [folder for folder in inputs.module_path if folder not in sys.path]
     sys.path.extend(missing_folders)  # a loop may import what is beside it
@@ -132,7 +133,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reporter = RayReporter(inputs.coordinator, watch=rank == 0)
     try:
-        left = nullcontext() if is_on_drivers_node else noting_files_left(reporter)
+        left = nullcontext() if has_drivers_folder else noting_files_left(reporter)
         with ProcessLog(spec.store, rank, reporter.printed), left, ends_as_a_script():
             loop, transforms = pickle.loads(inputs.functions)
             spec = replace(spec, loop=loop, transforms=transforms)
