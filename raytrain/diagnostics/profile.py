@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -226,12 +226,12 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
     def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
         num_left = WARM_UP_STEPS + NUM_STEPS
         for epoch in all_epochs(*arguments, **options):
-            yield Epoch(epoch.number, len(epoch), marked_batches(islice(epoch, num_left)))
+            yield Epoch(epoch.number, len(epoch), marked_batches(islice(epoch, num_left)), lambda: False)
             num_left -= len(epoch)
             if num_left <= 0:
                 return
 
-    def marked_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
+    def marked_batches(batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:
             wait()
             with record_function(_BODY):

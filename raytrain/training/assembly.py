@@ -43,6 +43,7 @@ from raytrain.training.steps import Steps
 from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
 
+_RETURNED = "what the loop returns ({}) is dropped: log numbers with run.log, and write anything else into run.folder"
 _SENT_WITHIN_S = 30.0  # files of a loop that has failed
 
 
@@ -142,7 +143,9 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
             own_loop = spec.loop or loop.train
             is_of_script = spec.loop is not None and spec.config.loop is None  # it came as a function
             before = states_of_variables(own_loop)
-            own_loop(run)
+            returned = own_loop(run)
+            if returned is not None and run.rank == 0:
+                run.reporter.event(Note(_RETURNED.format(type(returned).__name__)))
             if is_of_script and run.rank == 0 and (note := note_on_changes(before, states_of_variables(own_loop))):
                 run.reporter.event(Note(note))
         return run.finish()

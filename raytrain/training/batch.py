@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from raytrain.errors import UsageError
 from raytrain.training import local_images
 from raytrain.training.local_images import LocalImages
 
@@ -82,15 +84,24 @@ class Epoch:
                 first_of_epoch = batch.step % len(epoch) == 0
     """
 
-    def __init__(self, number: int, num_steps: int, batches: Iterator[Batch]) -> None:
+    def __init__(
+        self, number: int, num_steps: int, batches: Generator[Batch, None, None], is_over: Callable[[], bool]
+    ) -> None:
         self.number = number
         """Counted from 0."""
         self._num_steps = num_steps
         self._batches = batches
+        self._is_over = is_over  # the run ends with this epoch, after a stop
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch, including those before a resume."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
+        """Return the batches that are left. Raises UsageError if a loop has had all of them: it would get none."""
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED and not self._is_over():
+            raise UsageError(
+                f"The loop goes over epoch {self.number + 1} a second time; a run gives each sample once an epoch, so "
+                "keep what the second pass needs in the first one, or read the images with a raytrain.ImageLoader."
+            )
         return self._batches

@@ -281,6 +281,10 @@ class PreparedModels(ExactNetworks):
         """Return numbers that change if a weight or a buffer does. The host waits for the device once."""
         return digest_of_tensors(self._tensors().values())
 
+    def digest_of_weights(self) -> list[float]:
+        """Return numbers that change if a weight that can learn does."""
+        return digest_of_tensors(each for model in self.trained for each in model.parameters() if each.requires_grad)
+
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in a weight or a buffer after ``step`` steps."""
         if self._worker.world_size == 1:

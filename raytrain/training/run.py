@@ -35,7 +35,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
 from raytrain.training import transfer
@@ -58,6 +58,10 @@ from raytrain.training.weight_average import WeightAverage
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
 T = TypeVar("T", bound=Stateful)
+_NOTHING_LEARNT = (
+    "after {} the weights are what they were before: compute with each batch before asking for the next one, call "
+    "loss.backward(), and step an optimizer of the weights of the network that run.prepare has returned"
+)
 _TEST_NOT_READ = (
     "the test images are not measured: the loop's evaluation does not read run.evaluation_batches(); raytrain evaluate "
     "measures them"
@@ -111,6 +115,7 @@ class Run:
         self._open_epochs: Generator[Epoch, None, None] | None = None
         self._open_batches: Generator[Batch, None, None] | None = None
         self._measured_part: Part = "validation"
+        self._has_compared_weights = False  # before and after an epoch
         self._has_read = False  # the evaluation has asked for its batches
         self._held: list[nn.Parameter] = []  # parameters that do not learn while the head learns alone
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
@@ -246,7 +251,7 @@ class Run:
                 number = self.progress.step // per_epoch
                 last_step = min((number + 1) * per_epoch, num_steps)
                 self._open_batches = self._batches(local_batches, last_step)
-                yield Epoch(number, per_epoch, self._open_batches)
+                yield Epoch(number, per_epoch, self._open_batches, lambda: self.steps.is_over)
 
                 # The loop asks for the next epoch. If it has left this one, the rest of its batches is skipped.
                 num_left = last_step - self.progress.step - self.steps.in_batch
@@ -262,6 +267,8 @@ class Run:
         self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int
     ) -> Generator[Batch, None, None]:
         """Yield the batches up to ``last_step``, augmented and mixed, and do what is due between two of them."""
+        first_step = self.progress.step
+        before = None if self._has_compared_weights else self.models.digest_of_weights()
         while not self.steps.is_over and self.progress.step < last_step:
             # Begin the step of the next batch.
             self.files.keep_changes()
@@ -280,7 +287,12 @@ class Run:
             with self.models.computing(), self.steps.watch.step(batch, loop_frame, self):
                 yield batch
             if self.steps.end_batch():
-                return
+                break
+
+        # After the first epoch of an attempt, see that the loop has trained.
+        self._has_compared_weights = True
+        if before and before == self.models.digest_of_weights():
+            self.steps.report_once(_NOTHING_LEARNT.format(format_count(self.progress.step - first_step, "step")))
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
         """Have ``microbatch``, or a whole batch, weight all that the loop computes from now on."""

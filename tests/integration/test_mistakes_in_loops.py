@@ -18,7 +18,18 @@ from raytrain.training.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder
-from tests.helpers.own_loops import OPTIONS, Loop, LossOf, cross_entropy, fit, linear, prepared, train_loop
+from tests.helpers.own_loops import (
+    OPTIONS,
+    Loop,
+    LossOf,
+    cross_entropy,
+    fit,
+    learn,
+    linear,
+    prepared,
+    to_the_end,
+    train_loop,
+)
 
 Body = Callable[[Run, nn.Module, Any, Batch], None]
 """What a loop does with each batch."""
@@ -331,3 +342,53 @@ def test_what_depends_on_the_number_of_workers_is_reported_once_by_worker_0(tmp_
 
 def test_on_one_worker_no_loss_is_reported(tmp_path: Path) -> None:
     assert list(chain(*notes_of(str(tmp_path)))) == []
+
+
+def takes_all_batches_first(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for batch in list(epoch):
+            learn(model, optimizer, batch)
+
+
+def forgets_its_optimizer(run: Run) -> None:
+    model, _ = prepared(run)
+    for epoch in run.epochs():
+        for batch in epoch:
+            cross_entropy(model, batch).backward()
+
+
+def returns_a_number(run: Run) -> float:
+    to_the_end(run)
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (takes_all_batches_first, "after 6 steps the weights are what they were before"),
+        (forgets_its_optimizer, "after 6 steps the weights are what they were before"),
+        (returns_a_number, "what the loop returns (float) is dropped"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loop_that_learns_nothing_or_returns_something_is_told_so(loop: Loop, said: str, tmp_path: Path) -> None:
+    notes = [note for note in train_loop(loop, tmp_path).notes if not note.startswith("--")]
+    assert len(notes) == 1 and notes[0].startswith(said)
+    assert not [note for note in train_loop(to_the_end, tmp_path / "right").notes if not note.startswith("--")]
+
+
+def goes_over_an_epoch_twice(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+        for batch in epoch:
+            learn(model, optimizer, batch)
+
+
+def test_a_second_pass_over_an_epoch_is_refused_unless_the_run_has_stopped(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="goes over epoch 1 a second time"):
+        train_loop(goes_over_an_epoch_twice, tmp_path)
+    stopped = train_loop(goes_over_an_epoch_twice, tmp_path / "stopped", recorder=Recorder(2)).outcome
+    assert stopped.status == "stopped"
