@@ -1,4 +1,4 @@
-"""Cores, GPUs and memory of this machine, and how workers share those of a cluster."""
+"""Cores, GPUs and memory of this machine, and how workers share those of a machine or a cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raytrain.training.precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
 _log = logging.getLogger("raytrain")
 
-_WORKERS_PER_CPU = 4  # CPU workers that may share a core of a single machine
+_WORKERS_PER_CPU = 4  # most workers that may share a CPU core of a single machine
 _ELASTIC_CPUS = 0.99
-"""CPUs of a worker if Ray decides how many fit: one worker per CPU, and a little of each CPU left for reading data."""
+"""CPUs of a worker if Ray decides how many fit: one worker per CPU, with a little of each CPU left for reading data."""
 
 
-# This machine
+# The hardware of this machine
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus(chosen: str) -> dict[str, str]:
-    """Return the variables of a process that may only use the GPUs ``chosen``, such as ``0,2``.
+    """Return the environment variables with which a process uses only the GPUs ``chosen``, such as ``0,2``.
 
-    Raises UsageError if one of them is not there.
+    Raises UsageError if the machine lacks one of them.
     """
     num_gpus = len(gpus())
     if max(map(int, chosen.split(","))) >= num_gpus:
@@ -100,12 +100,15 @@ def fastest_precision(device: str) -> Precision:
     return "bfloat16" if native else "float32"
 
 
-# The workers of a run on these machines, or those of a cluster
+# The workers of a run on a machine or a cluster
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the nodes of a cluster have together, and the smallest object store; ``gpu_types`` is None if not known."""
+    """Totals over the nodes of a cluster, but ``object_store_bytes`` of the smallest one.
+
+    ``gpu_types`` has the number of GPUs of each type, None if that is not known. A single machine is one node.
+    """
 
     num_nodes: int
     cpus: float
@@ -116,7 +119,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Placement:
-    """The layout of a run: ``cpus`` of each worker, ``data_cpus`` to read its images, and at least ``min_workers``."""
+    """The workers of a run, at least ``min_workers``, and the resources of each.
+
+    ``cpus`` are those of a worker itself, ``data_cpus`` those for reading its images, of which one data task takes
+    ``task_cpus``. ``threads`` is the number of torch's threads in a worker.
+    """
 
     num_workers: int
     min_workers: int
@@ -152,7 +159,7 @@ def place(config: TrainConfig, hardware: Hardware) -> Placement:
             *map(format_count, (fewest, available, available), ("worker", "CPU core", "worker")),
         )
 
-    # One CPU for each worker if as many are left for reading. Otherwise half of all: reading must never starve.
+    # Each worker gets one CPU if as many are left for reading; otherwise half of all CPUs are left for reading.
     num_workers = max(fewest, min(most, available))
     cpus = 1.0 if hardware.cpus >= 2 * num_workers else _round_down(hardware.cpus / 2 / num_workers)
     if config.elastic_workers and device == "cpu" and hardware.cpus < 2 * most:
@@ -166,12 +173,12 @@ def place(config: TrainConfig, hardware: Hardware) -> Placement:
 def check_room(config: TrainConfig, hardware: Hardware) -> None:
     """Raise UsageError if a run asks for more workers or GPUs than there are. On one machine, workers may share cores.
 
-    Each sentence offers what helps where the run trains: an autoscaler may start more machines of a cluster.
+    The advice differs for a cluster, whose autoscaler may start more machines.
     """
     device, fewest, _ = wanted_workers(config, hardware)
     available = available_workers(config, device, hardware)
 
-    # No GPU of the type, or none at all. The types are not known without a cluster.
+    # There is no GPU of the type, or none at all. Without a cluster, types are not known.
     if config.accelerator_type and hardware.gpu_types is not None and not available:
         types = ", ".join(f"{number:g} {name}" for name, number in hardware.gpu_types.items()) or "no GPUs"
         raise UsageError(
@@ -189,7 +196,8 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
             "machines."
         )
 
-    # Fewer devices than workers. Workers may share the cores of one machine, but not those of a cluster, or GPUs.
+    # There are fewer devices than workers. Workers may share the cores of a single machine, but neither those of a
+    # cluster nor GPUs.
     limit = available * (_WORKERS_PER_CPU if device == "cpu" and hardware.num_nodes == 1 else 1)
     if fewest > limit:
         kind = device_kind(config.accelerator_type, device)
@@ -203,8 +211,8 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
 
 
 def wanted_workers(config: TrainConfig, hardware: Hardware) -> tuple[str, int, int]:
-    """Return the device of the workers, ``cpu`` or ``cuda``, and the least and the largest number of them."""
-    # With --workers auto, all GPUs, or so many CPUs that a quarter of them is left for reading.
+    """Return the device of the workers, ``cpu`` or ``cuda``, and the smallest and the largest number of workers."""
+    # --workers auto takes all GPUs, or three quarters of the CPUs, so that the others are left for reading.
     any_gpu = hardware.gpus >= 1 or config.accelerator_type is not None
     device = ("cuda" if any_gpu else "cpu") if config.device_type == "auto" else config.device_type
     fitting = available_workers(config, device, hardware) if device == "cuda" else max(1, int(hardware.cpus * 3 / 4))
@@ -228,5 +236,5 @@ def device_kind(accelerator_type: str | None, device: str) -> str:
 
 
 def _round_down(cpus: float) -> float:
-    """Return a number of CPUs in thousandths. Ray counts ten-thousandths: rounding up may ask for more than all."""
+    """Round a number of CPUs down to thousandths; rounded up, the workers together might ask for more than all."""
     return max(math.floor(cpus * 1000) / 1000, 0.001)

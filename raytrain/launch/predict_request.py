@@ -1,10 +1,10 @@
 """Predicting images: the request, and threads that read blocks of images ahead of a network.
 
-A process does all of it, or each actor of a cluster does a share of the blocks. Imports neither Ray nor torch.
+A single process predicts all blocks of images, or each actor of a cluster a share of them. Imports neither Ray nor
+torch.
 
-Work is divided twice by the same rule, which keeps the order of the manifest: of n that share it, number i has the
-blocks i, i + n, i + 2n, …, and :func:`in_turn` takes one result of each after the other. Networks share the blocks, and
-the readers of a network share its blocks.
+Blocks are divided over networks, and those of a network over its readers, by the same rule, which keeps the order of
+the manifest: number i of n gets the blocks i, i + n, i + 2n, …, and :func:`in_turn` takes one result of each in turn.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
-_AHEAD = 1  # blocks of each thread, besides the one that it works at
+_AHEAD = 1  # finished blocks that wait for the network, for each thread
 _CLOSE_S = 10.0
-_MAX_READERS = 8  # more of them would keep the network from the interpreter
+_MAX_READERS = 8  # threads; more of them would leave too little of the interpreter's time to the network
 
 BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
-"""Returns a table with a row for each of the images, uint8 (n, H, W, C), whose classes are the labels, int64 (n,)."""
+"""Returns a table of n rows for images, uint8 (n, H, W, C), and their labels, int64 (n,), negative if unknown."""
 LoadPredictor = Callable[[Store, int, int], BlockPredictor]
-"""Loads a predictor from the store of a run, with a number of threads, or on the GPU of a number. Can be pickled."""
+"""Loads a predictor; the arguments are the store of the run, the number of threads, and that of the GPU, if there is
+one. Can be pickled."""
 
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """All images of ``manifest``, which are in the store ``images``, and the network of the run in ``run_store``."""
+    """The images to predict (``manifest`` in the store ``images``), and the network of the run in ``run_store``."""
 
     images: Store
     manifest: Manifest
@@ -59,9 +60,9 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A network that answers requests with its ``top_k`` likeliest classes: that of ``run``, loaded from ``store``.
+    """The network of ``run``, loaded from ``store``, which answers requests with the ``top_k`` likeliest classes.
 
-    ``thresholds`` are, for each class, the probability from which on an image has it; None if an image has one class.
+    ``thresholds`` has the probability of each class from which on an image has it; None if an image has one class.
     """
 
     run: str
@@ -83,7 +84,7 @@ class ServedModel:
             suffixes = ["", *(f"_{rank}" for rank in range(2, self.top_k + 1))]
             likeliest = [{"label": row[f"label{suffix}"], "score": row[f"score{suffix}"]} for suffix in suffixes]
             return {**likeliest[0], "classes": likeliest}
-        # Several classes: those from their thresholds on, beside the likeliest ones whether they reach them or not.
+        # Several classes per image: labels are those that reach their thresholds, classes the likeliest ones.
         scores = zip(self.classes, row["probabilities"], self.thresholds, strict=True)
         ranked = [
             {"label": label, "score": score, "threshold": threshold}
@@ -94,12 +95,12 @@ class ServedModel:
 
 
 def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.Table]:
-    """Predict with ``placement.num_workers`` networks here, each on a GPU of its own or with its share of the cores.
+    """Predict with ``placement.num_workers`` networks in this process, each on a GPU or on its share of the cores.
 
     Yields tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
-    those of the predictor, which mean nothing if there is an error.
+    those of the predictor, which have no meaning if there is an error.
     """
-    # All readers of this machine together are few, and each network has at least one.
+    # The networks share up to 8 readers; each has at least one.
     num_networks = placement.num_workers
     num_readers = max(1, min(_MAX_READERS, cores()) // num_networks)
     with ExitStack() as opened:
@@ -119,12 +120,12 @@ def predict_blocks(
     """Predict every ``stride``-th block, from block ``first`` on, with one network; see :func:`predict_here`."""
 
     def read(reader: int) -> Iterator[tuple[Manifest, Pixels, dict[int, str]]]:
-        # In a process of its own: nobody would start this one again if an image killed it.
+        # Images are decoded in a process of its own, because a bad one might kill this process.
         with ImageReader(request.images, *request.format, isolated=True) as image_reader:
             for manifest in request.blocks(first + reader * stride, num_readers * stride):
                 yield manifest, *image_reader.read(manifest)
 
-    # The readers begin while the network is loaded.
+    # The readers start before the network is loaded, which takes a while.
     with ExitStack() as opened:
         blocks = [_ahead(read(reader), opened) for reader in range(num_readers)]
         predict = request.load_predictor(request.run_store, num_threads, gpu)
@@ -135,7 +136,7 @@ def predict_blocks(
 
 
 def in_turn(sources: Sequence[Iterator[T]]) -> Iterator[T]:
-    """Yield one item of each source after the other, until the next one has none."""
+    """Yield one item of each source in turn, until the source whose turn it is has none left."""
     for source in cycle(sources):
         try:
             yield next(source)

@@ -1,10 +1,10 @@
 """Everything before a run starts, in the order in which :func:`raytrain.train` calls it.
 
-1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
-2. :func:`settle_options` names the run, and asks storage what few requests tell: may the run be there, are there
-   images, and with which options was it started, if it resumes. After it a cluster may start.
-3. :func:`already_trained` ends a resume that has nothing to do, and refuses one that has spent its dollars.
-4. :func:`prepare` lists the images, which may take minutes, and makes the run this process's own.
+1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing. 2.
+:func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are images,
+   and, if it resumes, with which options it was started. After that, a cluster may start.
+3. :func:`already_trained` finds a resume that has nothing to do, and refuses one that has spent its dollars.
+4. :func:`prepare` lists the images, which may take minutes, and takes ownership of the run.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ Loop = Callable[["Run"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """What several runs of this process share that train at once, each on its own workers.
+    """What runs share that train in this process at the same time, such as the trials of a sweep.
 
-    ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend shares them.
+    ``placement`` is the same for each run, on workers of its own. ``images`` are the images of ``data``, in the form in
+    which the backend shares them.
     """
 
     placement: Placement
@@ -80,7 +81,7 @@ class RunGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """Wishes of the caller of :func:`raytrain.train` besides the options.
+    """What the caller of :func:`raytrain.train` gives besides the options.
 
     Attributes:
         loop: the caller's own training loop, if any.
@@ -88,12 +89,12 @@ class TrainRequest:
         signals: where requests to stop the run come from.
         trackers: where its metrics are sent, already opened.
         started_at: when the user started the run, by ``time.monotonic()``.
-        restarting: this process has trained the run before, and lost its coordinator: requests to stop the run that are
-            in storage are still valid.
-        group: the group of the runs beside which it trains, if any.
-        sweep: the name of the sweep that it is a trial of, if any.
-        notifies: whether ``--notify`` tells how it ends.
-        command: what trains it: the function of :mod:`raytrain` that resumes it, in the sentence of a failure.
+        restarting: this process has trained the run already, and starts it again because it lost its coordinator;
+            requests to stop the run that are in storage are still valid.
+        group: the group of runs in which it trains, if any.
+        sweep: the name of the sweep of which it is a trial, if any.
+        notifies: whether ``--notify`` reports how it ends.
+        command: the function of :mod:`raytrain` that trains it; the sentence about a failure names it.
     """
 
     loop: Loop | None = None
@@ -111,22 +112,22 @@ class TrainRequest:
 def settle_options(config: TrainConfig) -> TrainConfig:
     """Return the options with a name; if the run resumes, with those that it keeps from its last attempt.
 
-    Raises UsageError or StorageError if storage cannot be written, the name is taken, the run was made with other
-    options, or there are no images: all that few requests tell, before a cluster starts.
+    These are the checks that take only a few requests, before a cluster starts. Raises UsageError or StorageError if
+    storage cannot be written, the name is taken, the run was started with other options, or there are no images.
     """
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
     check_notify(config)
     urls = config.data, config.validation_data, config.test_data
-    image_stores = [open_store(url) for url in urls if url]  # refuses URLs before it writes
+    image_stores = [open_store(url) for url in urls if url]  # a wrong URL is refused before anything is written
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
 
-    # A run that ended before its first step gives its name away: nothing of it can be resumed.
+    # A run that ended before its first step is replaced, because nothing of it can be resumed.
     if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
         status = read_status(store)
-        # One without a status may be about to write it.
+        # A run without a status may be about to write it, so it has not ended.
         written = read_json(store, STATUS)
         has_ended = bool(written) and (not stored_status(written).active or status.is_gone)
         if has_ended and status.status != "finished" and not status.step and newest_checkpoint(store) is None:
@@ -134,7 +135,7 @@ def settle_options(config: TrainConfig) -> TrainConfig:
             delete_run(config.storage, name)
     _check_free(config, name, store)
 
-    # Images within the run would be deleted with it, and documents of a run within the images would be listed as such.
+    # Images within the run's folder would be deleted with it; a run within the images would be listed as images.
     for images in image_stores:
         images_url, run_url = (within.url.rstrip("/") + "/" for within in (images, store))
         if images_url.startswith(run_url) or run_url.startswith(images_url):
@@ -150,11 +151,11 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     elif config.resume:
         before = read_config(store)
         config = resumed_options(config, before)
-        # The workers would compare them with a checkpoint, but only after the run's documents have been replaced.
+        # The workers compare the options with a checkpoint, too, but only after the run's documents were replaced.
         Identity.of(config).check(Identity.of(before), f"Run {name!r}")
     config.check_has_price()
 
-    # Weights that cannot be had are known before workers start. A run that resumes has them in its checkpoints.
+    # Weights are looked for before workers start. A run that resumes has them in its checkpoints.
     if config.weights is not None and not (config.resume and newest_checkpoint(store)):
         STARTUP.info("looking for the weights …")
         check_downloads(config.model, config.weights)
@@ -162,14 +163,14 @@ def settle_options(config: TrainConfig) -> TrainConfig:
 
 
 def _check_free(config: TrainConfig, name: str, store: Store) -> None:
-    """Raise UsageError if a new run exists already, or if other files are where it would be stored."""
+    """Raise UsageError if a new run's name is taken, or if its folder has files that no run wrote."""
     if store.exists(CONFIG):
         if config.resume:
             return
         raise UsageError(
             f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
         )
-    # Somebody's folder: the documents of a run do not belong among other files.
+
     if foreign := next((stored.path for stored in store.list() if not is_run_file(stored.path)), None):
         raise UsageError(
             f"{store.url} is where the run would be stored, and holds files that no run wrote, such as {foreign}; "
@@ -178,18 +179,18 @@ def _check_free(config: TrainConfig, name: str, store: Store) -> None:
 
 
 def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
-    """Return the options of a run that resumes: those that ``config`` leaves open are as ``before``.
+    """Return the options of a run that resumes: those that ``config`` leaves undecided are as in ``before``.
 
-    On another number of workers, a run thus keeps its global batch and its learning rate. Raises UsageError if one
-    differs that decides how the state in checkpoints is laid out, or which images are held out.
+    On another number of workers, a run thus keeps its global batch size and its learning rate. Raises UsageError if an
+    option differs that decides on the layout of the state in checkpoints, or on the images that are held out.
     """
-    # What the images were to decide, they have decided.
+    # Options that --recipe auto leaves open have been decided by the images when the run started.
     if config.open_options:
         plain = RECIPES[config.recipe]()
         decided = [name for name in config.open_options if getattr(config, name) == getattr(plain, name)]
         config = dataclasses.replace(config, open_options=(), **{name: getattr(before, name) for name in decided})
 
-    # The state in its checkpoints is laid out by these options.
+    # Options that decide on the layout of the state in checkpoints cannot change.
     for option in options_with(Mark.SHAPES_STATE):
         asked, stored = getattr(config, option), getattr(before, option)
         if asked != stored:
@@ -197,7 +198,7 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 f"{flag(option)} is {asked}, and the run was started with {stored}; resume with that, or start another "
                 "run from its --weights."
             )
-    # Which images are held out was decided at its start; images that were trained on would be measured otherwise.
+    # Neither can those that decide on the images held out: images that were trained on would be evaluated.
     split = ("validation_fraction", "validation_fold", "group_by")
     for option in split:
         asked, stored = getattr(config, option), getattr(before, option)
@@ -206,14 +207,17 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 f"{flag(option)} is {asked}, and the run was started with {stored or 'none'}, which decided on the "
                 "images held out for validation; omit it, or start another run."
             )
+
+    # Options that were not given are as they were: first those that are decided at the start of a run.
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
-    # Other places of images or labels may not go with the stored split; whether they are the run's is checked later.
+    # Then the split of the images, unless these or their labels come from elsewhere now. Whether they are the run's
+    # images is checked later.
     places = ("validation_data", "validation_labels", "label_pattern")
     has_places = all(getattr(config, option) == getattr(before, option) for option in places)
     if has_places and (config.labels is None) == (before.labels is None):
         undecided += [option for option in split if getattr(config, option) is None]
-    # So are those that describe the run: without its price, what it has cost so far would be lost, and its note may be
-    # newer than the script that resumes it. Its tags stay beside those that are given, for the same reason.
+    # Then those that describe the run: without the price, its cost so far would be lost, and its note may be newer than
+    # the script that resumes it. For that reason its tags are kept, too, beside new ones.
     undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
     return dataclasses.replace(
         config,
@@ -239,9 +243,10 @@ def check_budget(config: TrainConfig, before: RunStatus, what: str) -> None:
 
 
 def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
-    """Return how a resumed run ended that would train nothing, or stop again at once, and a sentence that says so.
+    """Return the earlier result of a resumed run that has nothing to do, with a sentence that says so; else None.
 
-    Return None if there is more to do. Raise UsageError if that is so, and the dollars of ``--max-cost`` are spent.
+    A run has nothing to do if it has its epochs already, or would stop again at once. Raise UsageError if there is more
+    to do, but the dollars of ``--max-cost`` are spent.
     """
     if not config.resume:
         return None
@@ -253,7 +258,7 @@ def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
 
 
 def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str] | None:
-    """Return how a resumed run ended, and a sentence that says so; None if it would train on."""
+    """Return the result of a resumed run that would not train any step, and a sentence that says so; else None."""
     if not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
     before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
@@ -262,7 +267,8 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
 
     stop_reason = stop_reason_of(summary)
 
-    # It finished with as many epochs, or was stopped in an attempt at more, or by an option that is what it was.
+    # It finished with as many epochs; or it was stopped on the way to more epochs, and has those asked for now; or an
+    # option has stopped it that still has the same value.
     steps_per_epoch = -(-status.num_steps // before.epochs)
     has_all = status.status == "finished" and config.epochs <= before.epochs
     has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
@@ -272,7 +278,7 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
         return None
     try:
         result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
-    except TypeError:  # its summary is not there, or damaged
+    except TypeError:  # the summary is missing or damaged
         return None
     because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
     advice = ""
@@ -285,10 +291,10 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
 
 
 def prepare(config: TrainConfig, request: TrainRequest | None = None) -> PreparedRun:
-    """List the images of a run, and make the run this process's own.
+    """List the images of a run, and take ownership of it.
 
-    Takes options that :func:`settle_options` has returned. Writes nothing to the run but the claim. Raises UsageError
-    if the images are other ones than before, or if another process owns the run.
+    ``config`` is what :func:`settle_options` returns. Nothing is written but the claim of ownership. Raises UsageError
+    if the images of a resumed run have changed, or if another process owns the run.
 
     Example:
         >>> with prepare(settle_options(config)) as prepared:
@@ -304,19 +310,19 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     else:
         STARTUP.info("listing the images …")
         config, data = open_decided(config, store, request.loop)
-        if data.stored is not None:  # a resume: other images are refused before a document is replaced
+        if data.stored is not None:  # a resume: changed images are refused before any document is replaced
             listed, stored = (
                 Identity.of(config, images.classes, images.digest, images.labels_digest)
                 for images in (data.train, data.stored)
             )
             listed.check(stored, f"Run {name!r}")
 
-    if request.loop is None and config.loop is None:  # another loop may measure in its own way
+    if request.loop is None and config.loop is None:  # a user's loop may measure in its own way
         from raytrain.training.evaluation_metrics import check_number_of_classes
 
         check_number_of_classes(config.named_metrics, len(data.train.classes))
 
-    # Whoever owned the run until now may have begun it meanwhile, or written a checkpoint.
+    # Check again once the run is owned: its owner until now may just have started it, or written a checkpoint.
     claim = claim_run(store, name)
     try:
         _check_free(config, name, store)
@@ -337,9 +343,9 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
 
 
 def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) -> tuple[TrainConfig, Dataset]:
-    """Return the images that ``config`` names, and the options with all that the images and the weights decide.
+    """Return the options with everything that the images and the weights decide, and the images.
 
-    A ``loop`` of the user's own keeps the plain values of what is open: it may train another network in its own way.
+    With a ``loop`` of the user's own, open options keep their defaults: it may train another network in its own way.
     """
     from raytrain.data.dataset import open_dataset
 
@@ -369,12 +375,12 @@ def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun(TrainRequest):
-    """A run that may start: its data is listed, and this process owns it until the context manager is left.
+    """A run that may start: its images are listed, and this process owns it until the context manager is left.
 
     Attributes:
-        store: the run's place in storage, as only its owner may write to it.
+        store: the run's folder in storage, writable for its owner only.
         first_step: completed steps of its newest checkpoint; 0 if it has none.
-        log: what this process prints, which is copied to storage; None if the run trains beside others.
+        log: copies what this process prints to storage; None for a run of a group.
     """
 
     config: TrainConfig
@@ -397,11 +403,11 @@ class PreparedRun(TrainRequest):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The ``sys.argv`` of the workers: that of the script whose loop this is, or of a program without arguments."""
+        """The ``sys.argv`` of the workers: that of this process if the loop is a function of it, else only its name."""
         return tuple(sys.argv if self.loop is not None else sys.argv[:1])
 
     def copy_log(self) -> None:
-        """Copy what this process has printed, for those who follow the run: it is about to end."""
+        """Copy what this process has printed to storage now, because it is about to end."""
         if self.log is not None:
             self.log.copy()
 
@@ -416,10 +422,10 @@ class PreparedRun(TrainRequest):
     ) -> ResolvedConfig:
         """Return the options with everything decided.
 
-        The functions, which may ask all nodes of a cluster, are only called if their options need them; the last one,
-        which builds the network of the options, only on a GPU.
+        The functions, which may ask all nodes of a cluster, are only called if the options leave their question open;
+        the last one, which builds the network, only on a GPU.
         """
-        # The runs of a group share images, which each of them would decode.
+        # Decide on the decoder. Runs of a group share decoded images, and a GPU would decode them for each run.
         problem = "its runs share decoded images" if self.group and self.config.decoder == "auto" else None
         if self.config.transforms is not None:
             problem = "--transforms changes images on the CPU"
@@ -429,6 +435,7 @@ class PreparedRun(TrainRequest):
         if device == "cuda" and self.config.decoder == "auto" and problem is not None:
             STARTUP.info("images are decoded by the CPUs: %s", problem)
 
+        # Decide on everything else.
         check_recordable(self.config, device)
         suits = suits_channels_last or self._suits_channels_last
         resolved = self.config.resolve(
@@ -438,13 +445,13 @@ class PreparedRun(TrainRequest):
             mean=self.data.mean,
             std=self.data.std,
             fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
-            # The runs of a group share decoded images.
+            # Runs of a group share decoded images, so they have the same resizer.
             fastest_resizer=fastest_resizer() if self.config.resizer == "auto" and not self.group else "pillow",
             fastest_decoder=decoder,
             channels_last=device == "cuda" and self.config.channels_last == "auto" and suits(),
         )
 
-        # Allowed, as short runs and small data sets are good first tests, but hardly ever meant.
+        # Warn of settings that are allowed for short tests, but which are hardly ever meant.
         if self.loop is None and self.config.loop is None and not self.config.is_range_test:
             for sentence in useless_lengths(self.config):
                 warn_once(sentence)
@@ -459,14 +466,14 @@ class PreparedRun(TrainRequest):
     def _suits_channels_last(self) -> bool:
         """Return whether ``--channels-last auto`` is on, on a GPU, and report it.
 
-        It is off for a loop that does not build the network of the options, and for scripts that train by themselves.
+        It is off for a loop that does not build the network of ``--model``, and for an attached run.
         """
         from raytrain.config.user_code import load_optional
         from raytrain.training.memory_format import suits_channels_last  # imports torch, as the workers do meanwhile
         from raytrain.training.unused_options import names_in_code
 
         loop: Any = self.loop or load_optional("--loop", self.config.loop)
-        while isinstance(loop, partial) and loop.func.__module__.startswith("raytrain."):  # profile's, around another
+        while isinstance(loop, partial) and loop.func.__module__.startswith("raytrain."):  # raytrain.profile wraps it
             loop = loop.keywords.get("loop")
         builds_network = self.command != "attach" and (loop is None or "build_model" in names_in_code(loop))
         is_on = builds_network and suits_channels_last(self.config, len(self.data.train.classes))
@@ -475,10 +482,10 @@ class PreparedRun(TrainRequest):
         return is_on
 
     def scope(self) -> Scope | None:
-        """Return the scope of lent credentials: reading the images, and the run's own folder. None: no limit."""
+        """Return the scope of lent credentials: reading images, and writing the run's folder; None for no limit."""
         reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
         return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
 
     def skip_limit(self) -> SkipLimit:
-        """Return how many of the images may be skipped."""
+        """Return the limit on the number of images that may be skipped."""
         return SkipLimit(num_images=self.data.num_images, max_bad_fraction=self.config.max_bad_fraction)

@@ -1,7 +1,8 @@
 """The end of a worker's loop: its files are written and its exit functions are called, as at the end of a script.
 
-The workers of a run are killed, or end as forks do: Python itself writes and calls nothing then. So a file that a loop
-has left open would lack its last lines, and a tracker that the loop has opened, such as W&B's, would count as crashed.
+The workers of a run are killed, or end like forked processes: then Python neither flushes files nor calls exit
+functions. So a file that a loop has left open would lack its last lines, and a tracker that the loop has opened, such
+as W&B's, would count as crashed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 def ends_as_a_script() -> Iterator[None]:
     """At the end of this context, call the functions that were registered with :mod:`atexit` in it, and flush files.
 
-    As in Python, the function that was registered last is called first, and what one raises is printed. For processes
-    of workers, which do nothing else: all objects that exist at the beginning are left out of garbage collection.
+    As in Python, the function that was registered last is called first, and exceptions are printed. This is only for
+    processes of workers: all objects that exist at the beginning are left out of garbage collection from then on.
     """
     registered: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
     register, unregister = atexit.register, atexit.unregister
@@ -31,15 +32,15 @@ def ends_as_a_script() -> Iterator[None]:
         return function
 
     def forget(function: Callable[..., object]) -> None:
-        registered[:] = [each for each in registered if each[0] != function]
+        registered[:] = [entry for entry in registered if entry[0] != function]
         unregister(function)
 
-    gc.freeze()  # what there is now need not be looked through at the end, nor collected
+    gc.freeze()  # so that gc.get_objects() at the end returns only objects of the loop
     atexit.register, atexit.unregister = keep, forget
     try:
         yield
     finally:
-        while registered:  # one may register others
+        while registered:  # an exit function may register others
             function, args, options = registered.pop()
             try:
                 function(*args, **options)
@@ -47,9 +48,10 @@ def ends_as_a_script() -> Iterator[None]:
                 traceback.print_exc()
         atexit.register, atexit.unregister = register, unregister
 
-        # Text first: it goes to binary files. Older ones may belong to the process that this one was forked from.
-        opened = gc.get_objects()
+        # Flush text files first, since they write to binary ones. Files that existed before may belong to the process
+        # from which this one was forked.
+        objects = gc.get_objects()
         for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            for file in (sys.stdout, sys.stderr, *(each for each in opened if type(each) is kind)):
-                with suppress(OSError, ValueError):  # a pipe without a reader; closed
+            for file in (sys.stdout, sys.stderr, *(found for found in objects if type(found) is kind)):
+                with suppress(OSError, ValueError):  # a pipe without a reader, or a closed file
                     file.flush()

@@ -1,21 +1,21 @@
 """A run from its first document to its last, whoever trains it: the one loop that shows it, records it and ends it.
 
-A :class:`RunSession` stands between a run's workers and everybody else. The workers, and how they are started and
-ended, are behind a :class:`Launch`: on Ray, or on this machine without it. What they report arrives at the run's
-coordinator, which may be in another process. Every half second the session
+A :class:`RunSession` stands between a run's workers and everybody else. A :class:`Launch` starts and ends the workers,
+on Ray, or on this machine without it. They report to the run's coordinator, which may be in another process. Every half
+second the session
 
 1. takes a snapshot of the coordinator, queues its new rows for the trackers, and calls the caller's view;
-2. has the documents written that are due, in a thread of its own: storage may hang, and a stop must not wait for it;
-3. passes on requests to stop, in both directions: signals and requests in storage go to the workers, and what the
-   coordinator has got (``raytrain stop --address``) goes to the signals, which the caller may share with others;
-4. asks the coordinator whether the run ends.
+2. writes the documents that are due, in a thread of its own, because storage may hang, and a stop must not wait for it;
+3. passes on requests to stop, in both directions: signals and requests in storage go to the workers, and those that the
+   coordinator has got (``raytrain stop --address``) go to the signals, which the caller may share with other runs;
+4. asks the coordinator whether the run has ended.
 
-A run passes through the phases of :class:`RunPhase`. It stays unknown, and leaves nothing in storage, until its workers
-have found that its network, its weights and its options fit together: an error before that is raised as it is, as if
-the run had never been started. From then on, every end is written down: the result of the workers; that of the
-monitor, if too many images are bad or the loss is not finite; or what is known of workers that died without a word. If
-the session itself is interrupted, only a status is written. If the coordinator is lost, this status is "starting": the
-driver starts the run again, or marks it as failed.
+A run passes through the phases of :class:`RunPhase`. Nothing of it is written to storage until its workers have found
+that its network, its weights and its options fit together: an error before that is raised unchanged, as if the run had
+never been started. From then on, every end is written: the outcome that the workers reported; a failure that the
+monitor found, such as too many bad images or a loss that is not finite; or what is known of workers that died silently.
+If the session itself is interrupted, only a status is written. If the coordinator is lost, this status is "starting",
+because the driver starts the run again, or marks it as failed.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ class Launch(Protocol):
     """True if a stop that comes before the workers train may end them at once."""
 
     def start(self) -> Coordinator:
-        """Start the workers, their feed of images and their coordinator.
+        """Start the workers, their feed of images and their coordinator; return the coordinator.
 
-        The coordinator may be in another process. Then an object is returned that passes on each call, and raises
+        If the coordinator is in another process, the returned object passes on each call, and raises
         :class:`CoordinatorLost` if that process has died.
         """
         ...
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Take messages and look after the workers; called about twice a second while they train."""
+        """Handle messages and check the workers; called about twice a second while they train."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the processes of the workers have ended, at most ``timeout_s``; return whether they have."""
+        """Wait until the workers' processes have ended, or for ``timeout_s``; return whether they have ended."""
         ...
 
     def failure(self) -> str | None:
-        """Return why the workers ended, if they have ended without saying so themselves."""
+        """Return why the workers ended, if they could not report it themselves."""
 
     def end_workers(self, patience_s: float) -> None:
         """End the workers, if they do not end by themselves within ``patience_s`` seconds.
@@ -87,7 +87,7 @@ class Launch(Protocol):
         """
 
     def close(self, *, finished: bool) -> None:
-        """Leave nothing of the run behind; unless it is ``finished``, its workers may still train."""
+        """Release everything that belongs to the run; unless it is ``finished``, its workers may still train."""
 
 
 class RunPhase(Enum):
@@ -96,11 +96,11 @@ class RunPhase(Enum):
     UNKNOWN = auto()
     """Nothing of the run is in storage."""
     RECORDED = auto()
-    """The run's documents are in storage, and kept up to date."""
+    """The run's documents are in storage, and are kept up to date."""
     CONCLUDED = auto()
-    """The run has a result. Its workers may still be there: they did not say that it was over."""
+    """The run has a result, but its workers have not reported its end, and may still run."""
     OVER = auto()
-    """The run has a result, and its workers have ended by themselves."""
+    """The run has a result, and its workers have reported its end."""
 
 
 class RunSession:
@@ -125,12 +125,12 @@ class RunSession:
         self._notification = Notification(notify_target(prepared.config) if prepared.notifies else None)
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
         self._max_dollars = prepared.config.max_cost
-        self._reported_gpus: set[str] = set()  # without a price
+        self._reported_gpus: set[str] = set()  # types of GPUs without a price, of which an event has told
         self._tracking = Tracking(prepared.trackers)
         self._recording = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._pictures = SuspiciousPictures(prepared.store, prepared.data)
         self._picturing = Background(self._pictures.update)  # reads images, which takes longer than a stop may wait
-        self._cursor = START  # of the rows that the view has
+        self._cursor = START  # after the rows that the view has got
         self._phase = RunPhase.UNKNOWN
         self._gathering: Gathering | None = Gathering(launch.config, prepared.loop, prepared.first_step)
 
@@ -139,7 +139,7 @@ class RunSession:
         return self
 
     def watch(self) -> TrainResult:
-        """See the run to its end: show it, pass on requests to stop, write its documents.
+        """Show the run, pass on requests to stop, and write its documents, until it ends; return the result.
 
         A stop that comes before the workers train ends the run at once. Raises TrainingFailed if the run fails, and
         :class:`CoordinatorLost` if its coordinator dies.
@@ -147,7 +147,8 @@ class RunSession:
         signals = self._prepared.signals
         ending = self._monitor.ending()
         stopped_before_training = False
-        # A request that was meant for the attempt before. What is left of the run may take less than a second.
+        # If this is a restart, a request that the attempt before did not get is passed on now: what is left of the run
+        # may take less than a second.
         if self._prepared.restarting and (stored := self._recorder.stop_request()) is not None:
             signals.request_stop(stored)
             self._monitor.request_stop(stored)
@@ -163,7 +164,7 @@ class RunSession:
                 signals.request_stop(request)
             if signals.stop_request is not None and snapshot.stop_request is None:
                 self._monitor.request_stop(signals.stop_request)
-                # The snapshot is some time old: workers that began to train meanwhile stop by themselves.
+                # The workers may have begun to train since the snapshot was taken; then they stop by themselves.
                 is_starting = self._monitor.snapshot(START).status == "starting"
                 stopped_before_training = is_starting and self._launch.ends_workers
                 if stopped_before_training:
@@ -175,8 +176,8 @@ class RunSession:
             self._print_lines_of_workers()
             ending = self._monitor.ending()
 
-        # From here on, nothing more of the workers may reach the run's documents. If the loop has failed on one of
-        # them, worker 0 may still send its last files to the bucket.
+        # End the workers. From here on, nothing of theirs may reach the run's documents. If the loop has failed on one
+        # of them, worker 0 may still send its last files to the bucket.
         sends_files = isinstance(ending.error, LoopFailed) and self._prepared.store.cloud is not None
         self._launch.end_workers(_FILES_SENT_WITHIN_S if sends_files else 0.0)
         self._print_lines_of_workers()
@@ -203,7 +204,7 @@ class RunSession:
                 print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
 
     def _show(self) -> Snapshot:
-        """Return a snapshot of the run, after its rows are queued for the trackers and its view has seen it."""
+        """Take a snapshot of the run, queue its rows for the trackers, show it in the view, and return it."""
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
         self._cursor = snapshot.cursor
         self._tracking.update(snapshot)
@@ -213,14 +214,14 @@ class RunSession:
         return snapshot
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due, in the background; return a stop request that lay in storage."""
+        """Write the documents that are due; return a stop request found in storage. Runs in the background."""
         self._write_first_documents()
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 
     def _write_first_documents(self) -> None:
-        """Make the run known by its first documents, and write this attempt's provenance; each once."""
-        # A stop request in storage stays if this process restarts the run.
+        """Write the run's first documents, by which others know that it exists, and this attempt's provenance."""
+        # Once: the manifests and the configuration. A stop request in storage stays if this process restarts the run.
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
             prepared.data.write(prepared.store)
@@ -231,20 +232,20 @@ class RunSession:
             )
             self._phase = RunPhase.RECORDED
 
-        # What is different from the attempt before is an event.
+        # Once: the provenance. An event says what differs from the attempt before.
         if (gathering := self._gathering) is None:
             return
         self._gathering = None
         try:
             difference = record_provenance(self._prepared.store, gathering.finish())
-        except StorageError as error:  # the run does not need it
+        except StorageError as error:  # the run goes on without this document
             self._monitor.event(DocumentLost(PROVENANCE, str(error)))
             return
         if difference:
             self._monitor.event(ProvenanceChanged(difference))
 
     def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
-        """Return the outcome that the workers reported; if they could not, one made of what is known of their end."""
+        """Return the outcome that the workers reported, or, if they did not, one from what is known about their end."""
         prepared, reason = self._prepared, ending.reason
         if reason is None and ending.outcome is not None:
             return ending.outcome
@@ -252,7 +253,7 @@ class RunSession:
         if reason is None and stopped_before_training:
             return Outcome(status="stopped", progress=progress)
 
-        # A failure. Its sentence says how to resume the run; storage that does not answer may have a checkpoint.
+        # It is a failure. The sentence says how to resume the run, unless storage answers that there is no checkpoint.
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
         has_checkpoint = True
         with suppress(StorageError):
@@ -271,16 +272,18 @@ class RunSession:
         return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
 
     def _conclude(self, outcome: Outcome) -> TrainResult:
-        """Write the summary and the rest of the history, and end the trackers; return the result.
+        """Write the summary and the rest of the history, end the trackers, and return the result.
 
-        Raises StorageError if storage is out of reach, unless the run failed: then the reason of that matters more, and
-        may be storage itself.
+        Raises StorageError if storage is out of reach, unless the run failed: the reason of that matters more, and may
+        be storage itself.
         """
         self._recording.close()
         unless_failed = suppress(*([StorageError] if outcome.error else []))
         with unless_failed:
             self._write_first_documents()
         self._phase = RunPhase.CONCLUDED
+
+        # End the history with the result, and show the last rows; then write the summary.
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
         result = self._recorder.result(outcome, snapshot, self._launch.num_workers, self._launch.config.best_metric)
         self._monitor.finish(outcome.status, result)
@@ -289,8 +292,10 @@ class RunSession:
         self._pictures.update(snapshot)
         with unless_failed:
             self._recorder.conclude(result, snapshot)
+
+        # Trackers may report events at their end, too. A run that starts again at once sends no message.
         self._tracking.finish(result)
-        self._recorder.log_events(self._show())  # what trackers reported at the end
+        self._recorder.log_events(self._show())
         starts_again = result.accumulate is not None and self._prepared.config.accumulate == "auto"
         if not starts_again:
             self._notification.send(message_of(result))
@@ -300,9 +305,9 @@ class RunSession:
         if self._gathering is not None:
             self._gathering.close()
         if kind is not None:
-            with suppress(RaytrainError):  # a coordinator that has died holds the last lines back
+            with suppress(RaytrainError):  # if the coordinator has died, the last lines are lost
                 self._print_lines_of_workers()
-            # Interrupted: the trackers end as those of a failed run, and a run without a result gets a status.
+            # The session was interrupted: trackers end as for a failed run, and a run without a result gets a status.
             self._tracking.abort()
             self._picturing.close(0.0)
             if self._recording.close(_ABORTED_WITHIN_S) and self._phase is RunPhase.RECORDED:
@@ -314,4 +319,4 @@ class RunSession:
                     self._notification.send({"text": f"Run {name} was {status}", "name": name, "status": status})
         self._launch.close(finished=self._phase is RunPhase.OVER)
         self._notification.wait()
-        del self._launch  # otherwise what it holds in a cluster stays until Python looks for cycles of references
+        del self._launch  # otherwise its objects in the cluster live until Python's garbage collection

@@ -1,4 +1,4 @@
-"""Images that runs of one machine share, such as the trials of a sweep: decoded once for all of them."""
+"""Images that runs on one machine share, such as the trials of a sweep: decoded once for all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raytrain.runs.history import History
 
 
 class SharedImages(RunMonitor):
-    """Images that runs of this machine share, decoded once, while it is open.
+    """Images that runs on this machine share while this is open, decoded once.
 
-    ``cache`` is None if they do not fit. As a monitor, it takes the images that no run can use.
+    ``cache`` is None if they do not fit into memory. As a monitor, it collects the images that no run can use.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
@@ -36,8 +36,8 @@ class SharedImages(RunMonitor):
         self._opened.close()
 
     def poll(self) -> tuple[Snapshot, str | None]:
-        """Return a snapshot, with the images that cannot be used and a request to stop all runs; and why they must end.
+        """Return a snapshot, and why the runs must end, or None if they may continue.
 
-        The reason is None if they may continue.
+        The snapshot has the number of images that cannot be used, and a request to stop all runs.
         """
         return self.snapshot(), self.failure

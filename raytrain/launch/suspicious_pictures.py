@@ -1,7 +1,7 @@
-"""Pictures of the training images whose labels look wrong, in the run's documents.
+"""Pictures of the training images whose labels look wrong, in ``suspicious-labels.json``, which the page shows.
 
-The workers report numbers of images. The driver has their manifest and may read their files, so it writes the document
-that the page shows: ``suspicious-labels.json``.
+The workers report these images as rows of the manifest. The driver has the manifest, and may read the files, so it
+writes the document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_SIDE = 96  # pixels
 
 
 class SuspiciousPictures:
-    """Writes the images that a run's snapshots name into the run's ``store``; ``data`` are those that it trains on.
+    """Writes the suspicious images in a run's snapshots into the run's ``store``; ``data`` is the run's data set.
 
     Example::
 
@@ -40,14 +40,15 @@ class SuspiciousPictures:
         self._image_of: dict[int, str | None] = {}  # data URLs by sample; None if an image cannot be read
 
     def update(self, snapshot: Snapshot) -> None:
-        """Write the images of ``snapshot``, unless they are written. Storage that is out of reach may be back later."""
+        """Write the suspicious images of ``snapshot``, unless they are written; if that fails, try next time."""
         labels = snapshot.suspicious
         if not labels or labels == self._written:
             return
         train = self._data.train
-        # A picture is not worth the run: storage may be out of reach, or the process that decodes cannot start.
+        # Errors are ignored, because the run does not need pictures: storage may be out of reach, or no process may
+        # start to decode.
         with suppress(RaytrainError, OSError, RuntimeError):
-            # Those that are in memory are not read again: most stay the same from one evaluation to the next.
+            # Most images stay the same from one evaluation to the next, so those in memory are not read again.
             samples = [label.sample for label in labels]
             self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
             if new := [sample for sample in samples if sample not in self._image_of]:
@@ -71,9 +72,9 @@ class SuspiciousPictures:
 
 
 def read_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
-    """Return training images, up to ``max_side`` pixels wide and high, each uint8 (H, W, C); None if it is unreadable.
+    """Return training images, up to ``max_side`` pixels wide and high, each uint8 (H, W, C), or None if unreadable.
 
-    Raises StorageError.
+    Raises StorageError if storage is out of reach.
     """
     (height, width, channels), cropping, _ = data.evaluation_format
     factor = min(1.0, max_side / max(height, width))

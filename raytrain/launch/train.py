@@ -1,9 +1,9 @@
-"""`raytrain.train`, `raytrain.stop`, and a run beside its caller with a handle.
+"""`raytrain.train`, `raytrain.stop`, and a handle of a run that trains in a thread.
 
-The path of a run, each function named by what it adds: :func:`train` checks what was asked, :func:`start_run` opens
-trackers and starts again with more microbatches if memory does not suffice, ``_train_with_restarts`` starts again if
-the coordinator is lost, and ``_train_on_ray`` or ``_train_locally`` prepares the run, starts its workers, and sees it
-to its end.
+Each function on the path of a run adds one thing: :func:`train` checks the options, :func:`start_run` opens trackers
+and starts the run again with more microbatches if memory does not suffice, ``_train_with_restarts`` starts it again if
+its coordinator is lost, and ``_train_on_ray`` or ``_train_locally`` prepares it, starts its workers, and watches it to
+its end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(
     trackers: Trackers = (),
     started_at: float | None = None,
 ) -> TrainResult:
-    """Train as :func:`raytrain.train` does, which says what the arguments are; without a ``view``, show nothing.
+    """Train like :func:`raytrain.train`, where the arguments are described; without a ``view``, show nothing.
 
     Example: ``train(config, view=lambda snapshot: print(snapshot.step))``
     """
@@ -68,15 +68,15 @@ def train(
 
 def start_run(config: TrainConfig, request: TrainRequest, trackers: Trackers = ()) -> TrainResult:
     """Train; with ``--accumulate auto``, start again with more microbatches as long as memory does not suffice."""
-    fits_by_trial = config.accumulate == "auto"
+    chooses_microbatches = config.accumulate == "auto"
     while True:
-        # A tracker ends with the attempt that it was opened for.
+        # Trackers are opened for each start, because they are closed at its end.
         opened = open_trackers(config.track, trackers)
         try:
             return _train_with_restarts(config, dataclasses.replace(request, trackers=opened))
         except TrainingFailed as failed:
             name, microbatches = failed.summary.get("name"), failed.summary.get("accumulate")
-            if not fits_by_trial or microbatches is None:
+            if not chooses_microbatches or microbatches is None:
                 raise
             # The workers have found a number of microbatches that may fit.
             _log.warning(
@@ -93,7 +93,7 @@ def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainRes
     restarts_left = config.max_failures
     while True:
         config = settle_options(config)
-        # Runs of a sweep have been asked already, and a restart has work left.
+        # A resume may have nothing to do. Trials of a sweep were checked before, and a restart always has work left.
         if request.group is None and not request.restarting and (ended := already_trained(config)) is not None:
             result, sentence = ended
             _log.warning(sentence)
@@ -113,7 +113,7 @@ def _train_locally(config: TrainConfig, request: TrainRequest) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the images are listed."""
     from raytrain.launch.local.local_launch import AgentProcess, LocalLaunch
 
-    # Refused before a process is started.
+    # Too many workers are refused before any process starts.
     check_room(config, machine_hardware(config.gpus))
     agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
     with closing(agent), prepare(config, request) as prepared:
@@ -123,10 +123,10 @@ def _train_locally(config: TrainConfig, request: TrainRequest) -> TrainResult:
 
 
 def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
-    """Train on a Ray cluster. It starts, and Ray and torch are imported, while the images are listed."""
+    """Train on a Ray cluster. The cluster starts, and Ray and torch are imported, while the images are listed."""
     hardware = machine_hardware(config.gpus)
     with _cluster(config, lambda: check_room(config, hardware)) as join, prepare(config, request) as prepared:
-        # The images are listed: now wait for what was started meanwhile.
+        # The images are listed: now wait for the imports and the cluster.
         STARTUP.info("importing Ray and torch …")
         cluster = join()
         from raytrain.launch.ray.cluster_watch import wait_for_machines
@@ -142,9 +142,9 @@ def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
 
 @contextmanager
 def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> Iterator[Callable[[], Connection]]:
-    """Open a cluster, and yield a function that joins it. Meanwhile Ray and torch are imported, which takes seconds."""
+    """Open a cluster, import Ray and torch in a thread, which takes seconds, and yield a function that joins both."""
     with Connection(config.address, config.gpus, check) as cluster:
-        # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
+        # Not a daemon thread: Python would stop that within an import at its end, and hang at the import's lock.
         importing = Thread(target=importlib.import_module, args=("raytrain.launch.ray.ray_launch",), name="imports")
         importing.start()
 
@@ -179,8 +179,8 @@ def stop(name: str, *, storage: Location = "./runs", address: str | None = None,
     Args:
         name: the name of the run or the sweep.
         storage: where the run is stored; it looks for requests there every second.
-        address: the Ray cluster that the run, which is no sweep, trains on, to ask its coordinator at once; by default
-            the request is left in its storage alone.
+        address: the Ray cluster on which the run trains, to ask its coordinator directly; not for a sweep. By default,
+            the request is only written into its storage.
         reason: a text that the run shows as the reason of its stop; by default the name of this host.
 
     Raises:
@@ -192,7 +192,7 @@ def stop(name: str, *, storage: Location = "./runs", address: str | None = None,
     """
     storage = os.fspath(storage)
     request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
-    # A run looks into its storage every second. Its cluster passes the request on at once.
+    # Leave the request in storage, or pass it to the run's coordinator.
     if address is None:
         request_stop(storage, name, request)
         return
@@ -234,7 +234,7 @@ class RunHandle:
 
     @property
     def done(self) -> bool:
-        """True if the run has ended, one way or another."""
+        """True if the run has ended, also by an error."""
         return self._result.done()
 
     def stop(self, reason: str = "stop() of its handle") -> None:
@@ -247,7 +247,7 @@ class RunHandle:
         Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s`` seconds.
         """
         wait([self._result], timeout_s)
-        if not self.done:  # not the future's own: in Python 3.10 that is no TimeoutError
+        if not self.done:  # the future's own exception is no TimeoutError in Python 3.10
             raise TimeoutError(f"The run has not ended within {timeout_s} s; stop() asks it to.")
         return self._result.result()
 
@@ -260,7 +260,7 @@ class RunHandle:
             self._result.set_result(result)
         except BaseException as error:
             if self._on_failure is not None:
-                self._on_failure(error)  # first: who waits for the result may end this process
+                self._on_failure(error)  # before the result is set, after which the caller may end this process
             self._result.set_exception(error)
 
     def _update(self, snapshot: Snapshot) -> None:

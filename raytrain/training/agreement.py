@@ -1,9 +1,9 @@
-"""Checks that all workers have the same, by small sums of it, and gives them the weights of worker 0.
+"""Checks that all workers have the same tensors, names and metrics, and gives them the weights of worker 0.
 
-Workers that compute what one would have the same weights after each step, call the run equally often, and log the same
-names. To compare all of that would take as much traffic as the gradients, so digests of it are compared: of a tensor
-four sums, of anything else a number d and its square. One all-reduce adds up both over the N workers, and (Σd)² = N ·
-Σd² if and only if all numbers are the same (Cauchy and Schwarz).
+If training is correct, all workers have the same weights after each step, call the run equally often, and log the same
+names. Comparing the weights themselves would take as much traffic as the gradients, so digests are compared: four sums
+of a tensor, or a number d and its square for anything else. One all-reduce adds up both over the N workers, and
+(Σd)² = N · Σd² if and only if all numbers d are equal (Cauchy and Schwarz).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import OWN_COLUMNS
 
-_NOT_A_NUMBER, _INFINITE = 2e299, 1e300  # what stands for them in sums that are compared
-_ROUNDINGS = 16  # by how many a tensor may differ in a step, relative to its norm
+_NOT_A_NUMBER, _INFINITE = 2e299, 1e300  # stand for NaN and infinity in sums that are compared
+_ROUNDINGS = 16  # rounding errors by which a tensor may differ after a step, relative to its norm
 
 
 def broadcast_weights(model: nn.Module) -> None:
     """Give ``model`` the parameters and buffers that it has on worker 0."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # bytes: one broadcast for all types
+    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # as bytes, so that one broadcast suffices
     if not rows:
         return
     together = torch.cat(rows)
     dist.broadcast(together, src=0)
     for tensor, row in zip(tensors, together.split([len(row) for row in rows]), strict=True):
-        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins at an address for any type
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned, so that its address is aligned
 
 
 def find_not_on_all(tensors: Mapping[str, Tensor], world_size: int) -> list[str]:
@@ -53,8 +53,8 @@ def find_not_on_all(tensors: Mapping[str, Tensor], world_size: int) -> list[str]
 def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.device) -> list[str]:
     """Return the names of the ``tensors`` that differ between workers after ``step`` steps; the same on each worker.
 
-    Sums are compared, not the tensors: the host waits for the device once, and one small all-reduce serves all.
-    Processors of several kinds round in different ways, so numbers may drift apart by their precision.
+    Sums of the tensors are compared, by one small all-reduce for all of them, for which the host waits once. Different
+    kinds of processors round differently, so the sums may differ by the precision of the numbers.
     """
     if not tensors:
         return []
@@ -63,7 +63,7 @@ def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.devic
     extremes = torch.stack([digests, -digests])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     spread = (extremes[0] + extremes[1]).amax(dim=1)
-    # Roundings of random directions grow with the square root of their number. Integers may not differ at all.
+    # The sum of random rounding errors grows with the square root of their number. Integers must not differ at all.
     precisions = [
         torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
         for tensor in tensors.values()
@@ -74,15 +74,15 @@ def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.devic
 
 
 def digest_of_tensors(tensors: Iterable[Tensor]) -> list[float]:
-    """Return four sums of each tensor: if one changes, so do they. The host waits for the device once."""
+    """Return four sums of each tensor, which change if the tensor does. The host waits for the device once."""
     digests = [_digest(tensor.detach()) for tensor in tensors]
     return torch.stack(digests).flatten().tolist() if digests else []
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return sums of all, of each second and of each third element, and the norm: float64 (4,).
+    """Return the sums of all, of every second and of every third element, and the norm: float64 (4,).
 
-    NaN and infinity become numbers, which can be compared.
+    NaN and infinity are replaced by numbers, which can be compared.
     """
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     sums = [values[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3)]
@@ -104,15 +104,17 @@ def digest_of(value: object) -> tuple[int, int]:
 
 
 def digests_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether all workers have the same :func:`digest_of` something, given the ``sums`` of both numbers."""
+    """Return whether all workers had equal digests, given the ``sums`` over the workers of both numbers of
+    :func:`digest_of`.
+    """
     digests, squares = map(int, sums)
     return digests**2 == squares * world_size
 
 
 def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
-    """Return the metrics that an evaluation has ``measured``: those of worker 0, on all workers.
+    """Return the metrics that an evaluation has ``measured`` on worker 0, on all workers.
 
-    Raises UsageError, on all of them, if they differ: they would decide differently whether to stop.
+    Raises UsageError on all workers if theirs differ, because they would decide differently whether to stop.
     """
     try:
         numbers = {name: float(value) for name, value in measured.items()}

@@ -21,9 +21,9 @@ _FLIP, _DOWN, _RIGHT, _NUMBERS_PER_IMAGE = range(4)  # columns of an image's ran
 class Augment:
     """Turns images, uint8 (B, H, W, C) with B at least 1, into the network's input (B, C, *size).
 
-    Images are resized, augmented for training, and normalised. The size depends on the epoch if ``--image-size`` says
-    so. The result is float32 (float64 with that precision), in the configured memory format, on the device of the
-    images. Without ``crops``, training images have been cropped already, as before the user's own transforms.
+    Images are resized, augmented for training, and normalised. The size depends on the epoch if ``--image-size`` has
+    two sizes. The result is float32, or float64 with that precision, in the configured memory format, on the device of
+    the images. Without ``crops``, training images were cropped before, as with the user's own transforms.
 
     The random numbers of an image depend only on the seed, the epoch and the draw. So an image looks the same in any
     batch, on any worker or device, and after a resume.
@@ -56,18 +56,18 @@ class Augment:
 
         if self.crops:
             pixels = crop_and_resize(pixels, draws, epoch, self.config)
-        else:  # a black image in place of none has the size of a source
+        else:  # a placeholder still has the size of the source images
             pixels = _resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs), self.config)
         if self.augmentation:
             pixels = self.augmentation(pixels.round().to(torch.uint8), draws, epoch)
 
-        # Flips and shifts are one gather on the device for the whole batch.
+        # Flip and shift, by one gather on the device for the whole batch.
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
         numbers = uniform(mix(seed, epoch), draws, _NUMBERS_PER_IMAGE)
         if self.config.flip == "alternating":  # below 0.5 in every second epoch (Jordan 2024)
             numbers[:, _FLIP] = (uniform(mix(seed), draws, _NUMBERS_PER_IMAGE)[:, _FLIP] + epoch / 2) % 1
-        on_device = torch.from_numpy(numbers).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
+        on_device = torch.from_numpy(numbers).to(pixels.device, non_blocking=True)  # without waiting for the GPU
         return self._normalise(*self._flip_and_shift(pixels, on_device))
 
     def evaluate(self, images: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Augment:
         return self._normalise(_resize(images.permute(0, 3, 1, 2), self.config.full_image_size, self.config))
 
     def _flip_and_shift(self, pixels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Flip and shift ``pixels``, (B, C, H, W), as the random ``numbers``, (B, 3), choose, and keep their dtype.
+        """Flip and shift ``pixels``, (B, C, H, W), by the random ``numbers``, (B, 3); their dtype stays the same.
 
         Return also a mask, bool (B, 1, H, W), of the pixels that come from inside the image.
         """
@@ -94,7 +94,7 @@ class Augment:
     def _normalise(self, pixels: Tensor, inside: Tensor | None = None) -> Tensor:
         """Convert to the network's dtype and memory format; pixels that are not ``inside`` become 0."""
         self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
-        # A copy; on a CPU in the memory of a batch that nobody has any more, which an exported program does not have.
+        # Copy the pixels. On a CPU, the copy reuses the memory of an earlier batch, unless a program is being exported.
         if pixels.device.type != "cpu" or torch.compiler.is_compiling():
             planes = pixels.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
         else:
@@ -111,9 +111,9 @@ def _within(index: Tensor, size: int) -> Tensor:
 
 
 def crop_and_resize(pixels: Tensor, draws: Int64s, epoch: int, config: ResolvedConfig) -> Tensor:
-    """Return the part of each image of ``draws``, (B, C, H, W), that ``epoch`` sees, in the size of that epoch.
+    """Return the images of ``draws``, (B, C, H, W), in the size of ``epoch``; cached images are cropped first.
 
-    Whole images in a cache are cropped here, others where they are decoded.
+    A cache has whole images; all others were cropped when they were decoded.
     """
     if config.cache_side is not None:
         pixels = _crop(pixels.to(_dtype(config)), crop_numbers(config.seed, epoch, draws), config)
@@ -131,7 +131,7 @@ def _resize(pixels: Tensor, size: Size, config: ResolvedConfig) -> Tensor:
 
 
 def _crop(pixels: Tensor, numbers: Floats, config: ResolvedConfig) -> Tensor:
-    """Crop the box that ``numbers`` (B, 4) choose from each image (B, C, H, W), and resize it to the image size."""
+    """Crop a box that ``numbers`` (B, 4) determine from each image (B, C, H, W), and resize it to the image size."""
     height, width = pixels.shape[2:]
     left, top, right, bottom = crop_boxes((height, width), numbers).T  # (B,) each
     zero = np.zeros_like(left)
@@ -140,4 +140,4 @@ def _crop(pixels: Tensor, numbers: Floats, config: ResolvedConfig) -> Tensor:
     boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels, non_blocking=True)  # (B, 2, 3)
     grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.full_image_size], align_corners=False)
     crops = F.grid_sample(pixels, grid, mode=config.interpolation, padding_mode="border", align_corners=False)
-    return crops.clamp(0, 255)  # bicubic goes beyond
+    return crops.clamp(0, 255)  # bicubic interpolation overshoots

@@ -1,9 +1,10 @@
 """Random changes of a batch of images, with random numbers of each image's own: `raytrain.Augmentation`.
 
-An augmentation is a sequence of steps. In each, every image gets one operation with a magnitude of its own, possibly
-none. Which ones is decided on the host, in a few lines of NumPy for the batch, by random numbers at positions of a
-generator that depend on the seed, the epoch and the sample alone. So an image looks the same in any batch, in any
-process, on any device and after a resume. What the operations compute is in :mod:`raytrain.training.image_operations`.
+An augmentation is a sequence of steps. In each step, every image gets one operation, perhaps the identity, with a
+magnitude of its own. Operations and magnitudes are drawn on the host, in a few lines of NumPy for the whole batch, by a
+generator whose position depends only on the seed, the epoch and the sample. So an image looks the same in any batch, in
+any process, on any device and after a resume. The operations themselves are in
+:mod:`raytrain.training.image_operations`.
 
 The distributions are those of torchvision's transforms of the same names.
 """
@@ -45,7 +46,7 @@ _HAS_SIGN = np.array([Operation.SHEAR_X <= operation <= Operation.SHARPNESS for 
 def magnitudes_of(policy: str, size: Size) -> Floats:
     """Return the magnitudes of each operation of a policy for images of this height and width, float64 (14, levels).
 
-    Those of torchvision to the last bit, because a solarized pixel may be just at a threshold.
+    They are equal to torchvision's to the last bit, because a pixel may be just at the threshold of solarize.
 
     Example: ``magnitudes_of("rand", (224, 224))[Operation.ROTATE, 9] == 9`` degrees
     """
@@ -62,7 +63,7 @@ def magnitudes_of(policy: str, size: Size) -> Floats:
 
 
 def _linspace(start: float, end: float, count: int) -> Floats:
-    """Return the numbers of ``torch.linspace``: float32, each counted from the end that is nearer, rounded once."""
+    """Return the numbers of ``torch.linspace``: float32, each computed from the nearer end, and rounded once."""
     first, last = np.float32(start), np.float32(end)
     step, index = np.float64((last - first) / np.float32(count - 1)), np.arange(count)
     values = np.where(index < count // 2, first + step * index, last - step * index[::-1])
@@ -88,7 +89,7 @@ class Augmentation:
         color_jitter: change brightness, contrast and saturation by up to this fraction, in a random order.
         blur: fraction of the images that are blurred, by a Gaussian of 0.1 to 2 pixels.
         random_erasing: fraction of the images of which a random box gets the colour ``fill``.
-        fill: colour of what an operation uncovers, from 0 to 255: a number, or one for each channel.
+        fill: colour of pixels that an operation uncovers, from 0 to 255: a number, or one for each channel.
         seed: any whole number.
 
     Raises UsageError for a policy that does not exist, and for numbers that the options of a run do not take, either.
@@ -118,7 +119,7 @@ class Augmentation:
         self._fill = torch.from_numpy(colours.astype(np.float32)).reshape(-1, 1, 1)  # (C, 1, 1)
 
     def __bool__(self) -> bool:
-        """Return whether it changes anything."""
+        """Return whether this augmentation changes anything."""
         return any((self.auto_augment, self.rotation, self.color_jitter, self.blur, self.random_erasing))
 
     def __call__(self, images: Tensor, samples: Tensor | Sequence[int] | Int64s, epoch: int = 0) -> Tensor:
@@ -166,13 +167,13 @@ class Augmentation:
         return images
 
     def _numbers(self, stream: int, samples: Int64s, epoch: int, count: int) -> Floats:
-        """Return ``count`` random numbers in [0, 1) for each sample, for one purpose, float64 (count, m)."""
+        """Return ``count`` random numbers in [0, 1) for each sample, float64 (count, m). Each use has a ``stream``."""
         return uniform(mix(self.seed, epoch, _KEY, stream), samples, count).T
 
     def steps(self, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
-        """Yield the operations on each of ``samples``, (m,), in ``epoch``, if images have this height and width.
+        """Yield the operations on each of ``samples``, (m,), in ``epoch``, for images of this height and width.
 
-        All but AugMix, which is a mixture of other images, and the boxes that are erased.
+        AugMix and erased boxes are not among them, because they are no such operations.
         """
         if self.auto_augment is not None:
             yield from self._automatic_steps(self.auto_augment, samples, epoch, size)
@@ -211,7 +212,7 @@ class Augmentation:
         """Return images mixed with three chains of one to three operations on each (Hendrycks et al. 2020)."""
         magnitudes = magnitudes_of("augmix", (images.shape[2], images.shape[3]))
 
-        # Uniform shares that add up to 1: of the image itself, and of each chain.
+        # Random shares that add up to 1: that of the image itself, and that of each chain.
         own, *parts = self._numbers(_SHARES, samples, epoch, 1 + _NUM_CHAINS)
         parts = -np.log1p(-np.stack(parts))  # exponential
         shares = np.stack([own, *((1 - own) * parts / parts.sum(0))]).astype(np.float32)  # (4, m)
@@ -239,17 +240,19 @@ class Augmentation:
         aspects = np.exp(_between(np.log(_ASPECTS[0]), np.log(_ASPECTS[1]), aspects))
         heights, widths = np.round(np.sqrt(areas * aspects)), np.round(np.sqrt(areas / aspects))  # (10, m)
 
-        # The first box that fits.
+        # Take the first of the ten boxes that fits into the image.
         fits = (heights < height) & (widths < width)
         first = fits.argmax(axis=0)[None]
         is_erased = fits.any(axis=0) & (chance < self.random_erasing)
-        box_heights, box_widths = (np.take_along_axis(each, first, axis=0)[0] * is_erased for each in (heights, widths))
+        box_heights, box_widths = (
+            np.take_along_axis(of_tries, first, axis=0)[0] * is_erased for of_tries in (heights, widths)
+        )
         top, left = np.floor(top * (height - box_heights + 1)), np.floor(left * (width - box_widths + 1))
         return np.stack([top, left, top + box_heights, left + box_widths], axis=1).astype(np.int64)
 
 
 def _option(name: str, value: Any) -> Any:
-    """Return the ``value`` of an option as a plain one; raise UsageError if a run would not take it."""
+    """Return the ``value`` of an option as a plain value; raise UsageError if a run would not take it."""
     plain = read_value(name, value, hints_of(AugmentationOptions)[name])
     if name != "auto_augment":
         check_limit(AugmentationOptions, name, plain)
@@ -265,7 +268,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _signed(operations: Operations, magnitudes: Floats, numbers: Floats) -> Floats:
-    """Return the magnitudes of operations, half of them negative if the operation has two directions."""
+    """Return the magnitudes of operations, negative for half of the images if the operation has two directions."""
     return np.where(_HAS_SIGN[operations] & (numbers < 0.5), -magnitudes, magnitudes)
 
 

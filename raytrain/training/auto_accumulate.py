@@ -1,8 +1,8 @@
-"""Out of memory: in how many microbatches a global batch fits, found by trial, or reported when a run meets its limit.
+"""Out of memory: finds by trial into how many microbatches a global batch must be divided, and reports it.
 
-With ``--accumulate auto`` each worker tries, before the first step, whether a step of its images fits into its memory:
-at once, in two microbatches, in four, and so on. All workers take the most that any of them needs. A run whose memory
-does not suffice later ends with the number of microbatches to try next, with which it is started again.
+With ``--accumulate auto``, each worker tries before the first step whether a step of its images fits into its memory:
+at once, in two microbatches, in four, and so on. All workers use the largest number that any of them needs. If memory
+runs out later, the run ends with the number of microbatches to try next, and is started again with that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from raytrain.training.weight_average import WeightAverage
 
 
 def check_memory(run: Run) -> None:
-    """Raise OutOfMemory on all workers, with how many microbatches fit, by trial; UsageError if no image fits."""
-    # Find the fewest microbatches, a power of two, in which this worker can compute its images; too many if none do.
+    """Try a step. Raise OutOfMemory on all workers if it needs more microbatches, UsageError if not one image fits."""
+    # Find the fewest microbatches, a power of two, in which this worker can compute its images. If no number suffices,
+    # it ends above the number of images in a batch.
     num_microbatches = 1
     while num_microbatches < 2 * run.plan.batch_size and not _fits(run, num_microbatches):
         num_microbatches *= 2
@@ -36,7 +37,7 @@ def check_memory(run: Run) -> None:
 
 
 def _fits(run: Run, num_microbatches: int) -> bool:
-    """Return whether this worker can compute its images of the largest of ``num_microbatches`` of a global batch."""
+    """Return whether this worker's images of the largest of ``num_microbatches`` fit into its memory."""
     plan = replace(run.plan, accumulate=num_microbatches)
     partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
     num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))
@@ -45,21 +46,21 @@ def _fits(run: Run, num_microbatches: int) -> bool:
         _try_step(run, num_images)
     except torch.OutOfMemoryError:
         fits = False
-    gc.collect()  # not in the handler, where the exception still holds the tensors
+    gc.collect()  # not in the except block, where the exception still refers to the tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return fits
 
 
 def _try_step(run: Run, num_images: int) -> None:
-    """Make a step of a new network as the built-in loop does, on this worker alone, and forget the network."""
+    """Make one step with a new network as the built-in loop does, on this worker alone, and drop the network."""
     config = run.config
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     model = run.build_model().to(run.device, dtype)
     average = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
     optimizer = build_optimizer(config, model, run.num_classes)
     apply_options(model, config)
-    model.eval()  # batch norm of a single value has no gradient
+    model.eval()  # in training mode, batch norm refuses a single value
     images = torch.zeros(num_images, config.channels, *config.full_image_size, dtype=dtype, device=run.device)
     labels = torch.zeros(num_images, dtype=torch.int64, device=run.device)
     targets = labels if run.label_sets is None else run.label_sets[labels].to(dtype)
@@ -67,11 +68,11 @@ def _try_step(run: Run, num_images: int) -> None:
         loss = run.loss(model(images), targets)
     loss.backward()
     optimizer.step()
-    del average  # it took memory until now
+    del average  # kept until here, because it takes memory, too
 
 
 def out_of_memory(run: Run) -> RaytrainError:
-    """Return the error to raise after a step, or an evaluation, for which the memory did not suffice."""
+    """Return the error to raise after a step or an evaluation has run out of memory."""
     if run.evaluating:
         return UsageError(
             "The memory of a worker does not suffice for its images of an evaluation; use a smaller --image-size, or "
@@ -82,7 +83,7 @@ def out_of_memory(run: Run) -> RaytrainError:
 
 def _out_of_memory(run: Run, num_microbatches: int) -> RaytrainError:
     """Return the error that asks for ``num_microbatches``, or for a smaller network if not even a single image fits."""
-    if num_microbatches // 2 >= run.plan.batch_size:  # half as many were tried, with one image each
+    if num_microbatches // 2 >= run.plan.batch_size:  # half as many, of one image each, did not fit
         return UsageError(
             "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
             "--image-size, or a smaller network."

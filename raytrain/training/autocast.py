@@ -1,7 +1,7 @@
 """Mixed precision: torch's autocast around a step, and what a network needs in 16 bits.
 
-Autocast computes products in 16 bits, and sums such as losses in float32. A network returns its logits in 16 bits, in
-which a loss would lose digits, so that they are widened. Weights stay in float32.
+Autocast computes products in 16 bits, and sums such as losses in float32. A network would return its logits in 16 bits,
+which is too imprecise for a loss, so they are converted to float32. Weights stay in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prepare_for_autocast(model: nn.Module, precision: str) -> None:
             loss = cross_entropy(model(images), labels)
     """
     if precision in AUTOCAST_DTYPES:
-        # Hooks and functions at the top of the module, so that a copy or a pickle of the network keeps them.
+        # Hooks are functions of this module, no closures, so that a copy or a pickle of the network keeps them.
         model.register_forward_hook(_widen_output)
         for layer in model.modules():
             if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.stride[-1] > 1:
@@ -36,24 +36,24 @@ def prepare_for_autocast(model: nn.Module, precision: str) -> None:
 
 
 def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
-    """Return a context in which networks compute in ``precision``: that of a step of a loop, and of an evaluation."""
+    """Return a context in which networks compute in ``precision``, for the steps of a loop and for evaluations."""
     dtype = AUTOCAST_DTYPES.get(precision)
-    # Weights that were cast are not kept: a loop may change the weights before it uses them again.
+    # Without a cache of cast weights: a loop may change the weights before it uses them again.
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
 def full_precision(device: torch.device) -> torch.autocast:
-    """Return a context without autocast, for what follows a forward.
+    """Return a context without autocast, for computations after a forward.
 
-    A backward computes in the types of its forward anyway.
+    A backward needs no context, since it computes in the dtypes of its forward.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=False)
 
 
 def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
-    """Compute a convolution, in float32 if maps are narrower than its stride.
+    """Compute a convolution; in float32 on a CPU if maps are narrower than its stride.
 
-    Torch's CPU kernels give wrong gradients for these in bfloat16.
+    For these, torch's CPU kernels give wrong gradients in bfloat16.
     """
     if input.device.type != "cpu" or input.shape[-1] >= stride:
         return forward(input)
@@ -75,7 +75,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     def of_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        # The outputs of networks of Hugging Face are dataclasses, which torch's trees take for leaves.
+        # Networks of Hugging Face return dataclasses, which torch's tree_map would not look into.
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             return dataclasses.replace(value, **tree_map(of_leaf, fields))

@@ -18,8 +18,8 @@ from raytrain.training.local_images import LocalImages
 class Batch:
     """This worker's slice of a global batch, ready for the network: ``images, labels = batch``.
 
-    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and what
-    it logs count as nothing.
+    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: its gradients and logged
+    values do not count.
 
     Example::
 
@@ -28,36 +28,36 @@ class Batch:
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
-    labels: Tensor  # (m,), int64; if an image may have several classes, the number of its set of classes
-    targets: Tensor  # the labels, or the classes' probabilities (m, C): mixed ones, or 0 and 1 of a set
+    labels: Tensor  # (m,), int64: the class; if an image may have several classes, the number of its set of classes
+    targets: Tensor  # the labels; or for mixed images and sets of classes, the probabilities of the classes (m, C)
     samples: Tensor  # (m,), int64: indices into the manifest
     step: int  # counted from 0
     epoch: int  # counted from 0
     num_used: int  # m, or 0 for a placeholder
     microbatch_sizes: tuple[int, ...]  # number of the m images in each microbatch
-    is_last: bool = True  # of the microbatches; a whole batch is one
-    begin_microbatch: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # the run's
+    is_last: bool = True  # False for a microbatch that is followed by others
+    begin_microbatch: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # called by the run
 
     def __post_init__(self) -> None:
         local_images.remember(self.images, LocalImages(len(self.images), self.num_used, self.samples, self.step))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the images and the labels, as a pair of torch's ``DataLoader``."""
+        """Yield the images and the labels, like a pair from torch's ``DataLoader``."""
         local_images.expect(self.images)
         return iter((self.images, self.labels))
 
     def to(self, *device: Any, **options: Any) -> Batch:
-        """Return the batch with its tensors moved, as ``Tensor.to`` does: trainers of other libraries call this."""
+        """Return the batch with its tensors moved like ``Tensor.to``; trainers of other libraries call this."""
         names = "images", "labels", "targets", "samples"
         return replace(self, **{name: getattr(self, name).to(*device, **options) for name in names})
 
     def microbatches(self) -> Iterator[Batch]:
         """Yield this worker's slice of each microbatch that ``--accumulate`` asks for, in order.
 
-        Compute the mean loss of each, as of a whole batch, and call its ``backward()``: the gradients add up to that of
-        the mean over the global batch. Batch norm treats each microbatch as a batch. A slice may be a placeholder.
-        With ``run.no_sync(not microbatch.is_last)`` around a backward, the gradients travel between the workers once,
-        not P times.
+        Compute the mean loss of each, as of a whole batch, and call its ``backward()``: the gradients add up to the
+        gradient of the mean over the global batch. Batch norm treats each microbatch as a batch. A slice may be a
+        placeholder. With ``run.no_sync(not microbatch.is_last)`` around each backward, the gradients are sent between
+        the workers only once, not for each microbatch.
         """
         if len(self.microbatch_sizes) == 1:
             yield self
@@ -75,7 +75,7 @@ class Batch:
 
 
 class Epoch:
-    """Batches of one epoch; after a resume in the middle of it, those that are left.
+    """The batches of one epoch; after a resume in the middle of an epoch, those that are left.
 
     Example::
 
@@ -94,7 +94,7 @@ class Epoch:
         self._is_over = is_over  # the run ends with this epoch, after a stop
 
     def __len__(self) -> int:
-        """Number of batches in the whole epoch, also of those before a resume."""
+        """Return the number of batches in the whole epoch, including those before a resume."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:

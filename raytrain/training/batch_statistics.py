@@ -16,10 +16,10 @@ class NormaliseTogether(torch.autograd.Function):
     """Batch norm with given statistics of the global batch, differentiated through them on all ranks.
 
     dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
-    values of a channel on all ranks (Ioffe and Szegedy 2015). That is for a dy of the global batch's loss, and a rank
-    has the dy of the mean over its own m_j images. So its sums are multiplied by ``weight_of_loss``, m_j, before they
-    are added up, and divided by it afterwards: whatever is computed from dx will be multiplied by m_j / M, as all
-    gradients are. The gradients of weight and bias are this rank's.
+    values of a channel on all ranks (Ioffe and Szegedy 2015). In this formula, dy is the gradient of the loss of the
+    global batch, but a rank has that of the mean over its own m_j images. So each rank multiplies its sums by
+    ``weight_of_loss``, m_j, before they are added up, and divides the total by it afterwards: all gradients that are
+    computed from dx are later multiplied by m_j / M. The gradients of weight and bias are those of this rank.
     """
 
     @staticmethod
@@ -37,11 +37,12 @@ class NormaliseTogether(torch.autograd.Function):
             )
         x, weight, mean, variance, total, weight_of_loss = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
-        if ctx.placeholder:  # or no image: torch's kernel ends the process. A loss of the loop's own may count it.
-            # The sums depend on dy, or torch.compile would have the forward send them, at another place in the order.
+        if ctx.placeholder:  # or no image at all, for which torch's kernel would crash
+            # Zeros, even if a loop's own loss counts the placeholder. They depend on dy: otherwise torch.compile would
+            # move their all-reduce into the forward, so that the order of collectives differs between workers.
             nothing = dy.sum().nan_to_num() * 0
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight) + nothing, torch.zeros_like(weight)
-        else:  # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
+        else:  # with training=False, the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
             )
@@ -49,11 +50,12 @@ class NormaliseTogether(torch.autograd.Function):
             sums = torch.stack([dweight, dbias]).mul_(weight_of_loss)  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
-            if not ctx.placeholder:  # whose images are no part of the statistics
+            if not ctx.placeholder:
                 sums *= -weight * invstd / (total * weight_of_loss)
-                dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
+                # The two missing terms have the form w'·x̂ + b', which batch_norm computes.
+                dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)
             else:
-                # torch.compile leaves out a collective whose result is not used, as is dx if there is no row.
+                # Use the result of the all-reduce, because torch.compile drops a collective whose result is unused.
                 nothing = sums.sum() * 0
                 dx, dweight, dbias = dx + nothing, dweight + nothing, dbias + nothing
         return dx, dweight, dbias, None, None, None, None, None, None
@@ -62,8 +64,8 @@ class NormaliseTogether(torch.autograd.Function):
 def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    ``count`` of the values of each channel are on this rank. The local statistics are joined by the pairwise formula of
-    Chan, Golub and LeVeque (1983), in float32, or in float64 for float64 images.
+    This rank has ``count`` values of each channel. The statistics of all ranks are joined by the formula of Chan, Golub
+    and LeVeque (1983), in float32, or in float64 for float64 images.
     """
     # One row per rank: its count, means and variances (1 + 2C), all 0 for a placeholder.
     dtype = torch.promote_types(x.dtype, torch.float32)

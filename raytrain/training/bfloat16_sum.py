@@ -1,16 +1,16 @@
-"""Sum of numbers over the workers that travels as bfloat16, at half the bytes, and is added up in float32.
+"""Sums numbers over the workers: they are sent as bfloat16, which takes half the bytes, and added up in float32.
 
-An all-reduce of N workers sends each number 2 (N - 1) / N times, in one type, in which it also adds up. A sum in
-bfloat16, which has 8 bits, loses what is small beside it. So the sum is made of two collectives of bytes, which every
-backend has, and an addition between them::
+An all-reduce of N workers sends each number 2 (N - 1) / N times, in the same type in which it adds up. But a sum in
+bfloat16, which has 8 bits, loses small terms. So this sum consists of two collectives of bytes, which every backend
+has, and an addition between them::
 
     round        each worker rounds its numbers to bfloat16, and cuts them into N parts
-    all-to-all   worker i gets the i-th part of all workers
-    add          worker i adds the N parts in float32, and rounds the sum
-    all-gather   each worker gets the N rounded sums, its own, too: all have the same
+    all-to-all   worker i gets the i-th part of every worker
+    add          worker i adds these N parts in float32, and rounds the sum
+    all-gather   each worker gets the N rounded sums, including its own, so that all have the same
 
 A number is rounded once before the addition and once after it, each time by at most 2⁻⁹ of itself, on any number of
-workers. The order of the addition is that of the ranks, so the same workers get the same sum again.
+workers. Terms are added in the order of ranks, so the result is always the same.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_stream = cache(torch.cuda.Stream)  # of each GPU one, on which sums are computed beside its other work
+_stream = cache(torch.cuda.Stream)  # one for each GPU, on which sums are computed beside its other work
 
 
 class Bfloat16Sum:
     """The sum of ``numbers``, float32 (n,), over the ``world_size`` workers, which begins at once.
 
-    On a GPU it runs beside what the device computes. On a CPU the addition waits for the all-to-all, and for somebody
-    to call :meth:`add_up`: any time will do, as all-gathers have a group of their own, in which their order is the same
-    on all workers.
+    On a GPU, it runs beside other computations. On a CPU, the addition needs a call of :meth:`add_up` once the
+    all-to-all is done. Workers may call that at different times, because the all-gathers have a group of their own, in
+    which their order is the same on all workers.
 
     Args:
         groups: the process groups of the all-to-all and of the all-gather.
@@ -50,7 +50,7 @@ class Bfloat16Sum:
             num_in_part = -(-len(numbers) // world_size)
             self._rounded = numbers.new_zeros(world_size * num_in_part, dtype=torch.bfloat16)
             self._rounded[: len(numbers)] = numbers
-            self._parts = torch.empty_like(self._rounded)  # of all workers, the same one of each
+            self._parts = torch.empty_like(self._rounded)  # this worker's part of the numbers of each worker
             sent, received = (tensor.view(torch.uint8) for tensor in (self._rounded, self._parts))
             work = dist.all_to_all_single(received, sent, group=groups[0], async_op=True)
             assert work is not None
@@ -59,11 +59,11 @@ class Bfloat16Sum:
             self.add_up()
 
     def is_sent(self) -> bool:
-        """Return whether :meth:`add_up` would wait for no other worker."""
+        """Return whether the all-to-all is done, so that :meth:`add_up` would not wait."""
         return self._sending.is_completed()
 
     def add_up(self) -> None:
-        """Add up this worker's part, and begin to send the sum, unless that has begun. Waits for the all-to-all."""
+        """Wait for the all-to-all, add up this worker's part, and begin to send the sum, unless that has begun."""
         if self._gathering is not None:
             return
         with self._beside_the_device():
@@ -76,13 +76,13 @@ class Bfloat16Sum:
         """Wait for the sum, and write it over the numbers."""
         self.add_up()
         assert self._gathering is not None
-        self._gathering.wait()  # on a GPU, this has its stream wait, and not the host
+        self._gathering.wait()  # on a GPU, the stream waits, not the host
         self._numbers.copy_(self._rounded[: len(self._numbers)])
-        if self._numbers.is_cuda:  # whose memory would be given to the next sum while it is read
+        if self._numbers.is_cuda:  # otherwise the next sum could get this memory while it is being read
             self._rounded.record_stream(torch.cuda.current_stream(self._numbers.device))
 
     def _beside_the_device(self) -> AbstractContextManager[Any]:
-        """Return a context whose work on a GPU waits for the work queued before, and delays none after it."""
+        """Return a context whose work on a GPU waits for work queued before it, but does not delay work after it."""
         if not self._numbers.is_cuda:
             return nullcontext()
         beside, computing = _stream(self._numbers.device), torch.cuda.current_stream(self._numbers.device)

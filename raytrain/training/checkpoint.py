@@ -1,12 +1,12 @@
-"""Checkpoints: everything they hold, written and found whole.
+"""Checkpoints of a run: their content, how they are written, and how the newest undamaged one is found.
 
-Only worker 0 writes. Training waits while the state is copied to the CPU, and goes on while a thread writes it. A slow
-or hanging storage must neither stop training nor fill the memory with copies: of those that wait for the thread, only
-the newest and the best so far are kept.
+Only worker 0 writes. Training waits while the state is copied to the CPU, and goes on while a thread writes it. Slow
+storage must neither stop training nor fill the memory with copies: of the copies that wait for the thread, only the
+newest and the best so far are kept.
 
-A file appears whole or not at all, since stores put objects at once. What was damaged later is found out when it is
-read: the newest one that can be read is taken, and the others are reported. Only worker 0 reads, too, and sends the
-bytes to the other workers, which check their CRCs again: N workers at one bucket would take N times as long.
+A file appears whole or not at all, since stores put objects atomically. Later damage is found when a file is read: the
+newest checkpoint that can be read is used, and damaged ones are reported. Only worker 0 reads, too, because N workers
+at one bucket would take N times as long; it sends the bytes to the other workers, which check their CRCs again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
 from raytrain.training.weights_source import ZIP, check_archive
 
 _LATE = "storage has not taken the one before yet"
-_SENT_AT_ONCE_BYTES = 64 << 20  # which a GPU that receives a checkpoint has room for
+_SENT_AT_ONCE_BYTES = 64 << 20  # few enough to fit into the memory of a GPU beside a network
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint file; ``state`` has a state_dict for everything that the loop prepared, by name."""
+    """The content of a checkpoint file; ``state`` has the state_dict of each object that the loop prepared, by name."""
 
     state: dict[str, StateDict]
     progress: Progress
@@ -51,19 +51,22 @@ class Checkpoint:
 
     @property
     def weights(self) -> StateDict | None:
-        """Weights of the network that the run has measured; before that of the first one, averaged if it is."""
+        """Weights of the network that was evaluated; before any evaluation, of the average or the first network."""
         weights = self.state.get(self.progress.network or "average", self.state.get("model")) or {}
         if "n_averaged" not in weights:
             return weights or None
-        # Those in torch's AveragedModel have the names of a network inside of it.
+        # torch's AveragedModel has the network as its attribute `module`.
         return {name.removeprefix("module."): value for name, value in weights.items() if name != "n_averaged"}
 
 
 class _Job(NamedTuple):
+    """A checkpoint that the thread should write, and a function that it calls before."""
+
     checkpoint: Checkpoint
     before: Callable[[], None]
 
     def is_best(self, best_score: float | None) -> bool:
+        """Return whether this checkpoint was evaluated with the best score so far."""
         progress = self.checkpoint.progress
         return progress.evaluated_step == progress.step and progress.score == best_score is not None
 
@@ -101,10 +104,10 @@ class Checkpoints:
         self._report = report
         self._patience_s = patience_s
         self._jobs: list[_Job] = []  # the first of them is being written
-        self._changed = threading.Condition()  # of the jobs
-        self._is_stuck = False  # training has waited for storage in vain
-        self._error: Exception | None = None  # of a write, for the next call
-        self._is_first = True  # nothing was written in this attempt
+        self._changed = threading.Condition()  # notified when the jobs change
+        self._is_stuck = False  # training has already waited for storage in vain
+        self._error: Exception | None = None  # of a write in the thread, raised by the next call
+        self._is_first = True  # no checkpoint was written in this attempt
         self._thread: threading.Thread | None = None
 
     def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
@@ -112,10 +115,10 @@ class Checkpoints:
         self._raise_error()
         job = _Job(Checkpoint(to_cpu(state), progress, self._identity), before)
         with self._changed:
-            # Wait a while for the thread, once: as long as storage hangs, later calls don't wait again.
+            # Wait some seconds for the thread; if that was in vain, later calls do not wait until storage works again.
             patience_s = 0.0 if self._is_stuck else self._patience_s
             self._is_stuck = not self._changed.wait_for(lambda: len(self._jobs) < 2, patience_s)
-            # This one takes the place of those that still wait, except for the best.
+            # This checkpoint replaces those that still wait, except for the best.
             waiting = self._jobs[1:]
             skipped = [other for other in waiting if not other.is_best(progress.best_score)]
             self._jobs[1:] = [*(other for other in waiting if other.is_best(progress.best_score)), job]
@@ -130,7 +133,7 @@ class Checkpoints:
         while True:
             try:
                 self._write(*self._jobs[0])
-            except Exception as error:  # raised at the next save: training must not die in the middle of a step
+            except Exception as error:  # kept for the next save, so that training does not end within a step
                 self._error = error
             with self._changed:
                 del self._jobs[0]
@@ -151,8 +154,9 @@ class Checkpoints:
         score = progress.score if progress.evaluated_step == progress.step else None
         note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
-        # Checkpoints of later steps are damaged or another owner's: a run continues from the newest one that is whole.
-        # They go first, so that the best one is chosen among the others.
+
+        # Delete checkpoints of later steps first, which are damaged or of an earlier owner, because the run has resumed
+        # from the newest whole one. Then delete all but the newest ones and the best.
         steps = {other.path: step_and_takeover(other.path)[0] for other in list_checkpoints(self.store)}
         self._delete(other for other, step in steps.items() if step > progress.step)
         earlier = [other for other, step in steps.items() if step <= progress.step]
@@ -179,7 +183,7 @@ class Checkpoints:
     def read_newest(self) -> tuple[str, bytes] | None:
         """Return the path and the content of the newest checkpoint that can be read, if any; damaged ones are reported.
 
-        Raises UsageError if there are checkpoints, and none can be read: the run would silently begin anew.
+        Raises UsageError if there are checkpoints, but none can be read: the run must not silently begin anew.
         """
         paths = [checkpoint.path for checkpoint in list_checkpoints(self.store)]
         damage = ""
@@ -200,7 +204,7 @@ class Checkpoints:
     def load_newest(self, device: torch.device) -> Checkpoint | None:
         """Load the newest checkpoint that worker 0 can read on every worker, by collectives on ``device``.
 
-        Raises UsageError if its model, classes, data, batch size or seed are others.
+        Raises UsageError if it is of another model, other classes or images, or another batch size or seed.
         """
         read = _from_first(self.read_newest, device)
         if read is None:
@@ -212,7 +216,7 @@ class Checkpoints:
         return checkpoint
 
     def load_best(self, device: torch.device, step: int) -> Checkpoint | None:
-        """Load the best checkpoint on every worker, by collectives; None if it is that of ``step``, or there is none.
+        """Load the best checkpoint on every worker, by collectives; None if there is none, or it is that of ``step``.
 
         Call it after :meth:`close`.
         """
@@ -237,14 +241,14 @@ class Checkpoints:
 
 
 def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.device) -> tuple[str, bytes] | None:
-    """Return the path and the content that worker 0 reads on every worker, by collectives on ``device``.
+    """Have worker 0 read a file; return its path and content on every worker, by collectives on ``device``.
 
-    Raises on all of them what it raises there: the others would wait for ever.
+    An exception of worker 0 is raised on all workers, which would wait for ever otherwise.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
 
-    # What was read, or the error in its place; then the content, in parts.
+    # First send the path and the size, or the error; then the content, in parts.
     is_first, data = dist.get_rank() == 0, b""
     answer: list[Any] = [None]
     failure: Exception | None = None
@@ -274,7 +278,7 @@ def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.devi
 
 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:
-    """Read a checkpoint file without running code that it may hold. Raises UsageError if it is no whole checkpoint.
+    """Read a checkpoint file; code in it is never run. Raises UsageError if it is no whole checkpoint.
 
     Example::
 
@@ -284,7 +288,7 @@ def read_checkpoint(store: Store, path: str) -> Checkpoint:
 
 
 def _parse_whole(url: str, data: bytes) -> Checkpoint:
-    """Return the checkpoint that is the content of the file ``url``. Raises UsageError if it is no whole one."""
+    """Return the checkpoint in ``data``, the content of the file ``url``. Raises UsageError if it is no whole one."""
     try:
         return _parse(data)
     except ValueError as error:
@@ -294,16 +298,16 @@ def _parse_whole(url: str, data: bytes) -> Checkpoint:
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:
-    """Return the bytes of a checkpoint file, which hold nothing but tensors and plain values."""
+    """Return the bytes of a checkpoint file, which contains nothing but tensors and plain values."""
     identity = {**asdict(checkpoint.identity), "classes": list(checkpoint.identity.classes)}
     buffer = io.BytesIO()
-    torch.serialization.set_crc32_options(True)  # a loop may have turned them off, and they are checked when it is read
+    torch.serialization.set_crc32_options(True)  # a loop may have turned CRCs off, but readers check them
     torch.save({"state": checkpoint.state, "progress": asdict(checkpoint.progress), "identity": identity}, buffer)
     return buffer.getvalue()
 
 
 def _parse(data: bytes) -> Checkpoint:
-    """Return the checkpoint that :func:`_encode` made ``data`` of. Raises ValueError with a reason if it made none."""
+    """Return the checkpoint that :func:`_encode` made into ``data``. Raises ValueError with a reason if it is none."""
     if not data.startswith(ZIP):  # torch would try its older formats, which have no CRCs
         raise ValueError("it is no archive as torch.save writes them")
     check_archive(data)
@@ -311,7 +315,7 @@ def _parse(data: bytes) -> Checkpoint:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError("it is something else, or holds code, which is never run") from None
-    except Exception as error:  # torch says in many ways that a file is broken
+    except Exception as error:  # torch raises many kinds for broken files
         raise ValueError(str(error).partition("\n")[0].rstrip(".") or type(error).__name__) from None
     if (checkpoint := checkpoint_in(content)) is None:
         raise ValueError("it lacks a run's state, progress or identity")

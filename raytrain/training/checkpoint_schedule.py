@@ -13,7 +13,7 @@ class CheckpointSchedule:
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int, saved_step: int | None) -> None:
         self.saved_step = saved_step
-        self._diverged: tuple[int, str] | None = None  # the step of a checkpoint that was due later, and why it is not
+        self._diverged: tuple[int, str] | None = None  # step of a later checkpoint that was left out, and the weight
         every = config.checkpoint_intervals
         self._every_steps = (every.steps, every.epochs * steps_per_epoch)
         self._every_s = every.seconds
@@ -32,9 +32,9 @@ class CheckpointSchedule:
         return step not in (self.saved_step or 0, self._diverged and self._diverged[0])
 
     def attempted(self, step: int, not_finite: str | None = None) -> None:
-        """Note that a checkpoint after ``step`` completed steps is being written.
+        """Note that a checkpoint after ``step`` completed steps is being written, or left out.
 
-        ``not_finite`` names a weight for which it is not.
+        It is left out if a weight is not finite, whose name is ``not_finite``.
         """
         if not_finite is None:
             self.saved_step, self._diverged = step, None
@@ -48,7 +48,7 @@ class CheckpointSchedule:
 
     @property
     def divergence(self) -> str | None:
-        """Why the last checkpoint that was due was not written; None if it was."""
+        """Why the last checkpoint that was due was left out; None if it was written."""
         if self._diverged is None:
             return None
         step, name = self._diverged

@@ -1,14 +1,14 @@
-"""The state that checkpoints hold: of networks, optimizers and whatever else a loop prepares, by kind and order.
+"""The state in checkpoints: that of networks, optimizers and all else that a loop prepares, named by kind and order.
 
-A loop prepares the same things in the same order in each attempt. So the second network is ``model-2`` in the
-checkpoint and after a resume, whatever the loop calls it. What is prepared is loaded at once: afterwards the loop
+A loop prepares the same objects in the same order in each attempt. So the second network is ``model-2`` in the
+checkpoint and after a resume, whatever the loop calls it. Each object is loaded when it is prepared: afterwards, a loop
 cannot tell a resumed run from a new one.
 
 Options may change on a resume, such as the learning rate. An optimizer's state_dict holds its options, too, and would
-bring back the old ones. Which of them changed cannot be told from the current ones, for a scheduler changes them while
-a run trains. So each group of an optimizer keeps the options that its attempt began with (under ``asked``), and only
-those that differ from the options of this attempt are set after loading. A new learning rate multiplies whatever a
-scheduler has made of the old one.
+restore the old ones. Comparing it with the new options does not tell which ones the user has changed, because a
+scheduler changes options while a run trains. So each group of an optimizer keeps the options with which its attempt
+began (under ``asked``), and after loading, only those options are set in which this attempt differs from that. If the
+learning rate has changed, the scheduled rate is multiplied by the ratio.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from raytrain.training.prepared_metrics import joined_state, prepare_metric
 from raytrain.training.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
-MEASURED = " as measured"  # ends the name of weights that an evaluation had, and the network has no more
+MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
-_ASKED = "asked"  # where a group of an optimizer keeps the options that its attempt began with
+_ASKED = "asked"  # key in a group of an optimizer, for the options with which its attempt began
 
 
 class Stateful(Protocol):
-    """A network, an optimizer, a moving average of weights, or anything else with the two methods."""
+    """A network, an optimizer, a moving average of weights, or any other object with these two methods."""
 
     def state_dict(self) -> StateDict: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -53,15 +53,15 @@ class CheckpointState:
         self._restored = {name: state for name, state in restored.items() if not name.endswith(MEASURED)}
         self._resumes = bool(restored)
         self._groups: dict[Optimizer, list[StateDict]] = {}  # options of each group after loading
-        self._ratios: dict[Optimizer, list[float]] = {}  # new learning rate to old one, of each group
-        self._held: list[object] = []  # prepared objects, and optimizers that they hold
+        self._ratios: dict[Optimizer, list[float]] = {}  # ratio of the new learning rate to the old one, for each group
+        self._held: list[object] = []  # prepared objects, and optimizers that are their attributes
 
     def add(self, kind: str, thing: Stateful) -> str:
         """Keep ``thing`` under a name, which is returned, and load its state if the run resumes.
 
         Raises UsageError if it has no state, or if the checkpoint does not fit it.
         """
-        # Refuse now what would be found out only when the first checkpoint is written.
+        # Refuse now an object without a state; otherwise the first checkpoint would fail.
         methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
         if isinstance(thing, type) or not all(map(callable, methods)):
             shown = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
@@ -70,17 +70,20 @@ class CheckpointState:
                 "optimizer, nn.ParameterList([...]) of single parameters, or an object of a class of yours that has "
                 "both methods."
             )
+
+        # Give it a name, and load its state.
         number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
         name = kind if number == 1 else f"{kind}-{number}"
         if isinstance(thing, Optimizer):
             self._add_optimizer(name, thing)
         else:
             self._add(name, thing)
-        if kind == "state":  # of the others torch is known to make what can be read
+        if kind == "state":  # networks and optimizers always have a state that can be read
             check_readable({name: to_cpu(thing.state_dict())})
         self._held += [thing, *(value for value in vars(thing).values() if isinstance(value, Optimizer))]
-        # A new scheduler has set the rates of a first step: the optimizer gets back those that were loaded. Schedulers
-        # of torch compute rates from base rates of their own, which follow a rate that the user has changed.
+
+        # A new scheduler has set the rates of the first step: give the optimizer its loaded rates again. torch's
+        # schedulers compute rates from base rates of their own, which must follow if the user has changed the rate.
         optimizer = getattr(thing, "optimizer", None)
         if self._resumes and isinstance(optimizer, Optimizer):
             for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
@@ -93,17 +96,17 @@ class CheckpointState:
         return name
 
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
-        """Add ``optimizer``, and those that it wraps and whose state its own lacks.
+        """Add ``optimizer``, and the optimizers that it wraps, whose state its own state_dict lacks.
 
-        Sharpness-aware minimisation and Lookahead wrap such optimizers.
+        Sharpness-aware minimisation and Lookahead, for example, wrap another optimizer.
         """
         asked = [_options_of(group) for group in optimizer.param_groups]
         # Find the wrapped optimizers, alone or in lists, and which of their groups are also groups of this one.
         wrapped: dict[str, Optimizer] = {}
         for attribute, value in vars(optimizer).items():
             values = value if isinstance(value, (list, tuple)) else [value]
-            inner = [each for each in values if isinstance(each, Optimizer)]
-            wrapped.update({f"{attribute.lstrip('_')} {number}": each for number, each in enumerate(inner, start=1)})
+            found = [value for value in values if isinstance(value, Optimizer)]
+            wrapped.update({f"{attribute.lstrip('_')} {number}": inner for number, inner in enumerate(found, start=1)})
         shared = [
             (inner, inner_index, index)
             for inner in wrapped.values()
@@ -111,17 +114,20 @@ class CheckpointState:
             for index, group in enumerate(optimizer.param_groups)
             if inner_group is group
         ]
+
+        # Load all of them, and share the groups again, which load_state_dict has replaced by new ones.
         self._add(name, optimizer)
         for attribute, inner in wrapped.items():
             if inner not in self._groups:
                 self._add_optimizer(f"{attribute} of {name}", inner)
-        for inner, inner_index, index in shared:  # torch's load_state_dict makes new groups
+        for inner, inner_index, index in shared:
             inner.param_groups[inner_index] = optimizer.param_groups[index]
         pairs = zip(asked, optimizer.param_groups, strict=True)
         self._ratios[optimizer] = [_apply_changes(options, group) for options, group in pairs]
         self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
 
     def _add(self, name: str, thing: Stateful) -> None:
+        """Keep ``thing`` under ``name``, and load its state if the run resumes."""
         self._objects[name] = thing
         if not self._resumes:
             return
@@ -131,9 +137,9 @@ class CheckpointState:
                 "order, or start a new run under another --name."
             )
         state = self._restored.pop(name)
-        # Torch loads the state of an optimizer of another kind without a word: the options that it has tell them apart.
+        # torch silently loads the state of another kind of optimizer; compare the names of options to refuse it.
         if isinstance(thing, Optimizer):
-            stored_groups = state.get("param_groups", thing.param_groups)  # some have a state of another form
+            stored_groups = state.get("param_groups", thing.param_groups)  # some optimizers' states have none
             prepared, stored = (set(_options_of(groups[0])) for groups in (thing.param_groups, stored_groups))
             if prepared - stored and stored - prepared:
                 raise UsageError(
@@ -149,9 +155,9 @@ class CheckpointState:
             raise UsageError(f"The checkpoint's {shown} is not the one that the loop prepares: {difference}") from None
 
     def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
-        """Keep an object of ``torchmetrics``, whose state in checkpoints is that of all workers.
+        """Keep an object of ``torchmetrics``, whose state in checkpoints is the joined state of all workers.
 
-        After a resume, worker 0 goes on with all of it, and the others start from nothing.
+        After a resume, worker 0 continues from the joined state, and the others start empty.
         """
         prepare_metric(metric, is_placeholder)
         self._metrics[self.add("state", metric)] = metric
@@ -159,12 +165,12 @@ class CheckpointState:
             metric.reset()
 
     def add_sums(self, name: str, sums: SampleMargins) -> None:
-        """Keep ``sums``, added up over the workers for each checkpoint, and load those of the restored one, if any."""
+        """Keep ``sums``, which are added up over the workers for each checkpoint, and load restored ones, if any."""
         self._sums[name] = sums
         sums.load(self._restored.pop(name, {}))
 
     def check_complete(self) -> None:
-        """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
+        """Raise UsageError if the checkpoint has the state of an object that the loop did not prepare."""
         if self._restored:
             raise UsageError(
                 f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
@@ -178,12 +184,12 @@ class CheckpointState:
         return list(self._groups)
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Return whether checkpoints hold the state of ``optimizer``, or that of something around it."""
+        """Return whether checkpoints have the state of ``optimizer``, or of an object of which it is an attribute."""
         return optimizer in self._groups or any(optimizer is thing for thing in self._held)
 
     def holds_scheduler(self, optimizer: Optimizer) -> bool:
-        """Return whether checkpoints hold a scheduler of ``optimizer``, or something that has one."""
-        candidates = [each for thing in self._held for each in (thing, *vars(thing).values())]
+        """Return whether a prepared object, or one of its attributes, is a scheduler of ``optimizer``."""
+        candidates = [candidate for thing in self._held for candidate in (thing, *vars(thing).values())]
         return any(getattr(candidate, "optimizer", None) is optimizer for candidate in candidates)
 
     def state_dict(self) -> dict[str, StateDict]:
@@ -191,7 +197,7 @@ class CheckpointState:
         return {name: thing.state_dict() for name, thing in self._objects.items()}
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
-        """Load everything but the metrics once more, from the ``state`` of the checkpoint that is to be measured."""
+        """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""
         for name, thing in self._objects.items():
             if name not in self._metrics and name in state:
                 thing.load_state_dict(state[name])
@@ -199,7 +205,7 @@ class CheckpointState:
     def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
         """Return the states of all workers' metrics and sums, by name. Every worker calls this."""
         states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
-        sums = {name: each.joined_state() for name, each in self._sums.items()}
+        sums = {name: margins.joined_state() for name, margins in self._sums.items()}
         return {**states, **{name: state for name, state in sums.items() if state}}
 
 
@@ -208,10 +214,10 @@ def _options_of(group: StateDict) -> StateDict:
 
 
 def _apply_changes(asked: StateDict, group: StateDict) -> float:
-    """Give a ``group`` of a checkpoint the options that changed since, and return by which ratio its rate changed.
+    """Set the options of a loaded ``group`` that the user has changed; return the ratio of the new rate to the old one.
 
-    Options that did not change stay as they are in the checkpoint, where a scheduler may have changed them. A rate is
-    multiplied by the ratio of the new to the old one, and so are the rates that schedulers keep in the group.
+    Other options stay as in the checkpoint, where a scheduler may have changed them. A changed learning rate multiplies
+    the rate in the group by the ratio of the new to the old one, and so the rates that schedulers keep there.
     """
     before = group.get(_ASKED, asked)
     changed: StateDict = {}
@@ -230,20 +236,20 @@ def _apply_changes(asked: StateDict, group: StateDict) -> float:
 
 
 def to_cpu(state: Any) -> Any:
-    """Return a copy of nested state_dicts that later steps do not change, with every tensor on the CPU."""
+    """Return a copy of nested state_dicts with every tensor on the CPU; later steps do not change it."""
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {key: to_cpu(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        # A named tuple becomes a plain one, which can be read without running code.
+        # A named tuple becomes a plain tuple, which can be read without running code.
         kind = list if isinstance(state, list) else tuple
         return kind(to_cpu(value) for value in state)
     return state.item() if isinstance(state, np.generic) else copy.copy(state)
 
 
 def check_readable(state: dict[str, StateDict]) -> None:
-    """Raise UsageError if something in ``state`` could not be read again without running code."""
+    """Raise UsageError if ``state`` contains an object that could only be read by running code."""
     for name, content in state.items():
         buffer = io.BytesIO()
         torch.save(content, buffer)

@@ -1,9 +1,9 @@
-"""`--compile`: a network through torch.compile, in a mode of it, also in those that record CUDA graphs.
+"""`--compile`: compiles a network with torch.compile, in any of its modes, also those that record CUDA graphs.
 
-A CUDA graph is a step's kernels, recorded once, which the GPU then runs without the host. It reads and writes the same
-memory each time. What comes out of a network is therefore copied: a loop may keep it for as long as it likes. Gradients
-stay where they are. Each batch begins a new round of graphs (``PreparedModels.begin_images``), and until then nothing
-is written over: a loop may call its network, and ``backward``, several times in a batch.
+A CUDA graph has the kernels of a step, recorded once, which the GPU then runs without the host. It reads and writes the
+same memory each time. The outputs of a network are therefore copied, so that a loop may keep them; gradients stay where
+they are. Each batch begins a new round of graphs (``PreparedModels.begin_images``), and until then no memory is
+overwritten: a loop may call its network, and ``backward``, several times in a batch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raytrain.training.autocast import map_tensors
 
 
 def compile_network(model: nn.Module, mode: CompileMode) -> None:
-    """Have the calls of ``model`` compiled, from the first one on; its class stays.
+    """Have the calls of ``model`` compiled, from the first one on; its class stays the same.
 
     Example::
 
         compile_network(model, "reduce-overhead")
         logits = model(images)
     """
-    # nn.Module.compile does the same, but torch 2.11 leaves out classes of its own, such as nn.Sequential. A function
-    # around the call is compiled whatever the class.
+    # nn.Module.compile would do the same, but torch 2.11 skips modules of its own classes, such as nn.Sequential. A
+    # function around the call is compiled whatever the class is.
     call = model._call_impl  # pyright: ignore[reportPrivateUsage]
 
     def call_all(*args: Any, **options: Any) -> Any:

@@ -1,20 +1,21 @@
 """`raytrain.parallel`: exact data parallelism in any process group of torch, in place of DistributedDataParallel.
 
-:mod:`raytrain.training.exact_networks` says what is done to the networks. It must know, before each microbatch, which
-images come next. In a loop of anybody's nothing says so, and :class:`ParallelNetworks` learns it from forwards:
+:mod:`raytrain.training.exact_networks` describes what is done to the networks. It must know, before each microbatch,
+which images come next. In a loop without a run nothing tells it that, so :class:`ParallelNetworks` infers it from
+forwards:
 
-- **When.** A forward begins a microbatch if it is the first one since the last backward, or if its network began the
-  microbatch before. Other networks, such as a head that gets features, belong to the microbatch that has begun.
-- **How many.** m_j is the number of rows of the first tensor that the network gets. That may be none: then a worker
-  takes part in all sums, and adds nothing to them. Batches of ``raytrain.ImageLoader`` are recognised by their images,
-  and say it themselves (:mod:`raytrain.training.local_images`), since a placeholder is an image that does not count.
-- **How many in all.** M comes from one small gather, which begins before the forward. The backward waits for it, and
-  nothing else begins there: in which order a backward waits for batch norm and for this may differ between workers.
-  In evaluation mode nothing is sent before a backward, as one worker may measure alone.
-- **Which.** Dropout draws by (seed, step, sample). Without names of samples, step is the number of backwards, and
-  sample is the place of a row in the global batch, in which the workers' rows follow each other in the order of ranks.
+- **When.** A forward begins a microbatch if it is the first one since the last backward, or if its network also began
+  the last microbatch. Other networks, such as a head that gets features, belong to the microbatch that has begun.
+- **How many images on this worker.** m_j is the number of rows of the first tensor that the network gets. It may be 0:
+  then the worker takes part in all sums, and adds nothing to them. Batches of ``raytrain.ImageLoader`` are recognised
+  by their images, and have their number (:mod:`raytrain.training.local_images`), since a placeholder does not count.
+- **How many images in all.** M comes from one small gather, which begins before the forward, and for which the backward
+  waits. It must not begin in the backward, because the order of that and of batch norm's sums may differ between
+  workers there. In evaluation mode nothing is sent before a backward, because one worker may evaluate alone.
+- **Which images.** Dropout draws by (seed, step, sample). If samples have no numbers, step is the number of backwards,
+  and sample is the index of a row in the global batch, to which the workers' rows are joined in the order of ranks.
 
-Whoever trains networks that learn from each other gives them together: their gradients then share buckets.
+Networks that one loss trains are given together, so that their gradients share buckets.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from raytrain.training.protocols import Worker
 First = TypeVar("First", bound=nn.Module)
 Second = TypeVar("Second", bound=nn.Module)
 Third = TypeVar("Third", bound=nn.Module)
-_FORWARD, _BACKWARD = 0.0, 1.0  # what a worker does when it sends its number of images
+_FORWARD, _BACKWARD = 0.0, 1.0  # the action with which a worker sends its number of images
 
 
 class _Gather:
-    """The ``row`` of each worker, float64 (1, K), on all of them: sent at once, awaited when it is needed."""
+    """Gathers the ``row`` of each worker, float64 (1, K), on all workers; it is sent at once, and awaited later."""
 
     def __init__(self, row: Tensor, worker: Worker, group: Any) -> None:
         self._rows, self._rank = row, worker.rank
@@ -71,29 +72,30 @@ class _Gather:
 
 
 class ParallelNetworks(ExactNetworks):
-    """Networks of :func:`parallel`, which begin a microbatch by themselves. The module docstring has the rules."""
+    """The networks of one call of :func:`parallel`. Their forwards begin microbatches, by the rules above."""
 
     def __init__(self, worker: Worker, seed: int, batch_norm: BatchNormMode) -> None:
         super().__init__(worker, self._share, partial(warnings.warn, stacklevel=2))
         self._batch_norm: BatchNormMode = batch_norm
-        # A group of its own: gloo ends a process that gets a sum of another size if workers are out of step.
+        # The gathers have a group of their own. In a shared one, a worker that is out of step could get another
+        # collective's numbers, for which gloo ends the process.
         self._group = own_group(worker.device) if worker.world_size > 1 else None
         self._seed = seed
         self._num_backwards = 0  # the same on all workers, unlike the number of forwards
-        self._images: LocalImages | None = None  # of the microbatch
-        self._gather: _Gather | None = None  # of the numbers of images in it, once it has begun
-        self._unchecked: list[_Gather] = []  # those in which all workers must have done the same
+        self._images: LocalImages | None = None  # this worker's images of the microbatch
+        self._gather: _Gather | None = None  # of the workers' numbers of images in it
+        self._unchecked: list[_Gather] = []  # gathers whose actions are not compared yet
         self._leader: tuple[nn.Module, bool] | None = None  # the network that began the microbatch, and its mode
         self._sums_before_steps = False
 
     def join(self, network: nn.Module, *, sees_forwards: bool) -> None:
-        """Add a ``network`` whose layers are exact, and follow its gradients at once: nobody may have called it."""
+        """Add a ``network`` whose layers are exact, and follow its gradients from now on, before its first call."""
         super().join(network, sees_forwards=sees_forwards)
         self.collect_layers()
         self.gradients.follow(self._parameters)
 
     def collect_layers(self) -> None:
-        """Collect the layers and parameters, and make exact the layers that the loop has put into a network."""
+        """Collect the layers and parameters, and make layers exact that the loop has added to a network since."""
         before = self._layers
         super().collect_layers()
         for network, layers in self._layers.items():
@@ -101,9 +103,9 @@ class ParallelNetworks(ExactNetworks):
                 make_layers_exact(network, self._batch_norm, "raytrain.parallel")
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Begin a microbatch, if this forward of ``network`` is the first one of it."""
-        is_repeated = torch._C._current_graph_task_id() != -1  # pyright: ignore  # gradient checkpointing, in a backward
-        # Inside of torch.func.grad, which returns the gradients of this process's images, as torch.autograd.grad does.
+        """Begin a microbatch, if this forward of ``network`` is the first one in it."""
+        is_repeated = torch._C._current_graph_task_id() != -1  # pyright: ignore  # by checkpointing, in a backward
+        # Within torch.func.grad, which returns gradients of this process's images only, like torch.autograd.grad.
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if is_repeated or is_transformed or not (network.training or torch.is_grad_enabled()):
             return
@@ -113,12 +115,12 @@ class ParallelNetworks(ExactNetworks):
         super().before_forward(network, images, num_rows)
 
     def _begin_images(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Begin a microbatch with the images that ``network`` gets."""
+        """Begin a microbatch with ``images``, which ``network`` gets."""
         if self._worker.world_size == 1:
             _check_group_came_first(1)
         self._images = local_images.known_or_expected(images, num_rows) or LocalImages(num_rows, num_rows)
 
-        # A backward follows, and will need the numbers of all workers. An evaluation may be on one worker only.
+        # If a backward will follow, gather the numbers of images. An evaluation may run on one worker only.
         self._gather = None
         if network.training and torch.is_grad_enabled():
             self._gather = self._begin_gather(_FORWARD, self.trained.index(network))
@@ -133,19 +135,19 @@ class ParallelNetworks(ExactNetworks):
         )
 
     def _positions(self) -> Tensor:
-        """Return the place of each of this worker's rows in the global batch, int64 (rows,)."""
+        """Return the index of each of this worker's rows in the global batch, int64 (rows,)."""
         assert self._images is not None
         counts = self._counts()
         return counts[: self._worker.rank].sum().long() + torch.arange(self._images.num_rows, device=counts.device)
 
     def _share(self) -> Tensor | float:
-        """Return m_j / M, by which a backward multiplies each gradient that reaches a parameter."""
+        """Return m_j / M, by which a backward multiplies the gradient of each parameter."""
         if self._images is None:
             raise UsageError(
                 "A backward reaches a network of raytrain.parallel that has not been called, so nothing says how many "
                 "images it is of: call the network itself, model(images), not a layer or a method of it."
             )
-        counts = self._counts()  # in which a worker without images has a part, too
+        counts = self._counts()  # a worker without images takes part in this, too
         if self._is_checked:
             self._begin_gather(_BACKWARD)
         if not self._images.num_used:
@@ -154,12 +156,12 @@ class ParallelNetworks(ExactNetworks):
         return self._images.num_used / (float(total) if total.is_cpu else total)
 
     def _counts(self) -> Tensor:
-        """Return how many images each worker has in the microbatch, float64 (N,)."""
+        """Return the number of images of each worker in the microbatch, float64 (N,)."""
         self._gather = self._gather or self._begin_gather(_FORWARD)
         return self._gather.rows()[:, 0]
 
     def _begin_gather(self, action: float, network: int = 0) -> _Gather:
-        """Begin to send this worker's number of images and its ``action``, which is the same on every worker."""
+        """Begin to gather the numbers of images, and the ``action``, which should be the same on every worker."""
         assert self._images is not None
         row = torch.tensor([[self._images.num_used, action, network]], dtype=torch.float64)
         gather = _Gather(row.to(self._worker.device, non_blocking=True), self._worker, self._group)
@@ -169,11 +171,11 @@ class ParallelNetworks(ExactNetworks):
 
     @property
     def _is_checked(self) -> bool:
-        """True around backward 1, 2, 4, 8, …: most mistakes show at once."""
+        """True around backward 1, 2, 4, 8, …, because most mistakes show early."""
         return self._worker.world_size > 1 and not self._num_backwards & (self._num_backwards + 1)
 
     def _check_actions(self) -> None:
-        """Raise UsageError if not all workers did the same in the gathers that are to be checked. Waits for them."""
+        """Wait for the gathers that are not checked yet; raise UsageError unless all workers sent the same actions."""
         gathers, self._unchecked = self._unchecked, []
         for gather in gathers:
             _check_same_action(gather.rows()[:, 1:].tolist())
@@ -186,7 +188,7 @@ class ParallelNetworks(ExactNetworks):
         self._leader = None
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on this worker. A step of an optimizer sums those that are left."""
+        """Return a context in which gradients stay on this worker; the next optimizer step sums those that are left."""
         if not self._sums_before_steps:
             hook = register_optimizer_step_pre_hook(partial(_sum_deferred, weakref.ref(self)))
             weakref.finalize(self, hook.remove)
@@ -197,11 +199,11 @@ class ParallelNetworks(ExactNetworks):
 def _sum_deferred(reference: weakref.ref[ParallelNetworks], optimizer: Any, *_: object) -> None:
     """Sum the deferred gradients over the workers, before a step of an ``optimizer`` of one of the networks."""
     networks = reference()
-    if networks is not None and any(id(each) in networks.parameter_ids for each in parameters_of(optimizer)):
+    if networks is not None and any(id(tensor) in networks.parameter_ids for tensor in parameters_of(optimizer)):
         networks.gradients.sum_deferred()
 
 
-# What users call.
+# The functions for users.
 
 
 @overload
@@ -219,26 +221,27 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
 def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "sync") -> Any:
     """Make the gradients, the batch norm and the dropout of ``networks`` those of all workers of the process group.
 
-    In place of DistributedDataParallel, in any loop: N processes then compute what one would with their batches put
-    together, also if they have different numbers of images, or none. The loss is a mean over the images of a process.
-    After ``loss.backward()`` each ``parameter.grad`` is that of the mean over the images of all of them, and the same
-    everywhere. Networks are changed in place and returned; nothing is wrapped, and the names of weights stay.
+    It takes the place of DistributedDataParallel in any loop: N processes then compute the same as one would with their
+    batches joined, also if they have different numbers of images, or none. The loss is the mean over the images of a
+    process. After ``loss.backward()``, each ``parameter.grad`` is the gradient of the mean over the images of all
+    processes, and the same on all of them. Networks are changed in place and returned; nothing is wrapped, and the
+    names of weights stay the same.
 
     Call it on every process, after ``init_process_group`` and before an optimizer steps. Then call the network as a
-    whole, ``model(images)``. The number of images is that of the rows of the first tensor that it gets; a process
+    whole, ``model(images)``. The number of images is the number of rows of the first tensor that it gets; a process
     without images calls it with 0 rows. Without a process group it trains on one process.
 
-    Dropout draws the same numbers on any number of processes for the batches of ``raytrain.ImageLoader``, which name
-    their samples, and for those of any loader that gives each process a contiguous slice of the global batch, in the
-    order of ranks. A ``DistributedSampler`` deals images out in turn, so there they are others.
+    Dropout draws the same numbers on any number of processes for the batches of ``raytrain.ImageLoader``, which have
+    the numbers of their samples, and for those of any loader that gives each process a contiguous slice of the global
+    batch, in the order of ranks. With a ``DistributedSampler``, which deals images out in turn, the numbers differ.
 
     Args:
-        networks: given together if one loss trains them, such as a backbone and its head; each is on its device.
+        networks: the networks that one loss trains, such as a backbone and its head, on the device of this process.
         seed: of the random numbers of dropout.
         batch_norm: ``"sync"`` normalises with the statistics of all processes' images; ``"aggregate"`` with those of
             each process, and joins them for the running statistics, which needs no collective in a forward.
 
-    Raises UsageError for a network inside of DistributedDataParallel, one of TorchScript, and processes whose networks
+    Raises UsageError for a network in DistributedDataParallel or of TorchScript, and if the networks of processes
     differ in shape.
 
     Example::
@@ -258,14 +261,14 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
     if batch_norm not in get_args(BatchNormMode):
         raise UsageError(f'batch_norm of raytrain.parallel is {batch_norm!r}; it can be "sync" or "aggregate".')
 
-    # A cell of a notebook may be run again, with networks that are parallel by now.
+    # Skip networks that are parallel already: a cell of a notebook may run again.
     new = [network for network in networks if _parallel_networks_of(network) is None]
     if new:
         tensors = [tensor for network in new for tensor in (*network.parameters(), *network.buffers())]
         worker = Worker.here(tensors[0].device if tensors else torch.device("cpu"))
         _check_group_came_first(worker.world_size)
         if worker.world_size > 1:
-            _check_same_networks(worker, [(tuple(each.shape), each.dtype) for each in tensors], seed, batch_norm)
+            _check_same_networks(worker, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], seed, batch_norm)
         exact = ParallelNetworks(worker, seed, batch_norm)
         for network in new:
             make_layers_exact(network, batch_norm, "raytrain.parallel")
@@ -274,14 +277,15 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
 
 
 def no_sync(network: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-    """Return a context in which backwards leave gradients on their process, as that of DistributedDataParallel does.
+    """Return a context in which gradients stay on their process, like that of DistributedDataParallel.
 
-    They are added to those of the next backward outside of it, which sends them once. A loop that adds up gradients of
-    several backwards is right without it. Until then ``.grad`` does not have them, so clip after that backward, and let
-    the last one of an epoch be outside. ``zero_grad`` does not drop them: leave out a bad loss before its backward.
+    The gradients are added to those of the next backward outside of the context, which sends all of them once. A loop
+    that accumulates gradients is also correct without it, but sends them each time. Until then, ``.grad`` lacks the
+    gradients, so clip after that backward, and have the last backward of an epoch outside of the context. ``zero_grad``
+    does not drop these gradients: skip a bad loss before its backward.
 
     Args:
-        network: one of :func:`parallel`; what was given with it stays here, too.
+        network: a network that :func:`parallel` got; the context also holds for those given with it.
         enabled: False for the last backward before a step.
 
     Example::
@@ -303,7 +307,7 @@ def no_sync(network: nn.Module, enabled: bool = True) -> AbstractContextManager[
 
 
 def _parallel_networks_of(network: nn.Module) -> ParallelNetworks | None:
-    """Return the networks that ``network`` was given to :func:`parallel` with; None if it was not."""
+    """Return the group of networks to which :func:`parallel` has added ``network``; None if it has not."""
     for hook in network._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
         if isinstance(hook, BeforeForward) and isinstance(hook.networks, ParallelNetworks):
             return hook.networks
@@ -311,7 +315,7 @@ def _parallel_networks_of(network: nn.Module) -> ParallelNetworks | None:
 
 
 def _check_network(network: object) -> None:
-    """Raise UsageError unless ``network`` is one that can be made parallel."""
+    """Raise UsageError unless ``network`` can be made parallel."""
     if not isinstance(network, nn.Module):
         raise UsageError(
             f"raytrain.parallel got a {type(network).__name__} and takes networks (torch.nn.Module); single parameters "
@@ -330,7 +334,7 @@ def _check_network(network: object) -> None:
 
 
 def _check_group_came_first(world_size: int) -> None:
-    """Raise UsageError if there are more than ``world_size`` processes, with which the networks were made parallel."""
+    """Raise UsageError if there are more than ``world_size`` processes, for which networks were made parallel."""
     has_group = dist.is_available() and dist.is_initialized()
     in_environment = environ.get("WORLD_SIZE") or "1"
     if not has_group and not in_environment.isdecimal():
@@ -365,7 +369,7 @@ def _check_same_networks(worker: Worker, *content: object) -> None:
 
 
 def _check_same_action(actions: list[list[float]]) -> None:
-    """Raise UsageError unless all workers do the same: ``actions`` are (action, number of the network) of each."""
+    """Raise UsageError unless all workers do the same; ``actions`` has (action, number of the network) of each."""
     texts = [
         "runs a backward" if action == _BACKWARD else f"calls network {number + 1:.0f}" for action, number in actions
     ]

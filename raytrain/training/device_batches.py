@@ -19,11 +19,11 @@ from raytrain.training.device_decoder import DeviceDecoder
 from raytrain.training.mixup import mix_batch
 from raytrain.training.protocols import BatchSource, DecodeReporter
 
-_copy_stream = cache(torch.cuda.Stream)  # of each GPU one, on which images are copied to it
+_copy_stream = cache(torch.cuda.Stream)  # one for each GPU, on which images are copied to it
 HostTensors = Sequence[Tensor]
 """Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1.
 
-Images that a device has decoded are on the device.
+Images that a GPU has decoded are on that GPU.
 """
 
 
@@ -32,7 +32,7 @@ class DeviceBatches:
 
     Args:
         label_sets: (K, C), bool, on ``device``: the classes of each label; None if a label is a class.
-        reporter: takes what is found out about images that this worker decodes, as ``--decoder gpu`` asks for.
+        reporter: gets reports about images that this worker decodes itself, with ``--decoder gpu``.
 
     Example::
 
@@ -60,9 +60,9 @@ class DeviceBatches:
         self._num_classes, self._label_sets = num_classes, label_sets
 
     def read_ahead(self, first_step: int) -> Prefetch[tuple[LocalBatch, HostTensors]]:
-        """Read the training images from ``first_step`` on, and bring them to memory that the device can copy from.
+        """Read the training images from ``first_step`` on, in a thread, ``--prefetch`` batches ahead of the loop.
 
-        Or have the device decode them. A thread does so while the loop computes, ``--prefetch`` batches ahead.
+        They are in memory from which the device can copy them, or, if it has decoded them, on the device.
         """
         ready = partial(on_host, augment=self._augment, device=self._device)
         batches = self.source.train(first_step)
@@ -74,7 +74,7 @@ class DeviceBatches:
     def prepare(self, local: LocalBatch, tensors: HostTensors) -> Batch:
         """Return a batch of :meth:`read_ahead` on the device, augmented, normalised and mixed.
 
-        With mixup or CutMix, every worker calls this: images are mixed over all of them.
+        With mixup or CutMix, every worker must call this, because images are mixed across workers.
         """
         sets, config = self._label_sets, self._config
         batch = to_batch(local, self._augment, self._device, training=True, label_sets=sets, tensors=tensors)
@@ -84,7 +84,7 @@ class DeviceBatches:
         return batch
 
     def close(self) -> None:
-        """End the processes that decode beside the device, if there are any."""
+        """End the processes that decode on the CPU for the device, if there are any."""
         if self.decoder is not None:
             self.decoder.close()
 
@@ -98,8 +98,8 @@ class DeviceBatches:
 def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
     """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
 
-    For a GPU this copies them, which takes so long that the thread that reads ahead had better do it. Images that the
-    device has decoded are there already.
+    For a GPU, they are copied to pinned memory, which takes long, so that the thread that reads ahead should call this.
+    Images that the device has decoded stay there.
     """
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
     tensors = [
@@ -108,7 +108,7 @@ def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTe
     ]
     if device.type != "cuda":
         return tensors
-    with torch.cuda.device(device):  # in a thread that knows of no device, the first one would be used
+    with torch.cuda.device(device):  # the current device of a new thread would be the first GPU
         return [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
 
 
@@ -123,8 +123,8 @@ def to_batch(
 ) -> Batch:
     """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there.
 
-    ``label_sets``, (K, C) of 0 and 1, says which classes belong to each label; None if a label is a class. ``tensors``
-    are those of :func:`on_host`, if they have been made before.
+    ``label_sets``, (K, C) of 0 and 1, has the classes of each label; None if a label is a class. ``tensors`` is the
+    result of :func:`on_host`, if it was called before.
     """
     images, labels, samples = _to_device(tensors or on_host(local, augment, device), device)
     step, epoch = local.batch.step, local.batch.epoch
@@ -138,12 +138,12 @@ def to_batch(
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
-    """Return images, labels and samples of the one black image that stands for an empty slice."""
+    """Return images, labels and samples of a placeholder: one black image in place of an empty slice."""
     return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
 def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
-    """Move tensors to the device. To a GPU they are copied beside what it still computes of the step before."""
+    """Move tensors to the device; to a GPU, they are copied while it still computes the step before."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
@@ -151,5 +151,5 @@ def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
         copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     computing.wait_stream(copying)
     for copy in copies:
-        copy.record_stream(computing)  # otherwise the next copy could be written over one that is still read
+        copy.record_stream(computing)  # otherwise the next copy could get this memory while it is still read
     return copies

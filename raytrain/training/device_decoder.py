@@ -1,17 +1,17 @@
-"""Decodes a worker's training images on its GPU, out of the files that it gets in place of pixels (``--decoder gpu``).
+"""Decodes a worker's training images on its GPU (``--decoder gpu``): the worker gets files instead of pixels.
 
-The way of a local batch of files, in the thread that reads ahead:
+The path of a local batch of files, in the thread that reads ahead:
 
-1. :func:`raytrain.data.images.decode.plain_jpeg_size` looks at each header. What is no plain JPEG, or has more pixels
-   than a GPU should take at once, goes to processes that decode on the CPU, as all images do without a GPU: there an
-   image that kills its decoder is an unreadable one. So do files that the GPU refuses.
-2. :func:`decode_jpegs` decodes the plain ones, some at a time, whole. It alone needs a GPU, and nvJPEG.
-3. :func:`cut_and_resize` cuts the crop box of each and resizes it, all of them in a few kernels.
+1. :func:`raytrain.data.images.decode.plain_jpeg_size` reads each header. Files that are no plain JPEGs, or have more
+   pixels than a GPU should decode at once, go to processes that decode on the CPU, as all images do without a GPU: an
+   image that kills such a process counts as unreadable. Files that the GPU refuses go there, too.
+2. :func:`decode_jpegs` decodes the plain JPEGs, some at a time, as whole images. Only this needs a GPU with nvJPEG.
+3. :func:`cut_and_resize` cuts out the crop boxes and resizes them, all in a few kernels.
 
-An image comes out the same in any batch: its crop box depends on the seed, the epoch and the sample alone, and no sum
-goes over two images, or has its terms in another order in another batch. So runs on any number of GPUs of one kind see
-the same pixels. They differ by some of 255 from those of libjpeg-turbo on a CPU: nvJPEG rounds in other places, and is
-given the whole image, where a CPU decodes large ones at 1/2, 1/4 or 1/8 of their size.
+The pixels of an image are the same in any batch: its crop box depends only on the seed, the epoch and the sample, and
+no sum includes other images, or adds its terms in another order. So runs on any number of GPUs of one kind see the same
+pixels. They differ by a few of 255 levels from those of libjpeg-turbo on a CPU: nvJPEG rounds differently, and decodes
+the whole image, where a CPU decodes large ones at 1/2, 1/4 or 1/8 of their size.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.protocols import BatchSource, DecodeReporter
 
 MAX_DEVICE_BYTES = 128 << 20
-"""Pixels that are on a device at a time, as bytes; an image that has more goes to the CPU."""
-CHUNK_BYTES = 64 << 20  # of pixels that are decoded at once, unless a single image has more
-_NUM_CPU_DECODERS = 4  # at a time, of each worker
-_SUPPORT: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}  # pixels on each side that a filter looks at
+"""Most bytes of pixels of one image on a device; a larger image is decoded on the CPU."""
+CHUNK_BYTES = 64 << 20  # of pixels that are decoded together, unless a single image has more
+_NUM_CPU_DECODERS = 4  # at the same time, for each worker
+_SUPPORT: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}  # pixels on each side within a filter's reach
 
 
 def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) -> list[Tensor]:
-    """Return JPEGs, turned upright, uint8 (C, h, w) each, on ``device``; raise RuntimeError if it can't decode one.
+    """Return the pixels of JPEGs, turned upright, uint8 (C, h, w) each, on ``device``; RuntimeError if it can't.
 
     Example: ``decode_jpegs([Path("cat.jpg").read_bytes()], 3, torch.device("cuda"))``
     """
@@ -80,7 +80,7 @@ class DeviceDecoder:
         self._threads = ThreadPoolExecutor(_NUM_CPU_DECODERS, thread_name_prefix="decode")  # none before the first file
         import simplejpeg
 
-        # What is wrong with all images is said before the first one.
+        # Decode a small JPEG, so that a missing library is reported before the first image.
         try:
             decode_jpegs([simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))], self._shape.channels, device)
         except (ImportError, OSError, RuntimeError) as error:
@@ -101,7 +101,7 @@ class DeviceDecoder:
             return local
         files, crops = local.images.contents(), self._cropping.crops(local.draws, local.batch.epoch)
 
-        # What is not for the device. The CPU begins at once, and decodes while the device does.
+        # Find the files that the CPU has to decode. It begins at once, and works at the same time as the device.
         sizes: dict[int, Size] = {}
         kinds: dict[int, str] = {}
         for row, file in enumerate(files):
@@ -114,6 +114,7 @@ class DeviceDecoder:
                 sizes[row] = size
         on_cpu = {row: self._threads.submit(self._decode_on_cpu, files[row], crops[row]) for row in kinds}
 
+        # Decode all others on the device, in chunks, and give the CPU those that the device refuses.
         unreadable: dict[int, str] = {}
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             pixels = torch.zeros((len(files), *self._shape), dtype=torch.uint8, device=self._device)
@@ -127,7 +128,7 @@ class DeviceDecoder:
                     resized = cut_and_resize(list(images.values()), boxes, self._shape.size)
                     pixels[torch.tensor(list(images)).to(self._device, non_blocking=True)] = resized
 
-            # What the CPU has decoded joins.
+            # Copy the images that the CPU has decoded to the device.
             for row, future in on_cpu.items():
                 try:
                     pixels[row] = torch.from_numpy(future.result().copy()).to(self._device, non_blocking=True)
@@ -137,9 +138,9 @@ class DeviceDecoder:
                 kept = [row for row in range(len(files)) if row not in unreadable]
                 pixels = pixels[torch.tensor(kept, dtype=torch.long).to(self._device, non_blocking=True)]
             if self._stream is not None:
-                self._stream.synchronize()  # in this thread, which has nothing else to do: what it hands over is done
+                self._stream.synchronize()  # this thread may wait: it hands over finished pixels
 
-        # The images that the CPU could not read, either, are left out, as those that could not be fetched were.
+        # Report what the CPU decoded, and leave out images that it could not read, either.
         for kind, count in Counter(kinds.values()).items():
             self._reporter.decoded_on_cpu(count, kind)
         is_unreadable = np.isin(np.arange(len(files)), list(unreadable))
@@ -149,9 +150,9 @@ class DeviceDecoder:
         return replace(local.without(is_unreadable), images=pixels)
 
     def _decode(self, files: dict[int, bytes], sizes: dict[int, Size]) -> dict[int, Tensor]:
-        """Return the images, by row, that the device decodes, in the sizes that their headers say.
+        """Return the images that the device decodes, by row, if they have the sizes in their headers.
 
-        It refuses one by refusing all of them: then each is tried alone.
+        If the device refuses one image, it refuses the whole call: then each is tried alone.
         """
         try:
             decoded = decode_jpegs(list(files.values()), self._shape.channels, self._device)
@@ -170,7 +171,7 @@ class DeviceDecoder:
 
 
 def _chunks(sizes: dict[int, Size], channels: int) -> Iterator[list[int]]:
-    """Yield the rows of images of these ``sizes``, as many at a time as fit into a part of the device's memory."""
+    """Yield lists of rows: the images of each list, by ``sizes``, fit together into CHUNK_BYTES of memory."""
     chunk: list[int] = []
     height = width = 0
     for row, size in sizes.items():
@@ -187,16 +188,16 @@ def _chunks(sizes: dict[int, Size], channels: int) -> Iterator[list[int]]:
 def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[CropBox], size: Size) -> Tensor:
     """Cut the crop box of each image, uint8 (C, h, w), and resize it; return all of them, uint8 (n, H, W, C).
 
-    It computes what Pillow's ``resize`` does, whose filters reach further if an image becomes smaller: first each row
-    is resized, then each column. Each pixel of a resized column is a weighted sum of some pixels of the column, its
-    taps. ``embedding_bag`` is a sum of some rows of a table, with weights: so all columns of all images are the rows of
-    one table, and one call resizes them.
+    It computes the same as Pillow's ``resize``, whose filters reach further if an image becomes smaller: first each row
+    is resized, then each column. Each pixel of a resized row is a weighted sum of some pixels of that row, its taps.
+    ``embedding_bag`` computes weighted sums of rows of a table. So the columns of all images become the rows of one
+    table, and one call resizes all images in one direction.
 
     Example: ``cut_and_resize([image], [CropBox(0, 0, 500, 375, 224, 224)], (224, 224))``
     """
     device, channels, interpolation = images[0].device, images[0].shape[0], boxes[0].interpolation
 
-    # Whole pixels that the boxes touch. The boxes move with them, as in resize.cut.
+    # Cut out the whole pixels that the boxes touch, and move the boxes accordingly.
     seen: list[Tensor] = []
     spans: list[list[tuple[float, float, int, int]]] = [[], []]  # of columns, and of rows: from, to, length, new length
     for image, box in zip(images, boxes, strict=True):
@@ -222,12 +223,12 @@ def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[CropBox], size: Siz
 def _resize(
     table: Tensor, spans: Sequence[tuple[float, float, int, int]], length: int, interpolation: Interpolation
 ) -> Tensor:
-    """Resize the second dimension of a table (n, l, C, o) to ``length``, rounded to whole numbers of 0 to 255.
+    """Resize the second dimension of a table (n, l, C, o) to ``length``, rounded to whole numbers from 0 to 255.
 
-    Of image i, the span from the first to the second number is seen, of so many pixels, and gets the new length; what
-    is left of ``length`` on both sides is 0.
+    The span of image i is (first, last, number of pixels, new number of pixels): the interval from first to last of
+    its pixels is resized to the new number; both sides of it are filled up with 0 to ``length``.
     """
-    # As in Pillow's precompute_coeffs: where the middle of each new pixel is, and how far the filter reaches from it.
+    # As in Pillow's precompute_coeffs: the middle of each new pixel, and how far the filter reaches from it.
     first, last, lengths, new_lengths = torch.tensor(spans, dtype=torch.float64).T.to(table.device)[..., None]  # (n, 1)
     scale = (last - first) / new_lengths
     widened = scale.clamp(min=1.0)
@@ -237,7 +238,7 @@ def _resize(
     start = (middle - reach + 0.5).floor().clamp(min=0)
     stop = torch.minimum((middle + reach + 0.5).floor(), lengths)
 
-    # The taps of each new pixel, and their weights, of which the sum is 1; as many as the widest filter needs.
+    # The taps of each new pixel, as many as the widest filter needs, and their weights, whose sum is 1.
     widest = max((to - begin) / new for begin, to, _, new in spans)
     num_taps = 2 * math.ceil(_SUPPORT[interpolation] * max(1.0, widest)) + 1
     taps = start[..., None] + torch.arange(num_taps, device=table.device)  # (n, L, K)
@@ -255,7 +256,7 @@ def _resize(
 
 
 def _filter(distance: Tensor, interpolation: Interpolation) -> Tensor:
-    """Return the weights of taps at these distances from the middle of a new pixel, as Pillow has them."""
+    """Return Pillow's weights for taps at these distances from the middle of a new pixel."""
     distance = distance.abs()
     if interpolation == "bilinear":
         return (1 - distance).clamp(min=0)

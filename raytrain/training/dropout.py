@@ -1,12 +1,12 @@
 """Dropout and stochastic depth with random numbers of each sample's own.
 
-Torch draws the numbers of a batch from one generator, so that a sample gets others on another number of workers.
-``convert`` turns ``nn.Dropout``, ``nn.Dropout1d`` to ``3d``, torchvision's ``StochasticDepth`` (of rows) and timm's
-``DropPath`` into layers whose random numbers are a function of (seed, step, sample, layer, position in the sample).
-``begin`` tells them which samples come next. Only the class of a layer changes, in place, as with batch norm.
+torch draws the numbers of a batch from one generator, so that a sample would get other numbers on another number of
+workers. ``convert`` turns ``nn.Dropout``, ``nn.Dropout1d`` to ``3d``, torchvision's ``StochasticDepth`` (of rows) and
+timm's ``DropPath`` into layers whose random numbers are a function of (seed, step, sample, layer, position in the
+sample). ``begin`` tells them which samples come next. Only the class of a layer changes, in place, as with batch norm.
 
-Dropout inside other layers, such as fused attention or ``nn.LSTM``, and that of ``torch.nn.functional`` stay as they
-are: they draw from torch's generator, other numbers on another number of workers.
+Dropout within other layers, such as fused attention or ``nn.LSTM``, and in ``torch.nn.functional`` is not changed: its
+numbers depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = 53
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Change the dropout layers of ``model`` in place, numbered by its modules; called twice they draw the same.
+    """Change the dropout layers of ``model`` in place. A layer is numbered by its position among all modules.
 
     Example::
 
@@ -46,7 +46,7 @@ def convert(model: nn.Module) -> nn.Module:
 def begin(layers: Iterable[nn.Module], samples: Tensor | Callable[[], Tensor], seed: int, step: int) -> None:
     """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on.
 
-    A function that returns the samples is called only if it is needed: one of the layers is in training mode.
+    If ``samples`` is a function that returns them, it is only called if one of the layers is in training mode.
     """
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
     if converted and (isinstance(samples, Tensor) or any(layer.training for layer in converted)):
@@ -64,7 +64,7 @@ class _SampledDropout(nn.Module):
     drawn_dimensions: int | None  # see _DRAWN_DIMENSIONS
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the ``input`` with some elements 0, and the others scaled up so that the mean stays."""
+        """Return the ``input`` with some elements set to 0, and the others scaled up to keep the mean."""
         options = cast(Any, self)
         rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p  # timm's, or torch's
         if not self.training or rate == 0:
@@ -76,14 +76,14 @@ class _SampledDropout(nn.Module):
     def random_numbers(self, input: Tensor) -> Tensor:
         """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``.
 
-        Rows of the input that belong to one sample, such as the windows of an image, follow each other. If the first
-        dimension is no multiple of the number of samples, torch's generator draws.
+        A sample may have several rows of the input, such as the windows of an image, one after the other. If the first
+        dimension is not a multiple of the number of samples, torch's generator draws.
         """
         num_dimensions = self.drawn_dimensions or input.ndim
         shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
         if self.keys is None or not len(self.keys) or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
-        # torch.compile takes arange for an index, with which it computes in too few bits, or fails; but not this.
+        # XOR twice changes nothing, but keeps torch.compile from treating arange as an index of too few bits.
         positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ self.key ^ self.key
         return (splitmix64(self.keys[:, None] ^ self.key, positions).double() * 2.0**-_BITS).view(shape)
 
@@ -96,8 +96,8 @@ _DRAWN_DIMENSIONS = {
     "torchvision.ops.stochastic_depth.StochasticDepth": 1,
     "timm.layers.drop.DropPath": 1,
 }
-"""Number of first dimensions in which each element has a random number of its own; None for all of them.
+"""The number of leading dimensions in which each index has a random number of its own; None for all dimensions.
 
-With 2 whole channels are left out, with 1 whole samples. By the name of the plain class, so that neither torchvision
-nor timm is imported.
+With 2, whole channels are dropped, with 1, whole samples. The keys are names of classes, so that neither torchvision
+nor timm has to be imported.
 """

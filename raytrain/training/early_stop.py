@@ -14,14 +14,14 @@ from raytrain.runs.outcome import Progress, StopReason
 from raytrain.training.evaluation_metrics import is_lower_better
 
 _EXPLODED = 4
-"""A loss of so many times the first one ends a search for a learning rate."""
+"""A search for a learning rate ends when the loss is this many times that of the first step."""
 
 
 class EarlyStop:
     """Decides by evaluations (``--until``, ``--patience``), losses and the clock (``--max-time``) when to stop.
 
-    ``reason`` is None until then. All workers decide alike about evaluations and losses, which they all know; worker 0
-    asks for the time.
+    ``reason`` is None until then. Evaluations and losses are the same on all workers, so all decide alike; only worker
+    0 checks the time.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -31,9 +31,9 @@ class EarlyStop:
         self._first_loss: float | None = None
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
-        """Return ``progress`` with the score of an evaluation, after which the run may stop.
+        """Return ``progress`` with the score of an evaluation, and set ``reason`` if the run should stop after it.
 
-        Raises UsageError if the evaluation lacks a metric that an option is about.
+        Raises UsageError if the evaluation lacks a metric that an option names.
         """
         config = self._config
         config.check_metrics(
@@ -41,21 +41,21 @@ class EarlyStop:
             "return it from the loop's evaluation, or name another metric (--best decides what --patience counts by)",
         )
 
-        # --until: a value that a metric is to reach, a loss or an error from above.
+        # --until: the metric has reached the value; losses and errors reach it from above.
         if config.target is not None:
             name, value = config.target
             reached = operator.le if is_lower_better(name, config) else operator.ge
             if reached(measured.get(name, float("nan")), value):
                 self.reason = StopReason("target", config.until, metric=name, value=measured[name])
 
-        # The score is the metric that counts, a loss or an error with a minus, so that the largest is the best.
+        # The score is the metric of --best, negated for losses and errors, so that the largest score is the best.
         value = measured.get(config.best_metric, math.nan)
         score = None if math.isnan(value) else -value if is_lower_better(config.best_metric, config) else value
         progress = replace(progress, score=score)
         if config.best_metric not in measured:
             return progress
 
-        # --patience: evaluations in a row that are not better than the best one.
+        # --patience: count the evaluations in a row that are not better than the best one.
         best = progress.best_score
         if score is not None and (best is None or score > best):
             return replace(progress, best_score=score, best_value=value, num_worse=0)
@@ -75,7 +75,7 @@ class EarlyStop:
             self.reason = self.reason or StopReason("diverged", detail)
 
     def time_is_up(self) -> bool:
-        """Return whether ``--max-time`` is over. It counts from the start of this attempt."""
+        """Return whether ``--max-time`` is over, counted from the start of this attempt; then set ``reason``."""
         limit_s = self._config.max_time_s
         if limit_s is None or time.monotonic() - self._started_at < limit_s:
             return False

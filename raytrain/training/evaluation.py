@@ -1,4 +1,4 @@
-"""The built-in evaluation, also of several classes per image, and predictions averaged over views of an image."""
+"""The built-in evaluation, for one class or several classes per image, and logits averaged over views of an image."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 Network = Callable[[Tensor], Tensor]  # normalised images (B, C, H, W) -> logits (B, num_classes)
-_NUM_TRIED = 2  # images; fewer than two are no batch to some networks
+_NUM_TRIED = 2  # images; some networks cannot take a batch of one
 
 
 def evaluate_prepared(run: Run) -> dict[str, float]:
-    """Measure the first network that the loop has prepared, or its average, averaged over the views of the options."""
+    """Measure the first network that the loop has prepared, or its weight average, over the views of --test-views."""
     network = with_views(run.models.evaluated, run.config.test_views)
     return evaluate(run, network) if run.label_sets is None else evaluate_labels(run, network)
 
@@ -44,8 +44,9 @@ def evaluate_prepared(run: Run) -> dict[str, float]:
 def evaluate(run: Run, model: Network) -> dict[str, float]:
     """Return accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the validation images.
 
-    Also those that the options name, by ``--metrics``, ``--best`` or ``--until``. Each image counts once: sums are
-    reduced, never means, and no image is padded or repeated. All numbers are NaN if no image could be used.
+    Metrics that ``--metrics``, ``--best`` or ``--until`` name are measured, too. Each image counts once: sums are
+    reduced over the workers, not means, and no image is padded or repeated. All metrics are NaN if no image could be
+    used.
 
     Example::
 
@@ -66,7 +67,7 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
         if named is not None:
             named.add(logits.double().softmax(dim=1), batch.labels)
 
-    # One all-reduce for all of it, for whose result the host waits.
+    # Add up over the workers by one all-reduce, for whose result the host waits.
     totals = np.array(run.total(torch.cat([loss, counts.flatten()])))
     right, truth, predicted = totals[1:].reshape(3, num_classes)
     count = truth.sum()
@@ -82,9 +83,8 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
 def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
     """Measure ``model`` on the validation images, each image once, and choose the threshold of each class by its F1.
 
-    Returns the accuracy (over all images and classes) and macro F1 of predicting the classes with a probability of at
-    least 0.5, the mean binary cross entropy, the mean average precision, and the metrics that the options name. All are
-    NaN if no image could be used.
+    Returns accuracy (over all images and classes) and macro F1 at a threshold of 0.5, the mean binary cross entropy,
+    the mean average precision, and the metrics that the options name. All are NaN if no image could be used.
     """
     num_classes = run.num_classes
     rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]
@@ -99,7 +99,7 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         if named is not None:
             named.add(logits.sigmoid(), targets)
 
-    # The order of all images' scores decides precisions and thresholds, so every worker gets all rows.
+    # Precisions and thresholds depend on the order of the scores of all images, so every worker gets all rows.
     scores, truth, losses = np.split(run.gather(torch.cat(rows)).cpu().numpy(), [num_classes, 2 * num_classes], axis=1)
     answers, truth = scores >= DEFAULT_THRESHOLD, truth > 0
     run.thresholds = tuple(best_thresholds(scores, truth).tolist())
@@ -119,7 +119,7 @@ def _named_metrics(run: Run) -> NamedMetrics | None:
 
 
 def with_views(network: Network, views: Collection[TestView]) -> Network:
-    """Return ``network``, averaged over mirror images (``flip``), over shifted images (``shift``), or over all six."""
+    """Return ``network`` with its logits averaged over mirrored (``flip``) or shifted (``shift``) images, or both."""
     flipped = partial(flip_test, network) if "flip" in views else network
     return partial(shift_test, flipped) if "shift" in views else flipped
 
@@ -127,8 +127,8 @@ def with_views(network: Network, views: Collection[TestView]) -> Network:
 def flip_test(network: Network, images: Tensor) -> Tensor:
     """Return the mean of the ``network``'s logits for ``images`` and for their mirror images, (B, num_classes).
 
-    ``images`` are normalised, (B, C, H, W). It is a mean of logits, not of probabilities, so that whatever takes logits
-    takes it: losses, softmax and sigmoid, thresholds, and exported programs.
+    ``images`` are normalised, (B, C, H, W). Logits are averaged, not probabilities, so that the mean works wherever
+    logits do: in losses, softmax and sigmoid, with thresholds, and in exported programs.
 
     Example::
 
@@ -154,11 +154,11 @@ def shift_test(network: Network, images: Tensor) -> Tensor:
 
 
 def check_evaluation(run: Run) -> None:
-    """Raise UsageError if the built-in evaluation is due some time, and cannot measure what the loop prepares.
+    """Raise UsageError if the built-in evaluation will be used, and cannot measure the network that the loop prepares.
 
-    It would find that out after an epoch, so the network is tried on two images of the loop's batch. A copy is called,
-    and the network stays as it is. All networks are in evaluation mode meanwhile, as a ``forward`` that somebody has
-    replaced may still call the original.
+    Otherwise that would only be found after an epoch. A copy of the network is tried on two images of the loop's batch,
+    so that the network does not change. All networks are in evaluation mode meanwhile, because a replaced ``forward``
+    may still call the original.
     """
     if run.own_evaluation is not None or run.config.is_range_test or run.microbatch is None:
         return
@@ -166,12 +166,12 @@ def check_evaluation(run: Run) -> None:
     model, images = run.models.evaluated, run.microbatch.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()
-    except Exception:  # torch copies no weights that were computed
+    except Exception:  # torch cannot copy weights that were computed
         return
     try:
         with torch.no_grad(), run.models.evaluating():
             logits: object = network(images)
-    except torch.OutOfMemoryError:  # nobody can tell
+    except torch.OutOfMemoryError:  # then it cannot be checked
         return
     except Exception as error:
         problem = f"raises {describe(error)}"
@@ -196,7 +196,7 @@ def _try_named_metrics(run: Run, logits: Tensor) -> None:
     named = _named_metrics(run)
     if named is None:
         return
-    labels = torch.arange(len(logits), device=logits.device)  # some classes; nobody looks at the values
+    labels = torch.arange(len(logits), device=logits.device)  # any classes, since the values are not used
     if run.label_sets is None:
         named.add(logits.double().softmax(dim=1), labels % run.num_classes)
     else:

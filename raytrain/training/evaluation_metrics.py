@@ -1,4 +1,4 @@
-"""Metrics in which all classes count the same, for one or several classes per image."""
+"""Names and formulas of the metrics of evaluations, for one class or several classes per image."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LABEL_METRICS = ("accuracy", "loss", "mean_average_precision", "macro_f1")
 
 
 NUM_BINS = 15
-"""Of the probabilities, for the calibration error."""
+"""Intervals of the probabilities, for the calibration error."""
 
 
 def measured_metrics(config: TrainConfig, *, runs_here: bool = True) -> tuple[str, ...]:
     """Return the metrics that the built-in evaluation of a run with these options measures.
 
-    Raises UsageError for one that it cannot measure, as far as that shows without torch. If the run does not train on
-    this machine (``runs_here``), torchmetrics need not be installed.
+    Raises UsageError for a metric that it cannot measure, as far as that can be checked without torch. If the run does
+    not train on this machine (``runs_here``), torchmetrics need not be installed.
     """
     named: list[str] = []
     for name in config.named_metrics:
@@ -47,7 +47,7 @@ def measured_metrics(config: TrainConfig, *, runs_here: bool = True) -> tuple[st
 
 
 def check_number_of_classes(names: Iterable[str], num_classes: int) -> None:
-    """Raise UsageError if a metric that the options name, as ``config.named_metrics``, is not for so many classes."""
+    """Raise UsageError if a metric in ``names``, as in ``config.named_metrics``, is not for so many classes."""
     for name in names:
         if name.startswith("top") and int(name[3:]) >= num_classes:
             raise UsageError(
@@ -61,9 +61,9 @@ def check_number_of_classes(names: Iterable[str], num_classes: int) -> None:
 
 
 def is_lower_better(name: str, config: TrainConfig) -> bool:
-    """Return whether a smaller value of the metric ``name`` is better: of a loss, an error, or as torchmetrics says.
+    """Return whether a smaller value of the metric ``name`` is better, as for losses and errors.
 
-    Raises UsageError if torchmetrics does not say it.
+    Raises UsageError for a metric of torchmetrics whose class does not say it.
 
     Example: ``is_lower_better("calibration_error", config)``
     """
@@ -81,7 +81,7 @@ Truth = npt.NDArray[np.bool_]
 
 
 def balanced_accuracy(right: Counts, truth: Counts) -> float:
-    """Return the mean over the classes that have images of the fraction predicted right; NaN without images.
+    """Return the mean, over the classes that have images, of the fraction predicted right; NaN without images.
 
     Example::
 
@@ -99,47 +99,54 @@ def macro_f1(right: Counts, truth: Counts, predicted: Counts) -> float:
 
 
 def average_precisions(scores: Scores, truth: Truth) -> Scores:
-    """Return the area below each class's curve of precision over recall, (C,), of (n, C); NaN without images."""
+    """Return the area under each class's curve of precision over recall, (C,); NaN for classes without images.
+
+    ``scores`` and ``truth`` are (n, C).
+    """
     areas = np.full(scores.shape[1], np.nan)
     for column in np.flatnonzero(truth.any(axis=0)):
         _, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
-        # Each step of the recall counts with the precision at its end.
+        # Each increase of the recall is multiplied by the precision at its end.
         areas[column] = (np.diff(num_right, prepend=0) / num_right[-1] * num_right / num_predicted).sum()
     return areas
 
 
 def areas_under_roc(scores: Scores, truth: Truth) -> Scores:
-    """Return the area below each class's ROC curve, (C,), of (n, C); NaN unless there are images with and without it.
+    """Return the area under each class's ROC curve, (C,); NaN for a class that all images have, or none.
 
-    Equal scores count half, as in Mann and Whitney's U.
+    ``scores`` and ``truth`` are (n, C). Equal scores count half, as in Mann and Whitney's U.
     """
     areas = np.full(scores.shape[1], np.nan)
     for column in np.flatnonzero(truth.any(axis=0) & ~truth.all(axis=0)):
         _, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
         num_wrong = num_predicted - num_right
-        # A trapezoid for each different score, over the wrong ones that it adds.
+        # Add up trapezoids, one for each different score, whose width is the number of wrong images that it adds.
         heights = num_right - np.diff(num_right, prepend=0) / 2
         areas[column] = (np.diff(num_wrong, prepend=0) * heights).sum() / (num_right[-1] * num_wrong[-1])
     return areas
 
 
 def calibration_error(bins: Scores) -> float:
-    """Return how far probabilities are from the fractions that are right, on average; NaN without images.
+    """Return the expected calibration error of Guo et al. 2017; NaN without images.
 
-    ``bins`` are (3, NUM_BINS): the number of predictions in equal intervals of their probability, and the sums of their
-    probabilities and of those that are right. It is the expected calibration error of Guo et al. 2017.
+    It is the mean difference between the probability of predictions and the fraction of them that is right. ``bins`` is
+    (3, NUM_BINS): for equal intervals of the probability, the number of predictions, the sum of their probabilities,
+    and the number of right ones.
     """
     counts, probabilities, right = bins
     return float(np.abs(probabilities - right).sum() / counts.sum()) if counts.any() else float("nan")
 
 
 def best_thresholds(scores: Scores, truth: Truth) -> Scores:
-    """Return the score of each class, halfway to the next lower one, with the highest F1, (C,); 0.5 without images."""
+    """Return the threshold of each class with the highest F1, (C,); 0.5 for classes without images.
+
+    The threshold lies halfway between two scores, so that rounding does not matter.
+    """
     best = np.full(scores.shape[1], DEFAULT_THRESHOLD)
     for column in np.flatnonzero(truth.any(axis=0)):
         thresholds, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
-        place = int(np.argmax(2 * num_right / (num_predicted + truth[:, column].sum())))
-        best[column] = (thresholds[place] + [*thresholds, 0.0][place + 1]) / 2
+        index = int(np.argmax(2 * num_right / (num_predicted + truth[:, column].sum())))
+        best[column] = (thresholds[index] + [*thresholds, 0.0][index + 1]) / 2
     return best
 
 
@@ -150,9 +157,10 @@ def mean_of_known(values: Scores) -> float:
 
 
 def _curve(scores: Scores, truth: Truth) -> tuple[Scores, Scores, Scores]:
-    """Return each different score, from the highest; how many images have it or more; and how many of them are right.
+    """Return the k different scores of a class in falling order, and two counts for each, (k,).
 
-    All are (k,) of ``scores`` and ``truth``, (n,), of one class.
+    The counts are the number of images with at least this score, and how many of these have the class. ``scores`` and
+    ``truth`` are (n,).
     """
     order = np.argsort(-scores, kind="stable")
     last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)  # of each group of equal scores

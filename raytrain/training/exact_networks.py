@@ -2,14 +2,15 @@
 
 ``run.prepare`` and ``raytrain.parallel`` change a network in place, by :class:`ExactNetworks`:
 
-1. Its batch norm and dropout layers get other classes, which join the statistics of all workers, and draw random
+1. Its batch norm and dropout layers get other classes. These join the statistics of all workers, and draw random
    numbers that belong to a sample and not to a worker.
 2. It gets the weights of worker 0.
 3. :class:`~raytrain.training.gradients.ExactGradients` follows its parameters, and sums their gradients over the
    workers during each backward, worker j's with the weight m_j / M: it has m_j of the M images of the global batch.
 
-All three depend on the images that come next, which :meth:`ExactNetworks.begin` says before each microbatch. A run
-knows them from its plan; a loop of anybody's does not say so, see :mod:`raytrain.training.data_parallel`.
+Layers and gradients depend on the images that come next, so :meth:`ExactNetworks.begin` is called before each
+microbatch. A run knows the images from its plan. In any other loop, they have to be inferred: see
+:mod:`raytrain.training.data_parallel`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ BatchNormMode = Literal["sync", "aggregate"]
 def make_layers_exact(network: nn.Module, batch_norm: BatchNormMode, call: str) -> None:
     """Change the batch norm and dropout layers of ``network`` in place.
 
-    Raises UsageError, which names the public ``call``, for a network of TorchScript, whose layers nobody can see.
+    Raises UsageError for a network of TorchScript, whose layers are hidden. ``call`` is the public function for the
+    error's sentence.
     """
     scripts = [layer for layer in network.modules() if isinstance(layer, torch.jit.ScriptModule)]
     if any(list(script.parameters()) for script in scripts):
@@ -46,11 +48,11 @@ def make_layers_exact(network: nn.Module, batch_norm: BatchNormMode, call: str) 
 
 
 class ExactNetworks:
-    """Networks that compute on all workers together what they would on one.
+    """Networks that compute on several workers together the same as on one.
 
     Args:
         share: returns m_j / M, see :class:`~raytrain.training.gradients.ExactGradients`.
-        report: gets a note for whoever trains.
+        report: gets notes for the user.
         gradients_in_bfloat16: see :class:`~raytrain.training.gradients.ExactGradients`.
 
     Example::
@@ -71,18 +73,18 @@ class ExactNetworks:
         gradients_in_bfloat16: bool = False,
     ) -> None:
         self.trained: list[nn.Module] = []
-        self.parameter_ids: set[int] = set()  # id() of each parameter, when the microbatch began
+        self.parameter_ids: set[int] = set()  # id() of each parameter at the begin of the microbatch
         self.gradients = ExactGradients(worker, share, self.end_backward, report, in_bfloat16=gradients_in_bfloat16)
         self._worker = worker
-        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, when the microbatch began
+        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, at the begin of the microbatch
         self._parameters: list[Tensor] = []  # of all networks, each once
         self._num_used = 0  # images of this worker in the microbatch
-        self._num_counted: dict[nn.Module, int] = {}  # what batch norm of each network counts at the moment
+        self._num_counted: dict[nn.Module, int] = {}  # images that the batch norm of each network counts at the moment
 
     def join(self, network: nn.Module, *, sees_forwards: bool) -> None:
-        """Add a ``network`` whose layers are exact, with the weights of worker 0.
+        """Add a ``network`` whose layers are exact, and give it the weights of worker 0.
 
-        ``sees_forwards``: :meth:`before_forward` is called before each forward.
+        With ``sees_forwards``, :meth:`before_forward` is called before each of its forwards.
         """
         if self._worker.world_size > 1:
             broadcast_weights(network)
@@ -102,8 +104,9 @@ class ExactNetworks:
         """Make all networks ready for forwards and backwards of a microbatch.
 
         Args:
-            num_used: this worker's images that count, m_j.
-            samples: int64 (m_j,), or a function that returns them, which is called only if dropout needs them.
+            num_used: the number of this worker's images that count, m_j.
+            samples: the images as rows of the manifest, int64 (m_j,), or a function that returns them, which is called
+                only if dropout needs them.
             scales_gradients: False if this worker's gradients are those of the global batch already.
         """
         self.join_statistics()
@@ -124,31 +127,33 @@ class ExactNetworks:
         """
         self._layers = {network: list(network.modules()) for network in self.trained}
         owners = (layer._parameters for layers in self._layers.values() for layer in layers)  # pyright: ignore[reportPrivateUsage]
-        # By id, as in the buckets: the hash of a tensor is a function in Python.
-        found: dict[int, Tensor] = {id(each): each for owner in owners for each in owner.values() if each is not None}
+        # Keyed by id, as in the buckets, because hashing a tensor is slow.
+        found: dict[int, Tensor] = {
+            id(tensor): tensor for owner in owners for tensor in owner.values() if tensor is not None
+        }
         parameters = list(found.values())
-        # torch.func.functional_call puts tensors in their places for a forward; gradients reach those they are made of.
+        # During torch.func.functional_call, other tensors take the places of parameters, to which gradients still flow.
         if Tensor in set(map(type, parameters)):
             return
         self._parameters, self.parameter_ids = parameters, set(found)
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Have batch norm of ``network`` count the ``images`` that it is about to get.
+        """Have batch norm of ``network`` count the ``images`` that its next forward gets.
 
         They may be of an earlier microbatch, in which this worker had images and now has none, or the other way round.
-        A network that has joined since the microbatch began counts all its images, which is the state of a new layer.
+        A network that was added since the microbatch began counts all its images, as new layers do.
         """
         if network not in self._layers:
             return
         local = local_images.known(images)
         num_used = self._num_used if local is None else local.num_used
-        # Only none or all makes a difference to the layers.
+        # To the layers, only the difference between no images and some images matters.
         if (num_used == 0) != (self._num_counted[network] == 0):
             batchnorm.set_num_used(self._layers[network], num_used)
             self._num_counted[network] = num_used
 
     def end_backward(self) -> None:
-        """End a backward, when all gradients are there: update the running statistics of batch norm."""
+        """Update the running statistics of batch norm; called after a backward, when all gradients have arrived."""
         self.join_statistics()
 
     def join_statistics(self) -> None:
@@ -158,17 +163,17 @@ class ExactNetworks:
 
 
 class BeforeForward:
-    """A hook before each forward of a network, which gives the inputs to ``networks``.
+    """A hook before each forward of a network, which passes the inputs to ``networks``.
 
-    A copy or a pickle of a network gets a hook without content, which does nothing: nobody has prepared the copy.
+    A copy or a pickle of a network gets a hook that does nothing, because the copy is not prepared.
     """
 
-    _torchdynamo_disable = True  # torch.compile leaves it out of what it compiles
+    _torchdynamo_disable = True  # so that torch.compile does not compile it
 
     def __init__(self, networks: ExactNetworks | None = None) -> None:
         self.networks = networks
 
-    @torch._disable_dynamo  # pyright: ignore  # nor does it compile the functions that are called here, one by one
+    @torch._disable_dynamo  # pyright: ignore  # nor the functions that it calls
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.networks is not None:
             self.networks.before_forward(network, *_rows_among((*inputs, *options.values())))
@@ -180,12 +185,12 @@ class BeforeForward:
 def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
     """Return the first tensor among ``inputs`` that has rows, and their number; None and 1 if there is none.
 
-    A list of tensors (C, H, W) is that of as many images, each of its own size.
+    A list of tensors (C, H, W) counts as a batch of images of different sizes.
     """
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim:
             return value, len(value)
-        if isinstance(value, list) and all(isinstance(each, Tensor) and each.ndim == 3 for each in value):
+        if isinstance(value, list) and all(isinstance(image, Tensor) and image.ndim == 3 for image in value):
             return (value[0] if value else None), len(value)
         nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         images, num_rows = _rows_among(nested)

@@ -1,4 +1,4 @@
-"""Gallery of a run: its last batch, its worst validation images, and its confusions."""
+"""Gallery of a run, for its page: the last batch, the worst validation images, and the most frequent confusions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from raytrain.training.batch import Batch
 
 _NUM_IMAGES = 16
 _MAX_SIDE = 96  # pixels
-_MAX_CLASSES = 1000  # up to which confusions are counted, in a matrix of its square
+_MAX_CLASSES = 1000  # with more classes, confusions are not counted: their matrix would be too large
 _MAX_CONFUSIONS = 5000
 
 
 class _Examples(NamedTuple):
-    """Some images with the network's answers, on the device; the one with the largest loss first if they are sorted."""
+    """Some images with the network's answers, on the device."""
 
     images: Tensor  # (k, C, H, W), as the network sees them
     labels: Tensor  # (k,), int64
@@ -38,20 +38,20 @@ class _Examples(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, logits: Tensor) -> _Examples:
-        """Return all images of a ``batch``, for which the network says ``logits``."""
+        """Return all images of a ``batch``, for which the network has returned ``logits``."""
         logits = logits.detach().float()
         losses = F.cross_entropy(logits, batch.labels, reduction="none").nan_to_num(torch.inf)
         return cls(batch.images, batch.labels, logits, batch.samples, losses)
 
     def worst(self, other: _Examples | None = None) -> _Examples:
-        """Return the images with the largest losses of these and of the ``other`` ones."""
+        """Return the images with the largest losses among these and the ``other`` ones, the largest first."""
         both = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
         worst = both.losses.topk(min(_NUM_IMAGES, len(both.losses))).indices
         return _Examples(*(column[worst] for column in both))
 
 
 class Gallery:
-    """Collects what a loop shows, a batch only by reference, and writes it in the background after evaluations."""
+    """Collects the batches that a loop shows, and writes the document of the gallery in the background."""
 
     def __init__(
         self, config: ResolvedConfig, classes: tuple[str, ...], store: Store, report: Callable[[Event], None]
@@ -66,11 +66,11 @@ class Gallery:
         self._confusions: Tensor | None = None  # (classes²,), int64
 
     def remember(self, batch: Batch, logits: Tensor) -> None:
-        """Remember the latest batch of the training, for which the network says ``logits``, (m, classes)."""
+        """Remember the latest training batch, for which the network has returned ``logits``, (m, classes)."""
         self._latest = (batch, logits.detach())
 
     def add(self, batch: Batch, logits: Tensor) -> None:
-        """Add a batch of an evaluation, for which the network says ``logits``, (m, classes)."""
+        """Add a batch of an evaluation, for which the network has returned ``logits``, (m, classes)."""
         self._worst = _Examples.of(batch, logits).worst(self._worst)
         num_classes = len(self._classes)
         if num_classes <= _MAX_CLASSES:
@@ -81,7 +81,7 @@ class Gallery:
 
     def write(self, step: int, rank: int, world_size: int) -> None:
         """Join the images and confusions added since the last call; worker 0 writes them. Every worker calls this."""
-        # Only cells that are not empty travel: [label, prediction, count] each.
+        # Gather this worker's worst images, and only the cells with confusions: [label, prediction, count] each.
         cells: list[list[int]] = []
         if self._confusions is not None:
             counts, num_classes = self._confusions.cpu(), len(self._classes)
@@ -95,8 +95,8 @@ class Gallery:
         if rank > 0 or not any(examples for _, examples in gathered):
             return
 
-        # The worst images of all workers, and the confusions that are the most frequent.
-        worst = sorted((one for _, examples in gathered for one in examples), key=lambda one: -one["loss"])
+        # Choose the worst images of all workers, and the most frequent confusions.
+        worst = sorted((image for _, images in gathered for image in images), key=lambda image: -image["loss"])
         totals: Counter[tuple[int, int]] = Counter()
         for worker_cells, _ in gathered:
             for label, prediction, count in worker_cells:
@@ -114,7 +114,7 @@ class Gallery:
 
     def _described(self, examples: _Examples) -> list[dict[str, Any]]:
         """Return the examples on the host: pixels as uint8 (H, W, C), and plain numbers."""
-        examples = _Examples(*(column.cpu() for column in examples))  # on a GPU, each call that follows would wait
+        examples = _Examples(*(column.cpu() for column in examples))  # so that the host waits for a GPU only here
         probabilities, predictions = examples.logits.softmax(dim=1).max(dim=1)
         columns = {
             "image": list(screen_pixels(examples.images, self._config, _MAX_SIDE)),

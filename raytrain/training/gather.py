@@ -1,8 +1,8 @@
-"""The rows of all workers on each of them, through which gradients go back to the worker that a row comes from.
+"""Gathers the rows of all workers on each worker; gradients flow back to the worker from which a row comes.
 
-A contrastive loss compares the features of all images of a global batch, so each worker needs those of all. Every
-worker computes the whole loss, and so the gradient of each row, N times over. The average of these gradients goes back
-to the worker that has the row, where its network is differentiated further.
+A contrastive loss compares the features of all images of a global batch, so each worker needs the features of all
+workers. Every worker computes the whole loss, and so the gradient of each row is computed N times. The mean of these
+gradients goes back to the worker that has the row, where the backward goes on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
     """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...); every worker has its own n.
 
-    A loss of all rows is computed by each worker, and counts once: the gradients that it gives to a row are averaged
-    over the workers, worker j's with the weight m_j / M that ``share`` returns. The worker that has the row gets the
-    average divided by its weight, with which its gradients will be multiplied when they reach the parameters.
+    Each worker computes the same loss of all rows, and it must count once. So the gradients of a row are averaged over
+    the workers, that of worker j with the weight m_j / M, which ``share`` returns. The worker that has the row gets the
+    average divided by its own weight, because its gradients are multiplied by that when they reach the parameters.
 
     Example::
 
@@ -40,7 +40,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         rows, ctx.sizes, ctx.rank, ctx.share = inputs
         longest, width = max(ctx.sizes), rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        # Bytes, which gloo and NCCL can send for any type; shorter ones are filled up, because all must have one size.
+        # Send bytes, which gloo and NCCL can do for any type, all of one size: fewer rows are filled up with zeros.
         sent = torch.zeros(longest * width * rows.element_size(), dtype=torch.uint8, device=rows.device)
         as_bytes = rows.detach().contiguous().reshape(-1).view(torch.uint8)
         sent[: len(as_bytes)] = as_bytes
@@ -52,7 +52,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         share = ctx.share()
-        # A worker without images has no part in the average: its share is the number 0.
+        # A worker without images does not count in the average: its share is the number 0.
         has_images = isinstance(share, Tensor) or share > 0
         mean = gradient * share if has_images else torch.zeros_like(gradient)
         dist.all_reduce(mean := mean.contiguous())

@@ -13,10 +13,10 @@ _MILLI = 1000.0
 
 
 class GpuEnergy:
-    """Energy of the GPU ``device`` since this was made.
+    """The energy that the GPU ``device`` has used since this object was created.
 
-    The driver counts it since Volta. Of an older GPU, its power is asked for at each call, and taken for that of all
-    the time since the call before. Nothing is known of a part of a GPU (MIG).
+    For Volta and newer GPUs, the driver counts energy. For older ones, each call reads the power, which is assumed to
+    have been the same since the call before. The energy of a part of a GPU (MIG) is not known.
 
     Example::
 
@@ -31,7 +31,7 @@ class GpuEnergy:
         self._by_power = 0.0
         self._asked_at = clock()
         if device.type == "cuda":
-            with suppress(Exception):  # there may be no driver to ask, which says so in many ways
+            with suppress(Exception):  # without a driver, this raises many kinds of exceptions
                 import pynvml
 
                 pynvml.nvmlInit()

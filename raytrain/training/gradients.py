@@ -1,27 +1,27 @@
 """Exact gradients: after ``loss.backward()`` each ``parameter.grad`` is that of the whole global batch.
 
-A loop computes the mean loss of this worker's images, as it would on one GPU. With m_j images on worker j and M of them
-in the global batch, the loss of the global batch is the sum of (m_j / M) · mean_j over the workers. So everything that
-arrives at a parameter during a backward is multiplied by m_j / M and added up over the workers. By linearity that is
-right for each term of a loss on its own: several losses, several backwards before a step, and a penalty on the weights,
-which all workers compute alike and whose factors m_j / M add up to 1. A worker without images contributes zeros,
-whatever its placeholder gave (0 · NaN would be NaN).
+A loop computes the mean loss of this worker's images, as it would on one GPU. With m_j images on worker j and M images
+in the global batch, the loss of the global batch is the sum of (m_j / M) · mean_j over the workers. So each gradient
+that arrives at a parameter during a backward is multiplied by m_j / M and added up over the workers. By linearity, that
+is correct for each term of a loss: for several losses, for several backwards before a step, and for a penalty on the
+weights, which all workers compute alike and whose factors m_j / M add up to 1. A worker without images contributes
+zeros, whatever the gradients of its placeholder are (0 · NaN would be NaN).
 
-Nothing is wrapped. Torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A
-hook before that node takes the gradient out of the graph, and puts it, multiplied, into a bucket. Buckets are summed
-over the workers while the backward is still running, in one fixed order on all workers, as those of
-DistributedDataParallel are (Li et al. 2020): a collective must be the same one on all of them. When the backward has
-ended, a callback of the autograd engine waits for the sums and adds them to ``parameter.grad``. What ``grad`` held
-before the backward is equal on all workers already, and stays out of the sum. ``torch.autograd.grad`` never reaches
-these nodes, so it gives what this worker's images give.
+Nothing is wrapped. torch accumulates the gradient of each parameter in one node of the graph, ``AccumulateGrad``. A
+hook before that node takes the gradient out of the graph, multiplies it, and puts it into a bucket. Buckets are summed
+over the workers while the backward is still running, in the same order on all workers, as in DistributedDataParallel
+(Li et al. 2020), because all workers must take part in the same collective. When the backward has ended, a callback of
+the autograd engine waits for the sums and adds them to ``parameter.grad``. The value that ``grad`` had before is equal
+on all workers already, and is not summed again. ``torch.autograd.grad`` does not use these nodes, so it returns the
+gradient of this worker's images.
 
-If only some workers have a gradient for a parameter, that of the others is zero. If none has, its ``grad`` stays as it
-was. So layers that are left out, frozen or unfrozen train as they would on one worker.
+If only some workers have a gradient for a parameter, that of the others counts as zero. If none has one, its ``grad``
+does not change. So layers that are left out, frozen or unfrozen train as on one worker.
 
-A loop that adds up several backwards before a step may sum once, after the last of them. Until then its gradients stay
-in the buckets, multiplied by the share that each had.
+A loop that accumulates several backwards before a step may sum once, after the last of them. Until then its gradients
+stay in the buckets, each multiplied by its share.
 
-On slow networks, buckets of float32 may travel as bfloat16 (:mod:`raytrain.training.bfloat16_sum`).
+On slow networks, buckets of float32 may be sent as bfloat16 (:mod:`raytrain.training.bfloat16_sum`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from raytrain.training.protocols import Worker
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
-_SMALL = 1 << 15  # numbers in a gradient; for fewer, the calls take longer than the arithmetic
+_SMALL = 1 << 15  # numbers in a gradient; with fewer, calls of torch take longer than the arithmetic
 HOOK_NOTE = (
     "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what "
     "it changes depends on the number of workers; change parameter.grad after backward(), or use "
@@ -56,14 +56,14 @@ HOOK_NOTE = (
 
 
 class ExactGradients:
-    """Sum the gradients of all followed parameters over the workers, each time that a backward ends.
+    """Sums the gradients of all followed parameters over the workers at the end of each backward.
 
     Args:
         share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
             device; exactly 0.0 on a worker without images.
-        finished: called after each backward, when all gradients are there.
-        report: gets a note for whoever watches the run.
-        in_bfloat16: gradients in float32 are rounded to bfloat16 on their way.
+        finished: called after each backward, when all gradients are in place.
+        report: gets notes for the user.
+        in_bfloat16: send gradients in float32 as bfloat16.
 
     Example::
 
@@ -82,42 +82,45 @@ class ExactGradients:
         in_bfloat16: bool = False,
     ) -> None:
         self._world_size = worker.world_size
-        # Groups of their own: in a backward, collectives of batch norm come in another order on each worker.
+        # Sums have process groups of their own, because their order relative to batch norm's collectives may differ
+        # between workers.
         num_groups = (2 if in_bfloat16 and worker.device.type == "cpu" else 1) if worker.world_size > 1 else 0
         self._groups = [own_group(worker.device) for _ in range(num_groups)]
         self._in_bfloat16 = in_bfloat16
         self._share, self._finished, self._report = share, finished, report
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
-        self._is_running = False  # a backward, unless it has raised an exception: then the engine drops its callback
-        self._callback: Callable[[], object] = lambda: None  # weak reference to that of the last backward
+        self._is_running = False  # True within a backward, and after one that has raised an exception
+        self._callback: Callable[[], object] = lambda: None  # weak reference to the callback of the last backward
         self._is_deferred = False  # gradients stay in the buckets after a backward
-        self._has_deferred = False  # some are there
-        # By the id of each parameter, since the hash of a tensor is a function in Python, which takes 0.3 µs.
+        self._has_deferred = False  # the buckets have gradients of earlier backwards
+        # Dicts are keyed by the id of a parameter, because hashing a tensor takes 0.3 µs.
         self._followed: dict[int, Tensor] = {}
-        self._nodes: dict[int, Any] = {}  # their AccumulateGrad; hooks live as long as their node
-        self._parameters: list[Tensor] = []  # those in the buckets
+        self._nodes: dict[int, Any] = {}  # the AccumulateGrad of each parameter, kept, as hooks live as long as it
+        self._parameters: list[Tensor] = []  # that are in the buckets
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._num_sent = 0  # buckets, in this backward
-        self._half_done = deque[Bfloat16Sum]()  # sums of which only the first half has begun
+        self._num_sent = 0  # buckets that were sent in this backward
+        self._half_done = deque[Bfloat16Sum]()  # sums whose second half has not begun
         self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Make the gradients of ``parameters`` exact from now on; also of those that are frozen at the moment."""
+        """Make the gradients of ``parameters`` exact from now on, and of no others; some may be frozen now."""
         followed = dict(zip(map(id, parameters), parameters, strict=True))
-        # All parameters of a network that moves to another device or type stay, and get other nodes.
-        known = next((each for key, each in followed.items() if each.requires_grad and key in self._nodes), None)
+        # If a network has moved to another device or type, its parameters are the same objects with new nodes.
+        known = next((tensor for key, tensor in followed.items() if tensor.requires_grad and key in self._nodes), None)
         if known is not None and get_gradient_edge(known).node is not self._nodes[id(known)]:
             self._nodes, self._parameters = {}, []
         if self._nodes and followed.keys() == self._followed.keys():
             return
+
+        # Register a hook at the node of each new parameter.
         nodes: dict[int, Any] = {}
         for key, parameter in followed.items():
             if key in self._nodes:
                 nodes[key] = self._nodes[key]
             elif parameter.is_floating_point() or parameter.is_complex():
-                # A frozen parameter has no node, and would get one without a hook when the loop unfreezes it.
+                # A frozen parameter has no node: make one now, with a hook, because the loop may unfreeze it later.
                 requires_grad = parameter.requires_grad
                 nodes[key] = get_gradient_edge(parameter.requires_grad_(True)).node
                 parameter.requires_grad_(requires_grad)
@@ -127,8 +130,8 @@ class ExactGradients:
     def _arrives(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
         """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine.
 
-        Returns the gradient that the engine is to accumulate in its place, in a tuple: (None,) for none, because the
-        bucket gets it. None leaves it as it is.
+        Returns a tuple with the gradient that the engine should accumulate instead: (None,) for none, because the
+        bucket has it. Returning None leaves the gradient unchanged.
         """
         if not self._is_running or self._callback() is None:
             self._begin_backward()
@@ -139,10 +142,10 @@ class ExactGradients:
             return (gradient * self._factor if self._factor else torch.zeros_like(gradient),)
         _check_summable(parameter, gradient)
         bucket = self._bucket_of[id(parameter)]
-        if bucket.work is not None:  # a layer that a re-entrant checkpoint and the network around it share
+        if bucket.work is not None:  # sent already: a re-entrant checkpoint shares a layer with the network around it
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
-        # Complete buckets are sent in their order, which is the same on all workers: one may wait for those before it.
+        # Send complete buckets, in an order that is the same on all workers: each waits for those before it.
         if bucket.is_complete and not self._is_deferred:
             while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
                 self._send(self._buckets[self._num_sent])
@@ -152,30 +155,32 @@ class ExactGradients:
     def _send(self, bucket: Bucket) -> None:
         """Start to sum a ``bucket`` over the workers."""
         bucket.send(self._groups, self._world_size, in_bfloat16=self._in_bfloat16)
-        # Sums in bfloat16 have a second half, which begins in the order of the first ones: it is that of all workers.
+        # The second halves of sums in bfloat16 begin in the order of the first halves, which all workers share.
         if isinstance(bucket.work, Bfloat16Sum):
             self._half_done.append(bucket.work)
         while self._half_done and self._half_done[0].is_sent():
             self._half_done.popleft().add_up()
 
     def _begin_backward(self) -> None:
-        """Make the buckets ready, with the first gradient of a backward, and have the engine call ``_end_backward``."""
-        self.reset()  # a backward that failed, and which the loop repeats without a forward
+        """Prepare the buckets at the first gradient of a backward, and have the engine call ``_end_backward`` later."""
+        self.reset()  # drops the gradients of a backward that failed
         self._factor = self._share()
         if not isinstance(self._factor, Tensor) and self._factor:
-            self._factor = torch.tensor(self._factor, dtype=torch.float64)  # multiplies twice as fast as a float
+            self._factor = torch.tensor(self._factor, dtype=torch.float64)  # multiplying by it is twice as fast
         self._num_sent = 0
         for bucket in self._buckets:
             bucket.arrived_now.clear()
         if self._world_size > 1:
-            # Buckets hold the parameters that can get a gradient now: the loop may have frozen or unfrozen some.
-            parameters = [each for key, each in self._followed.items() if key in self._nodes and each.requires_grad]
+            # Fill buckets anew if the loop has frozen or unfrozen parameters: they have those that can get a gradient.
+            parameters = [
+                tensor for key, tensor in self._followed.items() if key in self._nodes and tensor.requires_grad
+            ]
             if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
                 self.sum_deferred()
                 self._parameters = parameters
                 self._buckets = list(_split_into_buckets(parameters[::-1]))  # a backward begins with the last layers
-                self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
-            # Take away the hooks that run after a gradient has been accumulated: they get that of the global batch.
+                self._bucket_of = {id(tensor): bucket for bucket in self._buckets for tensor in bucket.parameters}
+            # Remove users' hooks for accumulated gradients meanwhile: they are called with that of the global batch.
             for parameter in self._parameters:
                 if parameter._backward_hooks:
                     self._report(HOOK_NOTE)
@@ -193,7 +198,7 @@ class ExactGradients:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Sum the buckets that are left, unless that is deferred; called by the engine when a backward has ended."""
+        """Sum the buckets that are left, unless sums are deferred; called by the engine at the end of a backward."""
         if self._is_deferred:
             self._has_deferred = True
             for bucket in self._buckets:
@@ -208,7 +213,7 @@ class ExactGradients:
         self._finished()
 
     def _sum(self) -> None:
-        """Sum the gradients that have not been sent yet, and give all parameters theirs."""
+        """Send the buckets that have not been sent yet, and add all sums to the parameters' gradients."""
         for bucket in self._buckets:
             if bucket.work is None:
                 self._send(bucket)
@@ -217,6 +222,7 @@ class ExactGradients:
         self._has_deferred = False
 
     def _receive(self, bucket: Bucket) -> None:
+        """Wait for the sum of a ``bucket``, and add it to the gradients of its parameters."""
         while self._half_done:
             self._half_done.popleft().add_up()
         for parameter, gradient in bucket.receive():
@@ -227,7 +233,7 @@ class ExactGradients:
                     parameter.grad.add_(gradient)
 
     def _give_back_hooks(self) -> list[tuple[Tensor, dict[int, Any]]]:
-        """Put the hooks back that were taken away; return those of parameters that have a gradient."""
+        """Restore the users' hooks that were removed; return those of parameters that have a gradient."""
         held, self._held_hooks = self._held_hooks, []
         for _, hooks, kept in held:
             hooks.update(kept)
@@ -248,7 +254,7 @@ class ExactGradients:
             self._sum()
 
     def reset(self) -> None:
-        """Forget a backward that raised an exception, which the loop may have caught."""
+        """Drop the gradients of a backward that has raised an exception, which the loop may have caught."""
         if self._is_running:
             for bucket in self._buckets:
                 bucket.discard()
@@ -258,25 +264,25 @@ class ExactGradients:
 
 
 class Bucket:
-    """Parameters of one kind, whose gradients travel in one tensor.
+    """Parameters of one type and device, whose gradients are sent in one tensor.
 
-    On a CPU, memory that is new to the process costs a page fault for each 4 KiB, as much time as all that is computed
-    here. So the tensor is kept there, and used again unless the loop still has a gradient of the backward before. Torch
-    keeps the memory of a GPU itself.
+    On a CPU, new memory costs a page fault for each 4 KiB, which takes as long as all computations here. So the tensor
+    is kept and reused, unless the loop still has a gradient of the backward before. On a GPU, torch itself reuses
+    memory.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        # Small gradients are first in the tensor: they are written together, which takes a quarter of the time.
+        # Small gradients come first in the tensor, so that they can be written together, in a quarter of the time.
         self.parameters = sorted(parameters, key=lambda parameter: parameter.numel() >= _SMALL)
         self.arrived: set[int] = set()  # ids of the parameters that got a gradient since the last sum
-        self.arrived_now: set[int] = set()  # of those that got one in this backward
+        self.arrived_now: set[int] = set()  # ids of the parameters that got one in this backward
         self.work: dist.Work | Bfloat16Sum | None = None  # the sum, once it has begun
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self._num_small = sum(size < _SMALL for size in self._sizes)
         self._flat: Tensor | None = None  # all gradients in a row, and flags
-        self._is_ready = False  # it has the gradients of now, and not those of the backward before
+        self._is_ready = False  # the tensor can take gradients of this backward
         self._views: dict[int, Tensor] = {}  # the gradient of each parameter in it, by the parameter's id
-        self._small: list[tuple[Tensor, Tensor]] = []  # views of small gradients, and what is to be written there
+        self._small: list[tuple[Tensor, Tensor]] = []  # views in the tensor, and small gradients to be written there
         self._small_factor: Tensor | float = 1.0
 
     @property
@@ -285,9 +291,9 @@ class Bucket:
         return len(self.arrived_now) == len(self.parameters)
 
     def add(self, parameter: Tensor, gradient: Tensor, factor: Tensor | float) -> None:
-        """Add ``factor`` times a ``gradient``; if the factor is 0.0, nothing of it.
+        """Add ``factor`` times a ``gradient``; add zeros if the factor is 0.0, even if the gradient is NaN.
 
-        A backward calls this for each parameter, and disables gradients itself: ``no_grad`` would take time again.
+        A backward calls this for each parameter, without recording a graph, so ``no_grad`` is not needed.
         """
         if not self._is_ready:
             self._renew()
@@ -307,7 +313,7 @@ class Bucket:
         self.arrived_now.add(key)
 
     def write_small(self) -> None:
-        """Write the small gradients that have been added in this backward, and not yet been written."""
+        """Write the small gradients of this backward that are not written yet into the tensor."""
         if not self._small:
             return
         views, gradients = map(list, zip(*self._small, strict=True))
@@ -321,7 +327,7 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, groups: Sequence[Any], world_size: int, *, in_bfloat16: bool) -> None:
-        """Start to sum the gradients over the workers; those in float32 may be rounded on their way."""
+        """Start to sum the gradients over the workers; with ``in_bfloat16``, float32 is sent rounded."""
         if not self._is_ready:
             self._renew()
         self.write_small()
@@ -342,29 +348,30 @@ class Bucket:
         assert self.work is not None
         self.work.wait()
         summed = list(zip(self.parameters, self._views.values(), strict=True))
-        # The host waits for the device only if a parameter got no gradient here: another worker may have one.
+        # If a parameter got no gradient here, the summed flags say whether another worker has one. Reading them makes
+        # the host wait for the device.
         if len(self.arrived) < len(self.parameters):
-            summed = [each for each, flag in zip(summed, self._flags.tolist(), strict=True) if flag]
+            summed = [pair for pair, flag in zip(summed, self._flags.tolist(), strict=True) if flag]
         self._empty()
         return summed
 
     def discard(self) -> None:
-        """Forget the gradients that have arrived, after waiting for their sum if that has begun."""
+        """Drop the gradients that have arrived, after waiting for their sum if it has begun."""
         if self.work is not None:
             self.work.wait()
         self._empty()
 
     def _renew(self) -> None:
-        """Make the tensor ready, or take a new one: the loop may still hold gradients of the backward before."""
+        """Prepare the tensor, or a new one if the loop still holds gradients of the backward before."""
         sizes = self._sizes
-        # The gradients in a row, and for each of them whether there is one, as a number that is not 0.
+        # The tensor has all gradients in a row, and a flag for each, which is 0 if there is none.
         if self._flat is None or _is_shared(self._flat):
             self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
         *rows, self._flags = self._flat.split([*sizes, len(sizes)])
         for parameter, row in zip(self.parameters, rows, strict=True):
             if parameter.ndim == 1:
                 view = row
-            # A gradient has the order in memory of its parameter, if that leaves no gaps: optimizers are fastest so.
+            # A gradient has the memory layout of its parameter, if that is dense: optimizers are fastest then.
             elif parameter.is_contiguous() or (
                 parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
             ):
@@ -376,7 +383,7 @@ class Bucket:
 
     def _empty(self) -> None:
         self.work, self._is_ready, self._views, self._small = None, False, {}, []
-        self._flags = torch.empty(0)  # the old ones are a view of the tensor, and would count as its user
+        self._flags = torch.empty(0)  # the old flags are a view of the tensor, and would count as a user of its memory
         if self._flat is not None and not self._flat.is_cpu:
             self._flat = None
         self.arrived.clear()
@@ -384,16 +391,16 @@ class Bucket:
 
 
 def _is_shared(flat: Tensor) -> bool:
-    """Return whether anything uses the memory of ``flat`` but itself; True if this torch does not say.
+    """Return whether another object uses the memory of ``flat``; True if this version of torch cannot tell.
 
-    Users are a parameter's gradient, a view of it, NumPy's arrays, and what a graph has saved for a backward.
+    Such objects are the gradient of a parameter, a view, an array of NumPy, or a tensor that a graph has saved.
     """
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     return count is None or count(flat.untyped_storage()._cdata) > 2  # the tensor, and what untyped_storage() returned
 
 
 def _split_into_buckets(parameters: Sequence[Tensor]) -> Iterator[Bucket]:
-    """Yield the parameters in buckets of one type and device each, the first of them small."""
+    """Yield the parameters in buckets of one type and device each; the first bucket is small."""
     bucket: list[Tensor] = []
     num_bytes, limit = 0, _FIRST_BYTES
     for parameter in parameters:
@@ -425,7 +432,7 @@ def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
 def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
     """Raise UsageError if one of torch's wrappers, which join gradients themselves, holds any of ``parameters``.
 
-    A wrapper leaves no trace in what it holds, so all objects of this process are searched, which takes 0.1 s.
+    A parameter does not know its wrapper, so all objects of this process are searched, which takes 0.1 s.
     """
     ids = set(map(id, parameters))
     objects = gc.get_objects()
@@ -440,6 +447,6 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
 
 
 def own_group(device: torch.device) -> Any:
-    """Return a new process group of all workers, for collectives between which no others may come."""
+    """Return a new process group of all workers, for collectives whose order no others may disturb."""
     default: Any = dist.group.WORLD
     return dist.new_group(timeout=default._get_backend(device).options._timeout)

@@ -1,4 +1,4 @@
-"""Watches the cluster of a run: waits for machines, notices workers without room and a head that does not answer."""
+"""Watches the cluster of a run: waits for machines, finds workers and data tasks without room, and a silent head."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
     if fewest <= num_devices:
         return
     worker = worker_resources(device, 1.0, config.accelerator_type)
-    # The autoscaler sees a group that has no room as a request for machines.
+    # The autoscaler takes a placement group that has no room as a request for machines.
     group = ray.util.placement_group([worker] * fewest)
-    look = Background(_look_for_machines)  # a head that does not answer holds up neither a stop nor the limit
+    ask = Background(_hardware_and_problems)  # in a thread: a silent head delays neither a stop nor the time limit
     try:
         started_at = reported_at = time.monotonic()
         reported: tuple[int, list[str]] | None = None
         while not group.wait(_ROOM_EVERY_S):
             now = time.monotonic()
-            if (answer := look(_ANSWER_WITHIN_S)) is not None:
+            if (answer := ask(_ANSWER_WITHIN_S)) is not None:
                 hardware, problems = answer
                 num_devices = available_workers(config, device, hardware)
             reasons = "; ".join(one_line(problem).rstrip(".") for problem in problems)
@@ -58,7 +58,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
                     f"{why or ' `ray status` says why no more machines came.'} Ask for fewer workers, or raise "
                     "--wait-for-machines-s."
                 )
-            # A line whenever something is new, and from time to time, so that nobody thinks that the run hangs.
+            # Print a line after each change, and once a minute, so that nobody thinks that the run hangs.
             if (num_devices, problems) != reported or now - reported_at > _REPORT_EVERY_S:
                 reported, reported_at = (num_devices, problems), now
                 _log.warning(
@@ -67,16 +67,16 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
                     why,
                 )
     finally:
-        look.close(_ANSWER_WITHIN_S)
-        # If the head does not answer, the group ends with this process.
+        ask.close(_ANSWER_WITHIN_S)
+        # If the head does not answer, the group is removed when this process ends.
         if head_answers(_ANSWER_WITHIN_S):
             ray.util.remove_placement_group(group)
 
 
-def _look_for_machines(timeout_s: float) -> tuple[Hardware, list[str]] | None:
-    """Return the hardware of the cluster, and why the autoscaler cannot start more.
+def _hardware_and_problems(timeout_s: float) -> tuple[Hardware, list[str]] | None:
+    """Return the hardware of the cluster, and why the autoscaler cannot start more machines.
 
-    None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
+    None if the head does not answer within ``timeout_s``; Ray's own calls would wait for it without limit.
     """
     return (cluster_hardware(), autoscaler_problems()) if head_answers(timeout_s) else None
 
@@ -87,35 +87,35 @@ _SILENT_S = 30.0  # longer than a question and its answer take
 
 
 class CapacityCheck:
-    """Checks every few seconds whether workers of ``placement`` have found no room for 40 s."""
+    """Checks every few seconds whether workers of ``placement`` have waited for room for 40 s."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._ask = Background(_waiting_groups)  # a head that does not answer holds up nothing else
+        self._ask = Background(_waiting_groups)  # in a thread: a silent head delays nothing else
         self._throttle = Throttle()
         self._answered_at = 0.0
         self._waiting_since: dict[str, float] = {}  # when each placement group that waits was first seen
         self._is_reported = False
 
     def check(self, *, is_starting: bool = True, is_stopping: bool = False) -> None:
-        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too.
+        """Raise UsageError if the same workers have waited too long at the start of a run.
 
-        If the run has trained before (``is_starting`` is False), others may come and go: a line says that it waits, and
-        it waits on. Workers without room hear of no request to stop, so that raises KeyboardInterrupt then.
+        A run that has trained before (``is_starting`` is False) goes on waiting, because other jobs may end: then a
+        warning says so. Workers without room cannot hear of a request to stop, so it raises KeyboardInterrupt here.
         """
         if not self._throttle.due("placement groups", POLL_EVERY_S):
             return
         answer = self._ask(_ANSWER_WITHIN_S)
-        if answer is None:  # none yet, or the head does not answer
+        if answer is None:  # the head has not answered yet, or does not answer at all
             return
         waiting, free = answer
-        # A head that was silent has placed nobody meanwhile, so that all times of waiting begin anew.
+        # A silent head has placed no workers meanwhile, so after it the waiting times begin anew.
         now = time.monotonic()
         if now - self._answered_at > _SILENT_S:
             self._waiting_since = {}
         self._answered_at = now
 
-        # A group that has been placed since is forgotten: if it waits again, its time begins anew, too.
+        # A placement group that has been placed is forgotten: if it waits again, its time begins anew.
         since = self._waiting_since
         waited_too_long = any(now - since[group_id] >= PLACED_WITHIN_S for group_id in waiting & since.keys())
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
@@ -142,18 +142,18 @@ class CapacityCheck:
         self._is_reported = True
 
     def close(self) -> None:
-        """Look no more."""
+        """End the thread that asks."""
         self._ask.close(_ANSWER_WITHIN_S)
 
 
 def _waiting_groups(timeout_s: float) -> tuple[set[str], Mapping[str, float]] | None:
-    """Return this driver's placement groups that are not placed yet, and the free resources of the cluster.
+    """Return the IDs of this driver's placement groups that are not placed yet, and the cluster's free resources.
 
-    None if the head does not answer within ``timeout_s``: Ray's own questions would wait for it without limit.
+    None if the head does not answer within ``timeout_s``; Ray's own calls would wait for it without limit.
     """
     if not head_answers(timeout_s):
         return None
-    driver: str = ray.get_runtime_context().get_job_id()  # with which the ID of each of its groups ends
+    driver: str = ray.get_runtime_context().get_job_id()  # the IDs of a driver's groups end with it
     groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
     waiting = {
         group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(driver)
@@ -162,9 +162,10 @@ def _waiting_groups(timeout_s: float) -> tuple[set[str], Mapping[str, float]] | 
 
 
 class ReadersCheck:
-    """Reports data tasks that find no room, because others use the CPUs that were left for them.
+    """Reports data tasks that find no room, because other jobs use the CPUs that were left for them.
 
-    The workers would wait without a word. Ray Train knows of no such task, and Ray says nothing of it for half an hour.
+    Without this, the workers would wait silently: Ray Train does not know of such tasks, and Ray reports them only
+    after half an hour.
     """
 
     def __init__(self, task_cpus: Collection[float], event: Callable[[Event], None]) -> None:
@@ -172,15 +173,15 @@ class ReadersCheck:
         self._event = event
         self._ask = Background(_waiting_task)
         self._throttle = Throttle()
-        self._step, self._since = -1, 0.0  # the last step, and since when it is that and tasks wait
+        self._step, self._since = -1, 0.0  # the last step, and since when tasks have waited at it
         self._is_reported = False
 
     def check(self, step: int) -> None:
-        """Look every 5 s; report tasks that wait while the run stays at ``step`` for 40 s, once until it goes on."""
+        """Ask every 5 s; if tasks have waited while the run stayed at ``step`` for 40 s, report it once."""
         if not self._throttle.due("tasks", POLL_EVERY_S):
             return
         answer, now = self._ask(self._task_cpus), time.monotonic()
-        if answer is None:  # none yet
+        if answer is None:  # not answered yet
             return
         cpus, free, all_cpus = answer
         if step != self._step or not cpus:
@@ -190,14 +191,14 @@ class ReadersCheck:
             self._is_reported = True
 
     def close(self) -> None:
-        """Look no more."""
+        """End the thread that asks."""
         self._ask.close(_ANSWER_WITHIN_S)
 
 
 def _waiting_task(task_cpus: Collection[float]) -> tuple[float, float, float]:
-    """Return how many CPUs a data task takes that waits for room, and how many the cluster has free and in all.
+    """Return the CPUs that a waiting data task needs, and the cluster's free CPUs and all CPUs.
 
-    Three zeros if none waits, or the head does not answer.
+    Three zeros if no task waits, or the head does not answer.
     """
     with suppress(RayError):
         for cpus in sorted(set(task_cpus)):
@@ -210,16 +211,16 @@ ASK_HEAD_EVERY_S = 5.0
 
 
 class HeadWatch:
-    """Asks the head every few seconds, and calls ``event`` if it stops answering, and if it is back."""
+    """Asks the head every few seconds whether it answers, and calls ``event`` when that changes."""
 
     def __init__(self, event: Callable[[Event], None]) -> None:
         self._event = event
-        self._ask = Background(head_answers)  # a question takes long if nobody answers
+        self._ask = Background(head_answers)  # in a thread, since it waits for the answer
         self._throttle = Throttle()
         self._answers = True
 
     def poll(self) -> None:
-        """Report the last answer, if it is new, and ask again."""
+        """Report whether the head answers, if that has changed, and ask again."""
         if not self._throttle.due("ask", ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)
@@ -229,5 +230,5 @@ class HeadWatch:
         self._event(HeadBack() if answered else HeadSilent())
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the thread that asks."""
         self._ask.close()

@@ -2,8 +2,8 @@
 
 A :class:`Connection` decides at once which cluster it will use, and may start one, which takes seconds. Its method
 ``connect`` waits for the cluster and joins it, so that the caller can do other things in between. A process can be in
-one cluster at a time. Its own one (:class:`OwnRay`) stays for the next connection, of any thread, until the process
-ends.
+only one cluster at a time. A cluster that it has started itself (:class:`OwnRay`) is kept for the next connection, of
+any thread, until the process ends.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from raytrain.runs.logs import STARTUP
 T = TypeVar("T")
 
 HEAD_AWAY_S = "900"
-"""Seconds that this process waits for the head of a cluster that it joins; ``cluster/`` sets it for other machines."""
+"""Seconds that this process waits for a lost head of a cluster; files in ``cluster/`` set it for the machines there."""
 _HEAD_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _VARIABLES = {
     # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
+    # Otherwise, a thread that still reads a block after the connection has ended would start another cluster.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 _ANSWER_WITHIN_S = 5.0
-_JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray passes those of `ray job submit` in a variable of this name
+_JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable in which Ray passes the settings of `ray job submit`
 _SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}
 _log = logging.getLogger("raytrain")
 
 
 class OwnRay:
-    """The Ray that this process has started, kept for its next use by any thread, until the process ends."""
+    """The Ray that this process has started, kept for the next use by any thread, until the process ends."""
 
     def __init__(self, gpus: str | None) -> None:
         self.num_users = 0  # connections that are open
@@ -67,12 +67,12 @@ class OwnRay:
         self._opened = ExitStack()
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
-        self._environment: dict[str, str] | None = None  # this process's variables after the last use
+        self._environment: dict[str, str] | None = None  # variables of this process after the last use
         self._ends_after_use = False
 
     @property
     def is_joined(self) -> bool:
-        """True if this process has joined it, and is in no other cluster since."""
+        """True if this process is in this cluster."""
         if self._address is None or not in_ray():
             return False
         import ray
@@ -80,12 +80,12 @@ class OwnRay:
         return ray.get_runtime_context().gcs_address == self._address
 
     def fits(self, gpus: str | None) -> bool:
-        """Return whether it works, and would not differ if it were started now, with these GPUs and variables."""
+        """Return whether this Ray works, and has the GPUs and variables that a new one would have."""
         if not self._cluster.runs or gpus != self._gpus:
             return False
         if self._environment is not None and self._environment != dict(os.environ):
             return False
-        if self._address is None:  # it still starts
+        if self._address is None:  # it is still starting
             return True
         if not self.is_joined or not head_answers(_ANSWER_WITHIN_S):
             return False
@@ -94,7 +94,7 @@ class OwnRay:
         return any(node["Alive"] for node in ray.nodes())
 
     def join(self) -> None:
-        """Join it; raises UsageError if it could not start."""
+        """Join this Ray; raises UsageError if it could not start."""
         with self._joining:
             if self._address is not None:
                 return
@@ -106,12 +106,12 @@ class OwnRay:
             self._address = self._cluster.address()
             self._opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
             self._opened.enter_context(messages_in_log())
-            self._ends_after_use = True  # unless it can be joined
+            self._ends_after_use = True  # if joining fails
             _init(self._address, None)
             self._ends_after_use = False
 
     def end_after_use(self) -> bool:
-        """Have it end with this use, and the processes of a run with it; return False if others use it."""
+        """Have this Ray, with all processes of a run, end after this use; return False if other threads use it."""
         self._ends_after_use = self.num_users == 1
         return self._ends_after_use
 
@@ -123,8 +123,8 @@ class OwnRay:
             end_own_ray()
 
     def end(self) -> None:
-        """Leave it and end it."""
-        if self.is_joined:  # and the user has not left it
+        """Leave this Ray and end it."""
+        if self.is_joined:  # unless the user has left it already
             _leave()
         self._opened.close()
         self._cluster.close()
@@ -136,7 +136,7 @@ _own_lock = threading.RLock()
 
 @atexit.register
 def end_own_ray() -> None:
-    """End the Ray that this process has started, unless a thread still trains there: then it ends with the process."""
+    """End the Ray that this process has started, unless a thread still uses it: then it ends with the process."""
     global _own
     with _own_lock:
         if _own is not None and not _own.num_users:
@@ -145,19 +145,20 @@ def end_own_ray() -> None:
 
 
 def _require_unused(wish: str) -> None:
-    """Raise UsageError if a run of this process uses its own Ray, so that another cluster has to wait."""
+    """Raise UsageError if a run of this process still uses its own Ray; ``wish`` is what has to wait for its end."""
     if _own is not None and _own.num_users:
         raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
 
 
 class Connection(AbstractContextManager["Connection"]):
-    """A cluster that is used while the connection is open. One that was started here stays for the next connection.
+    """A cluster that is used while the connection is open.
 
-    ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
-    for this process's own. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one that
-    this user started on this machine, else its own. ``gpus`` are the GPUs of this machine that its own one uses, such
-    as ``0,2``; all by default. ``before_start`` is called before the own one is used, and may raise what speaks against
-    it.
+    Args:
+        address: the address of a cluster, ``auto`` for the one that this user or root started on this machine, or
+            ``local`` for this process's own. By default, it is the cluster that this process is in, else RAY_ADDRESS,
+            else the one that this user started on this machine, else this process's own.
+        gpus: the GPUs of this machine that an own cluster uses, such as ``0,2``; by default all.
+        before_start: called before an own cluster is used; it may raise an exception to prevent that.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Connection(AbstractContextManager["Connection"]):
         global _own
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
 
-        # The address, or None: then it is the cluster that this process is in, or its own.
+        # Find the address. None stands for the cluster that this process is in, or its own.
         own_is_used = _own is not None and _own.num_users > 0
         self._address = address or (None if is_connected() or own_is_used else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
@@ -175,9 +176,11 @@ class Connection(AbstractContextManager["Connection"]):
         running = None
         if is_undecided:
             running = ray_start_address({0, os.getuid()}) if self._address == "auto" else ray_start_address()
-        if running is not None and self._address != "auto":  # nobody has named it
+        if running is not None and self._address != "auto":  # the user has not asked for this cluster
             _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
         self._address = running or self._address
+
+        # Refuse GPU numbers for a cluster that runs already, and a second cluster beside an own one in use.
         starts_here = self._address == "local" or not (self._address or is_connected())
         if gpus and not starts_here:
             raise UsageError(
@@ -185,14 +188,14 @@ class Connection(AbstractContextManager["Connection"]):
                 "when it was started; leave the numbers out, or use --address local for a new cluster on this machine."
             )
         if not starts_here:
-            # A run trains on without the cluster's head, but Ray ends its processes after a minute.
+            # A run can go on without the cluster's head, but by default Ray ends its processes after a minute.
             set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
             _require_unused(f"join the cluster at {self._address}")
             end_own_ray()
         elif before_start is not None:
             before_start()
 
-        # This process's own is this machine alone, for nobody else. One that does not fit is replaced.
+        # An own cluster has this machine only, and only this process uses it. One that does not fit is replaced.
         self.own: OwnRay | None = None
         if starts_here:
             with _own_lock:
@@ -218,14 +221,14 @@ class Connection(AbstractContextManager["Connection"]):
             return
         if is_connected():
             check_version()
-            raylet_answers()  # where it is, is found while it lives
+            raylet_answers()  # remembers the raylet's address while it can still be found
             return
         STARTUP.info("joining the Ray cluster …")
         assert self._address is not None
         check_answers(self._address)
         self._opened.enter_context(messages_in_log())
 
-        # Its processes are forked, too, unless this process's job has a Python or a container of its own.
+        # Worker processes there are forked, too, unless this process's job has a Python or a container of its own.
         job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
         command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
         _init(self._address, None if command is None else {"py_executable": command})
@@ -241,10 +244,10 @@ class Connection(AbstractContextManager["Connection"]):
 def ray_start_address(users: Collection[int] = ()) -> str | None:
     """Return the address of the Ray on this machine that one of ``users`` started with ``ray start``, if it answers.
 
-    The users are given by their IDs; by default it is this user alone. Ray writes the address into a folder that
-    everybody may write to, and leaves it there when its head has ended: somebody else's may listen at the port by now.
-    Another user's cluster would run this user's code, and would be shown this user's token. So both must belong to one
-    of the users: what is written, and the process that listens. Found without importing Ray, which takes a second.
+    Users are given by their IDs; by default, it is this user only. Ray writes the address into a file in a folder that
+    everybody may write to, and leaves it there when the head has ended: by then, another user's process may listen at
+    the port. Another user's cluster would run this user's code and see this user's token, so both the file and the
+    process that listens must belong to one of ``users``. Ray is not imported for that, which would take a second.
     """
     users = users or {os.getuid()}
     note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
@@ -262,7 +265,7 @@ def ray_start_address(users: Collection[int] = ()) -> str | None:
 
 
 def _users_that_listen(port: int) -> set[int] | None:
-    """Return the IDs of the users whose processes listen at ``port`` of this machine; None where Linux does not say."""
+    """Return the IDs of the users whose processes listen at ``port`` of this machine; None if that is not known."""
     tables = [table for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()]
     rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
     # The columns are sl, local_address (in hexadecimal, with the port), rem_address, st (0A listens), …, uid.
@@ -271,12 +274,12 @@ def _users_that_listen(port: int) -> set[int] | None:
 
 
 def uses_cluster(address: str | None) -> bool:
-    """Return whether there is a cluster to use, or the user asks for one; if not, a :class:`Connection` starts one."""
+    """Return whether a cluster runs, or the user asks for one; otherwise, a :class:`Connection` would start one."""
     return names_cluster(address) or ray_start_address() is not None
 
 
 def names_cluster(address: str | None) -> bool:
-    """Return whether the user says that a cluster is to be used: by an address, or as this process is in one."""
+    """Return whether the user asks for a cluster, by an address, or because this process is in one already."""
     return bool(address or is_connected() or os.environ.get("RAY_ADDRESS"))
 
 
@@ -294,42 +297,43 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=runtime_environment)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise version_error(address, str(error)) or _no_cluster(address, str(error)) from None
-    raylet_answers()  # where it is, is found while it lives
+    raylet_answers()  # remembers the raylet's address while it can still be found
 
 
 def _leave() -> None:
     import ray
 
     with suppress(Exception):
-        if raylet_answers():  # it would end this process
+        if raylet_answers():  # without a raylet, ray.shutdown() would end this process
             ray.shutdown()
 
 
 def check_answers(address: str) -> None:
-    """Raise UsageError if no cluster answers at ``HOST:PORT``, where Ray would try for minutes.
+    """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray itself would try for minutes.
 
-    If the cluster asks for a token, this machine's is shown from now on.
+    If the cluster asks for a token, this process sends this machine's from now on.
     """
     if address == "auto":
         raise _no_cluster(address, "this user has started none on this machine with `ray start`")
     host, separator, port = address.rpartition(":")
     if not separator or "/" in address:
-        return  # Ray knows other forms of an address, and what to say of them
+        return  # another form of address, which Ray checks itself
 
-    # Does anything listen there?
+    # Check that something listens there.
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (ValueError, OverflowError):
         raise _no_cluster(address, f"{port} is not a port") from None
     except OSError as error:
         raise _no_cluster(address, error.strerror or "no answer within 5 seconds") from None
-    # Is it a cluster, and does it take this machine's token?
+
+    # Check that it is a cluster, and accepts this machine's token.
     from ray.exceptions import AuthenticationError, RayError
 
-    logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
+    logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise Ray warns that a token is needed
     try:
         if api := ANSWER_AT_ONCE.find():
-            with _refusals_unsaid():
+            with _hidden_refusals():
                 with_token(lambda: api[0](address=address))
     except AuthenticationError:
         raise UsageError(
@@ -341,15 +345,15 @@ def check_answers(address: str) -> None:
 
 
 @contextmanager
-def _refusals_unsaid() -> Generator[None]:
-    """Leave out the lines of Ray's C++ on standard error if a cluster refuses a call without a token.
+def _hidden_refusals() -> Generator[None]:
+    """Hide the lines that Ray's C++ code prints on standard error if a cluster refuses a call without a token.
 
-    The next call shows one, and an AuthenticationError says it if that is refused, too. All other lines, also those of
+    The next call sends one; if that is refused, too, an AuthenticationError says so. All other lines, also those of
     other threads, are written at the end of the ``with`` block.
     """
     try:
         standard_error = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # standard error is closed
         yield
         return
     with tempfile.TemporaryFile() as held:
@@ -366,19 +370,19 @@ def _refusals_unsaid() -> Generator[None]:
 
 
 def with_token(ask: Callable[[], T]) -> T:
-    """Return the result of ``ask``. If that needs a token, this process shows this machine's from now on.
+    """Return the result of ``ask``. If it needs a token, this process sends this machine's from now on.
 
-    Ray itself does so for a cluster that it finds, not for a plain ``HOST:PORT``. Raises AuthenticationError if there
-    is no token, or another one.
+    Ray itself does so for a cluster that it finds, but not for a plain ``HOST:PORT``. Raises AuthenticationError if
+    there is no token, or if it is the wrong one.
     """
     from ray.exceptions import AuthenticationError
 
     try:
         return ask()
     except AuthenticationError:
-        if "RAY_AUTH_MODE" in os.environ:  # a token was shown already
+        if "RAY_AUTH_MODE" in os.environ:  # a token was sent already
             raise
-    # The setting stays if the token is right: this process's later calls need it, too.
+    # If the token is right, the setting stays for later calls of this process.
     set_variables({"RAY_AUTH_MODE": "token"})
     try:
         return ask()
@@ -389,7 +393,7 @@ def with_token(ask: Callable[[], T]) -> T:
 
 
 def _not_a_cluster(address: str) -> UsageError:
-    """Return the error for a URL, which names something else than a cluster that this process can join."""
+    """Return the error for a URL: this process can only join a cluster at HOST:PORT."""
     if address.startswith("ray://"):
         return UsageError(
             f"The address is {address}, of a Ray client, in which nothing can be trained; use "

@@ -1,15 +1,15 @@
-"""Worker program that asks the fork server for a process.
+"""The program that Ray runs for each worker process, and which asks the fork server for the process.
 
-A Ray that a run starts runs it as its worker program. A Ray that a run joins finds it as ``py_executable`` in the
-runtime environment of the run's job, which takes a third of a second more for each process. It runs once for each
-process, so it imports Python's own modules only. If anything is amiss, it runs Ray's own program. The protocol is in
-``fork_server.py``.
+A Ray that a run starts gets it as its worker program. A Ray that a run joins gets it as ``py_executable`` in the
+runtime environment of the run's job, which takes a third of a second more for each process. Because it runs once for
+each process, it imports only modules of Python's own. If anything goes wrong, it runs Ray's own program. The protocol
+is described in ``fork_server.py``.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # this folder's modules are not Python's own
+if __name__ == "__main__":  # modules in this folder must not take the place of Python's own
     sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any
 READY, GO = b"ready\n", b"go\n"
 _STARTS_WITHIN_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable, and its default
 _BACKLOG = 128
-CONNECTS_WITHIN_S = 10  # a server that imports takes nobody from the queue, which somebody else may have filled
+CONNECTS_WITHIN_S = 10  # while the server imports, it accepts no connection, and its queue may be full
 _ROOT = Path(__file__).resolve().parents[2]  # the package
 _SERVER = Path(__file__).with_name("fork_server.py")
 _AT_START = (
@@ -35,28 +35,28 @@ _AT_START = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMEXPR_", "ARROW_", "ATEN_", "DNNL_", "ONEDNN_"),
     *("TORCH", "PYTORCH_", "AOT_", "AOTINDUCTOR_", "TRITON_"),  # also TORCHDYNAMO_, TORCHINDUCTOR_
 )
-"""Variables that a process cannot take over once it runs begin with these: a library reads them when it is loaded."""
+"""Prefixes of variables that a running process cannot take over, because a library reads them when it is loaded."""
 _WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 """As in ``raytrain.launch``, so that driver and raylet ask the same server."""
 _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Ray calls a loop in a thread of its own. With glibc's default, the memory of a thread goes back to the system as soon
-as 64 MiB of it are free, so each step gets it anew, page by page: up to 19,000 page faults and 5 % of a step's time."""
+"""Ray calls a loop in a thread of its own. By default, glibc returns a thread's memory to the system as soon as 64 MiB
+of it are free, so each step gets it anew, page by page: up to 19,000 page faults and 5 % of the time of a step."""
 _FOR_RAY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
 """Ray reads these once, when it is imported: no job yet, and a process that never ends in place of the raylet."""
-_OF_A_CONTAINER = "ns/mnt", "ns/pid", "ns/net", "ns/user", "cgroup"  # below /proc/self: the same in one container
-_STARTED: list[subprocess.Popen[bytes]] = []  # Python warns of a process that nobody knows of
+_OF_A_CONTAINER = "ns/mnt", "ns/pid", "ns/net", "ns/user", "cgroup"  # files in /proc/self that identify a container
+_STARTED: list[subprocess.Popen[bytes]] = []  # kept, because Python warns if a Popen of a running process is deleted
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 def worker_program() -> str | None:
-    """Return the Python program that a Ray is to run for each process; None if this system has no fork."""
+    """Return the Python program that a new Ray should run for each process; None if this system cannot fork."""
     return __file__ if sys.platform == "linux" else None  # the system libraries of macOS do not survive a fork
 
 
 def py_executable() -> str | None:
-    """Return the shell command that a Ray is to run instead of Python, for its own worker program; None without fork.
+    """Return the shell command that a running Ray should use as Python for its worker program; None without fork.
 
-    On a node that has no such Python or no raytrain, the command runs the Python that Ray is installed in.
+    On a node without this Python or raytrain, the command runs the Python in which Ray is installed.
     """
     if worker_program() is None:
         return None
@@ -69,7 +69,7 @@ def py_executable() -> str | None:
 
 
 def keep_server() -> contextlib.AbstractContextManager[Any]:
-    """Start this node's fork server unless it runs; it stays at least as long as the returned connection is open."""
+    """Start this node's fork server unless it runs; it lives at least as long as the returned connection is open."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             return connect(ray_program())
@@ -85,21 +85,21 @@ def ray_program() -> str:
 
 
 def connect(program: str) -> socket.socket:
-    """Return a connection to this user's fork server, started if there is none.
+    """Return a connection to this user's fork server, which is started if there is none.
 
-    Raises OSError if another user listens in its place, or if nobody takes the connection within 10 seconds.
+    Raises OSError if another user listens in its place, or if the connection is not made within 10 seconds.
     """
     address = server_address(program)
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # there is one already
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # the address is in use: it runs
         listener.bind(address)
         listener.listen(_BACKLOG)
-        # The server inherits the socket. Requests wait there from now on, while it imports.
+        # The server inherits the socket, where requests wait while it imports.
         server = subprocess.Popen(
             [sys.executable, str(_SERVER), str(listener.fileno()), program],
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
+            stderr=subprocess.DEVNULL,  # if it fails, Ray's own program runs, and reports what is wrong
             start_new_session=True,
             cwd="/",
             env=start_variables(),
@@ -107,7 +107,7 @@ def connect(program: str) -> socket.socket:
         _STARTED.append(server)
     connection = socket.socket(socket.AF_UNIX)
     try:
-        # Not settimeout(), with which connect() would not wait at all for room in the queue.
+        # Not settimeout(): then connect() would fail at once if the queue is full.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", CONNECTS_WITHIN_S, 0))
         connection.connect(address)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
@@ -127,15 +127,15 @@ def user_of(connection: socket.socket) -> int:
 
 
 def start_variables() -> dict[str, str]:
-    """Return the variables of a fork server: none of a user's folders, keys or clusters."""
+    """Return the variables of a fork server: none with a user's folders, keys or clusters."""
     users = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
     return _ONE_ARENA | ({} if _WAITS.keys() & users.keys() else _WAITS) | users | _FOR_RAY
 
 
 def server_address(program: str) -> bytes:
-    """Return the abstract socket of the fork server whose processes would be those that this process asks for.
+    """Return the abstract socket of the fork server that fits this process.
 
-    It differs for another user, code, Python, Ray, container, control group, or other start variables.
+    It differs for another user, code, Python, Ray, container or control group, and for other start variables.
     """
     container = [Path(f"/proc/self/{name}") for name in _OF_A_CONTAINER]
     same = [
@@ -152,7 +152,7 @@ def server_address(program: str) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    """Start the process that Ray starts with ``arguments``, with the variables and the output of this one."""
+    """Start the process that Ray wants with ``arguments``, with the variables and the output of this one."""
     with contextlib.suppress(OSError, IndexError), connect(arguments[0]) as server:
         server.settimeout(float(os.environ.get(*_STARTS_WITHIN_S)) * 2 / 3)  # Ray's own program needs the rest
         with open(os.devnull) as nothing:
@@ -160,13 +160,13 @@ def main(arguments: list[str]) -> None:
             socket.send_fds(server, [b" "], streams)
         server.sendall(json.dumps(traits(arguments)).encode() + b"\n")
         if server.recv(len(READY)) == READY:
-            server.sendall(GO)  # from here on, the process is the server's
+            server.sendall(GO)  # the forked process takes the place of this one
             return
     run_program(arguments)
 
 
 def traits(arguments: list[str]) -> dict[str, Any]:
-    """Return all that a process takes over from this one."""
+    """Return everything that the forked process takes over from this one."""
     mask = os.umask(0o077)
     os.umask(mask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -183,7 +183,7 @@ def traits(arguments: list[str]) -> dict[str, Any]:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Become the program that Ray would have started, in the Python that its Ray is installed in."""
+    """Become the program that Ray would have started, in the Python in which that Ray is installed."""
     python = arguments[0].rpartition("/lib/python")[0] + "/bin/python"
     if not os.access(python, os.X_OK):
         python = sys.executable
@@ -191,6 +191,6 @@ def run_program(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # As a worker program, it gets Ray's options alone; as py_executable, Ray's program before them.
+    # A worker program gets Ray's options only; a py_executable gets Ray's own program before them.
     words = sys.argv[1:]
     main([ray_program(), *words] if words[0].startswith("-") else words)

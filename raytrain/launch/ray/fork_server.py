@@ -1,16 +1,16 @@
 """Fork server: imports Ray and torch once, and forks Ray's processes of one user on one node.
 
-Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core. The first
-``fork_client.py`` that asks starts it, and it ends when it has had no process for a while.
+Without it, about ten processes would import the same modules, which takes each of them five to ten seconds of a core.
+The first ``fork_client.py`` starts it, and it ends when it has had no process for a while.
 
-Protocol, over an abstract socket whose both ends check that the other one is of the same user:
+The protocol, over an abstract socket, at which each end checks that the other one belongs to the same user:
 
-1. The client sends the descriptors of its streams, and a line of JSON with all that the process takes over from it.
-   Only the forked process reads these: the variables may hold keys, and a client may be slow.
-2. The process takes them over and answers ``ready``, or ends, and then the client runs Ray's own program.
-3. The client sends ``go`` and ends. Now the process becomes Ray's worker. If the client died before, it ends.
+1. The client sends the descriptors of its streams, and a line of JSON with everything that the process takes over from
+   it. Only the forked process reads these, because the variables may hold keys, and a client may be slow.
+2. The process takes them over and answers ``ready``. If it ends instead, the client runs Ray's own program.
+3. The client sends ``go`` and ends, and the process becomes Ray's worker. If the client has died before, it ends.
 
-A client that sends nothing keeps the server for as long as it is connected.
+A client that connects and sends nothing keeps the server alive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules are not Python's own
+    del sys.path[0]  # modules in this folder must not take the place of Python's own
     _ROOT = str(Path(__file__).resolve().parents[3])
-    if _ROOT not in sys.path:  # this raytrain was sent with a job, and another one may be installed
+    if _ROOT not in sys.path:  # this raytrain came with a job, and another version may be installed
         sys.path.insert(0, _ROOT)
 
 import gc
@@ -49,14 +49,14 @@ IDLE_S = 15.0
 
 
 def serve(listener: socket.socket) -> socket.socket:
-    """Fork a process at each connection, and return in it with the connection.
+    """Fork a process for each connection; the function returns only in the forked process, with the connection.
 
     The server itself ends when it has had no process for a while.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise ended processes stay as zombies, which look alive to Ray
     listener.settimeout(IDLE_S)
     while True:
-        # The next start is faster as long as the server runs, so it outlives its processes by some seconds.
+        # The server outlives its processes by some seconds, because a start is faster while it runs.
         try:
             request, _ = listener.accept()
         except TimeoutError:
@@ -64,7 +64,7 @@ def serve(listener: socket.socket) -> socket.socket:
                 continue
             os._exit(0)
 
-        # Everybody on the node can connect to an abstract socket, and the process will have this user's rights.
+        # Any user of the node can connect to an abstract socket, but the process would have this user's rights.
         if user_of(request) != os.getuid():
             request.close()
             continue
@@ -89,8 +89,8 @@ def has_processes() -> bool:
 def unseeded_ids() -> Iterator[None]:
     """Have the system draw the ID of each class that is declared an actor during the ``with`` block.
 
-    Ray would draw it from its own generator, which it seeds once, at the first use. Processes forked later would all
-    draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
+    Ray itself draws it from a generator that it seeds at the first use. If that happened before the fork, all forked
+    processes would draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
     """
     api = FORKED_PROCESSES.find()
     if api is None:
@@ -105,8 +105,8 @@ def unseeded_ids() -> Iterator[None]:
 
 
 def import_all() -> None:
-    """Import the packages of coordinator, controller, workers and data tasks."""
-    gc.disable()  # collections meanwhile find next to nothing, and take a quarter of the time
+    """Import the packages that coordinator, controller, workers and data tasks need."""
+    gc.disable()  # garbage collection takes a quarter of the time of imports, and finds next to nothing
     with lean_imports():
         import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
 
@@ -139,7 +139,7 @@ def take_over(traits: dict[str, Any]) -> None:
         select.select([raylet], [], [])
         os._exit(1)
 
-    # What the system knows of a process.
+    # The properties that the system keeps for a process.
     os.chdir(traits["folder"])
     os.umask(traits["umask"])
     Path("/proc/self/oom_score_adj").write_text(traits["oom_score"])
@@ -151,21 +151,21 @@ def take_over(traits: dict[str, Any]) -> None:
     os.environ.update(traits["variables"])
     read_variables()
     time.tzset()  # TZ
-    tempfile.tempdir = None  # TMPDIR: Python decides at the first use, which was an import
+    tempfile.tempdir = None  # Python reads TMPDIR at the first use, which was during an import
 
-    # Ray's workers end with the raylet that asked for them; this one has another parent.
+    # Ray's workers end with the raylet, which is normally their parent; this process has to watch it.
     if raylet := os.environ.get("RAY_RAYLET_PID"):
         threading.Thread(target=end_with, args=(os.pidfd_open(int(raylet)),), daemon=True).start()
 
-    # What Python knows of it.
-    np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
+    # The state of Python and its libraries.
+    np.random.seed()  # otherwise all processes would draw the same numbers; Python reseeds its own after a fork
     torch.seed()
     sys.argv = traits["arguments"]
     sys.path[:0] = [os.path.dirname(sys.argv[0]), *python_path()]
 
 
 def python_path() -> list[str]:
-    """Return the folders of PYTHONPATH; ImportError if a module that is imported already lies in one of them, too."""
+    """Return the folders of PYTHONPATH; raise ImportError if one of them has another version of an imported module."""
     folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for folder in filter(os.path.isdir, folders):
         for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():

@@ -1,6 +1,6 @@
-"""Questions to Ray: whether head and raylet answer, how full object stores are, what waits.
+"""Questions to Ray: whether head and raylet answer, how full object stores are, which tasks and machines wait.
 
-Ray documents none of it, so an answer may be missing: each function says what it returns then.
+The calls are undocumented, so another version of Ray may lack them: each function says what it returns then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytrain.launch.ray.private_api import AUTOSCALER_STATUS, WORKER
 
 _OBJECT_STORE = "object_store_memory"
 _AUTOSCALER_STATUS = b"__autoscaling_status"
-_CPU_STEP = 1e-4  # Ray rounds what is finer
+_CPU_STEP = 1e-4  # the smallest fraction of a CPU in Ray
 _RAYLET_ANSWERS_WITHIN_S = 5.0
 
 
@@ -34,10 +34,10 @@ def head_answers(timeout_s: float) -> bool:
 
 
 def raylet_answers() -> bool:
-    """Return whether the raylet, Ray's process on each node, lives on this one; True if it is not known where it is.
+    """Return whether this node's raylet, Ray's process on each node, is alive; True if its address is not known.
 
-    Asked without Ray, of which many calls end this process without a word if it is dead. The first call asks the head
-    where it is, and has to come while it lives.
+    Ray itself is not asked, because many of its calls silently end this process if the raylet is dead. The first call
+    asks the head for the raylet's address, so it has to come while the raylet lives.
     """
     import ray
 
@@ -50,7 +50,7 @@ def raylet_answers() -> bool:
             client.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
             return False
-        except OSError:  # a busy one has a queue that is full, and this process may have no descriptor left
+        except OSError:  # it may be busy, with a full queue, or this process may have no descriptor left
             return True
     return True
 
@@ -67,9 +67,9 @@ def _raylet_socket(node_id: str) -> str | None:
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """Return the bytes that the object store of each node holds, and those that it has room for, by the node's ID.
+    """Return the used and the total bytes of each node's object store, by the node's ID.
 
-    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
+    The head has these numbers at hand, and answers within a millisecond. Raises RayError if it does not answer.
     """
     uses: dict[str, tuple[int, int]] = {}
     with suppress(AttributeError):
@@ -80,9 +80,9 @@ def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
 
 
 def num_waiting_tasks(cpus: float, timeout_s: float) -> int:
-    """Return how many tasks in the cluster wait for room, of those that take ``cpus`` CPUs and nothing else.
+    """Return the number of tasks in the cluster that need ``cpus`` CPUs and nothing else, and wait for room.
 
-    0 if this Ray does not say. Raises RayError if the head does not answer.
+    0 if this Ray cannot tell. Raises RayError if the head does not answer.
     """
     waiting = 0
     with suppress(AttributeError):
@@ -93,14 +93,14 @@ def num_waiting_tasks(cpus: float, timeout_s: float) -> int:
 
 
 def _resource_usage(timeout_s: float) -> Any:
-    """Return the nodes' resources as the head knows them; an AttributeError means that this Ray has another form."""
+    """Return the head's record of the nodes' resources; raise AttributeError if this Ray has none of this form."""
     api = WORKER.find()
     reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
     return reply.resource_usage_data
 
 
 def autoscaler_problems() -> list[str]:
-    """Return why machines do not start, in the cloud's words, for each type that does not; [] without an autoscaler.
+    """Return, for each type of machine that does not start, the reason in the cloud's words; [] without an autoscaler.
 
     Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
     """

@@ -1,6 +1,7 @@
 """A trained network behind HTTP, by Ray Serve: images that come at the same time are classified in one batch.
 
-The first run of a cluster has ``/`` for its own, every other one ``/RUN`` alone. A replica answers while it loads.
+The first run that a cluster serves answers at ``/`` and ``/RUN``, all others only at ``/RUN``. While a replica loads
+the network, it answers with status 503.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from raytrain.monitor.stop_request import StopSignals
 
 _MAX_BYTES = 64 << 20  # of one image file
 MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
-_MAX_PARTS, _MAX_PART_HEADERS = 64, 8 << 10  # of a form: parts up to its file, and bytes of the headers of each
+_MAX_PARTS, _MAX_PART_HEADERS = 64, 8 << 10  # of a form: parts that are searched for a file, and bytes of their headers
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S, _ASK_EVERY_S = 30.0, 0.2
@@ -51,23 +52,24 @@ _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
-_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the cluster is near
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # to reach the cluster directly
 
 
 class RefusedRequest(Exception):
-    """The arguments are an HTTP status, and why a request gets it."""
+    """Refuses a request; the arguments are the HTTP status, and the reason."""
 
 
 class Replica:
-    """One copy of the network. POST an image file, and get its classes; GET says what is served, a browser a page.
+    """One copy of the network. POST takes an image file and answers with its classes; GET describes the network.
 
-    ``local_host`` is the host that Serve listens at if that is this machine alone, else None.
+    A browser gets a page instead. ``local_host`` is the host at which Serve listens if only this machine can reach it,
+    else None.
     """
 
     def __init__(self, model: ServedModel, num_threads: int, local_host: str | None = "127.0.0.1") -> None:
         self._model = model
         self._local_host = local_host
-        # Serve starts the replica's own server, for other replicas, once this constructor has returned.
+        # After this constructor, Serve starts a server in the replica, for other replicas; set its address before.
         bind_replica("127.0.0.1" if local_host else ray.util.get_node_ip_address())
         self._decoders: SimpleQueue[DecodeProcess] = SimpleQueue()
         for _ in range(num_threads):
@@ -79,7 +81,8 @@ class Replica:
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
         try:
-            # A site that a browser has open may point its own name at 127.0.0.1, and would then read the answers.
+            # Refuse other host names: a site that a browser has open could point its own name at 127.0.0.1, and read
+            # the answers.
             host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
             if self._local_host and host and host != self._local_host.lower() and not is_loopback(host):
                 raise RefusedRequest(403, "this port is for this machine alone; ask 127.0.0.1 or localhost")
@@ -88,6 +91,7 @@ class Replica:
             if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
                 page = files("raytrain.launch.ray").joinpath("serve_page.html").read_text("utf-8")
                 return HTMLResponse(page, headers=_PAGE_HEADERS)
+
             # Everything else needs the network.
             if not self._predictor.done():
                 raise RefusedRequest(503, f"the network of {self._model.run} is being loaded; try again")
@@ -109,13 +113,13 @@ class Replica:
     async def _posted_image(self, request: Request) -> Pixels:
         """Return the image that was posted, uint8 (H, W, C).
 
-        Raises BadImage, and RefusedRequest if its file is too large, or all that this replica holds are.
+        Raises BadImage, and RefusedRequest if the file is too large, or all files together that this replica holds are.
         """
 
         def decode() -> Pixels:
-            # A form may be so large that looking for its file would keep other requests waiting.
+            # In a thread: searching a large form for its file would delay other requests.
             file = posted_file(request.headers.get("content-type", ""), content)
-            # A stranger's file may kill the process that decodes it, so that is one beside this one.
+            # In another process: a malicious file may kill the process that decodes it.
             decoder = self._decoders.get()
             try:
                 return decoder.decode(file, self._model.format.cropping.crop)
@@ -137,7 +141,7 @@ class Replica:
 
     @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
     async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
-        """Return the answer for each image, uint8 (H, W, C); Serve gathers those that come at the same time."""
+        """Return the answer for each image, uint8 (H, W, C); Serve gathers images that come at the same time."""
         unknown = np.full(len(images), -1)
         table = await asyncio.to_thread(self._predictor.result(), np.stack(images), unknown)
         return [self._model.answer(row) for row in table.to_pylist()]
@@ -151,7 +155,8 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
     form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]{1,70})"?.*', content_type, re.IGNORECASE)
     if form is None:
         return bytes(body)
-    # A delimiter is a line that begins so. The first one may begin the body; the line end before belongs to it.
+
+    # Parts are separated by a line end, --, and the boundary. The first delimiter may lack the line end.
     delimiter = b"\r\n--" + form[1].encode("latin-1", "replace")
     delimiter_at = -2 if body.startswith(delimiter[2:]) else body.find(delimiter)
     for _ in range(_MAX_PARTS):
@@ -167,14 +172,14 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is ``localhost`` or an address of this machine alone, such as ``[::1]``."""
+    """Return whether ``host`` is ``localhost`` or a loopback address, such as ``[::1]``."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     return host == "localhost"
 
 
 def listens_on_loopback(host: str) -> bool:
-    """Return whether a server at ``host``, which may be a name, can be reached from this machine alone."""
+    """Return whether only this machine can reach a server at ``host``, which may be a name."""
     if not host:  # all interfaces
         return False
     try:
@@ -184,13 +189,13 @@ def listens_on_loopback(host: str) -> bool:
 
 
 def check_guarded(host: str) -> None:
-    """Raise UsageError if whoever reaches a node could have a replica run code, served at ``host``.
+    """Raise UsageError if serving at ``host`` would let strangers run code in a replica.
 
-    Each replica has a port for other replicas, which unpickles what it gets from whoever has the cluster's token.
+    Each replica has a port for other replicas, which unpickles whatever it gets. Only the cluster's token protects it.
     """
     check_serve()
     if listens_on_loopback(host) and can_bind_replica():
-        return  # that port is reached from there alone, too
+        return  # then only this machine can reach that port, too
 
     def is_open(node: ClusterNode) -> bool:
         return not (asks_for_token() or (can_bind_replica() and is_loopback(ray.util.get_node_ip_address())))
@@ -207,9 +212,9 @@ def check_guarded(host: str) -> None:
 
 @contextmanager
 def serving(model: ServedModel, placement: Placement, host: str, port: int, signals: StopSignals) -> Iterator[str]:
-    """Serve ``model`` at the URL that it yields when its network is loaded, or when ``signals`` has a stop request.
+    """Serve ``model`` while this is open; yield its URL when the network is loaded, or ``signals`` has a stop request.
 
-    Raises UsageError if the cluster cannot, or does not answer.
+    Raises UsageError if the cluster cannot serve it, or does not answer.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     check_guarded(host)
@@ -227,17 +232,17 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
             try:
                 serve.run(application, name=name, route_prefix="/")
-            except RayServeException:  # another run is there already
+            except RayServeException:  # another run is served at / already
                 serve.run(application, name=name, route_prefix=f"/{model.run}")
         except (RuntimeError, RayServeException, RayError) as error:
-            # What the replicas raised says more than Serve's error, if they raised anything.
+            # If a replica raised an error, that says more than Serve's own.
             status = serve.status().applications.get(name)
             messages = [deployment.message for deployment in status.deployments.values()] if status else []
             reason = "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
             raise UsageError(_not_started(model.run, reason or root_cause(error))) from error
         yield wait_until_loaded(host, port, model.run, signals)
     finally:
-        with suppress(RayServeException):  # it has not started
+        with suppress(RayServeException):  # Serve has not started
             serve.delete(name)
 
 
@@ -246,13 +251,14 @@ def _not_started(run: str, reason: str) -> str:
 
 
 def wait_until_loaded(host: str, port: int, run: str, signals: StopSignals) -> str:
-    """Return the URL of a served run, once its network is loaded; UsageError if nothing answers, or it can't be loaded.
+    """Return the URL of a served run once its network is loaded.
 
-    How long that takes depends on the storage, so only a stop request of ``signals`` ends the wait.
+    Loading may take long, so only a stop request of ``signals`` ends the wait early. Raises UsageError if nothing
+    answers, or the network cannot be loaded.
     """
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
-    # Nothing is reported of a network that is there at once.
+    # Report the wait, unless the network is loaded already.
     try:
         if not _is_loaded(url, run):
             logging.getLogger("raytrain").warning("loading the network of %s; until then, %s answers 503 …", run, url)

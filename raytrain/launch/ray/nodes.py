@@ -1,4 +1,4 @@
-"""The nodes of a cluster: CPUs, GPUs, object stores, what suits all of them, and functions that run on each."""
+"""The nodes of a cluster: runs functions on each, sums up their hardware, and finds what all of them support."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class NodeResult(Generic[T]):
-    """Result of a function on a node. If it returned nothing, ``error`` is a sentence that says why."""
+    """Result of a function on a node. If it failed, ``result`` is None, and ``error`` says why and what to do."""
 
     node: ClusterNode
     result: T | None = None
@@ -49,7 +49,7 @@ class NodeResult(Generic[T]):
 
 
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
-    """Call ``function`` on all nodes at once, also on busy ones; an error instead of a result after ``timeout_s``.
+    """Call ``function`` on all nodes at once, also on busy ones; a node that takes over ``timeout_s`` gives an error.
 
     Example: ``run_on_each_node(lambda node: os.cpu_count(), timeout_s=10.0)``
     """
@@ -57,10 +57,10 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
     from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def call(node: ClusterNode) -> T:  # Ray takes functions only, not everything that can be called
+    def call(node: ClusterNode) -> T:  # Ray takes functions only, no other callables
         return function(node)
 
-    # Without CPUs, so that nodes that are fully in use answer too; without retries, so that a failure is reported.
+    # The task asks for no CPUs, so that busy nodes answer, too, and has no retries, so that a failure is reported.
     task: Any = ray.remote(num_cpus=0, max_retries=0)(call)
     calls: list[tuple[ClusterNode, Any]] = []
     for record in (record for record in ray.nodes() if record["Alive"]):
@@ -76,7 +76,7 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
         on_node = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
         calls.append((node, task.options(scheduling_strategy=on_node).remote(node)))
 
-    # All nodes have the same time. What went wrong on one of them is its result, as a sentence.
+    # Wait for all nodes together, and make a sentence of each failure.
     ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=timeout_s)
     results: list[NodeResult[T]] = []
     for node, ref in calls:
@@ -140,7 +140,7 @@ def refuse_unshared(storage: str, results: Iterable[NodeResult[bool]]) -> None:
             )
 
 
-_GPU_TYPE = "accelerator_type:"  # Ray marks a node with its type of GPU, by a resource whose name begins with this
+_GPU_TYPE = "accelerator_type:"  # a node with GPUs has a resource of this name with the type at its end
 
 
 def cluster_hardware() -> Hardware:
@@ -167,15 +167,15 @@ def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> 
     """Return a worker's request to Ray: ``{"CPU": 2.0, "GPU": 1.0}`` for a worker on a GPU of any type."""
     if device == "cpu":
         return {"CPU": cpus}
-    # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.
-    mark = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
-    return {"CPU": cpus, "GPU": 1.0, **mark}
+    # A node has 1 of the resource for its type, however many GPUs it has, so a worker asks for a thousandth, as in Ray.
+    gpu_type = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
+    return {"CPU": cpus, "GPU": 1.0, **gpu_type}
 
 
 def fastest_on_nodes(device: str) -> Precision:
     """Return the fastest precision that trains well on all nodes of the cluster that have such a device.
 
-    A node that does not answer counts as one that has float32 alone.
+    A node that does not answer counts as one that only supports float32.
     """
     answers = run_on_each_node(lambda node: fastest_precision(device), _ANSWER_WITHIN_S)
     precisions = {answer.result for answer in answers if device == "cpu" or answer.node.gpus >= 1}
@@ -189,7 +189,7 @@ def fastest_resizer_on_nodes() -> Resizer:
 
 
 def decoder_problem_on_nodes(device: str) -> str | None:
-    """Return why workers on ``device`` of some node can't decode JPEGs there, with its address; None if all can."""
+    """Return why ``device`` of some node cannot decode JPEGs, with the node's address; None if all nodes can."""
     if device != "cuda":
         return gpu_decoder_problem(device)
     for answer in run_on_each_node(lambda node: gpu_decoder_problem(device), _ANSWER_WITHIN_S):
@@ -205,12 +205,12 @@ class ObjectStores:
     """Use of the object stores of all nodes: asks the head every few seconds, without waiting for its answer."""
 
     def __init__(self) -> None:
-        self._ask = Background(object_store_use)  # a question takes long if nobody answers
+        self._ask = Background(object_store_use)  # in a thread, since a silent head takes long
         self._throttle = Throttle()
         self._uses: dict[str, tuple[int, int]] = {}
 
     def add_to(self, use: MachineUse, node_id: str) -> MachineUse:
-        """Return ``use`` with what its node's object store held at the last answer; as it is if there was none."""
+        """Return ``use`` with the use of its node's object store at the last answer; unchanged if there was none."""
         from ray.exceptions import RayError
 
         if self._throttle.due("ask", MEASURE_EVERY_S):

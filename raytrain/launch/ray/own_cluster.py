@@ -1,4 +1,4 @@
-"""Ray on this machine for one process: started beside it, and ended with it."""
+"""A Ray cluster on this machine that belongs to one process: started for it, and ended with it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 def lean(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for Ray's processes: they find a stand-in for a package that Ray imports and never uses.
+    """Return ``environment`` for Ray's processes, with a stand-in for a package that Ray imports and never uses.
 
-    The import of the package takes long, and that of the stand-in fails at once, which Ray allows.
+    Importing the package takes long; importing the stand-in fails at once, which Ray allows.
     """
     path = os.pathsep.join(filter(None, [str(_STAND_INS), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
@@ -34,7 +34,7 @@ def lean(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Leave that package out of this process as long as the ``with`` block lasts, unless it is imported already."""
+    """During the ``with`` block, keep this process from importing that package, unless it is imported already."""
     modules: dict[str, Any] = sys.modules
     leave_out = modules.setdefault(_LEFT_OUT, None) is None
     try:
@@ -44,8 +44,8 @@ def lean_imports() -> Iterator[None]:
             modules.pop(_LEFT_OUT, None)
 
 
-# Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
-# The driver reads these, too, whenever it starts a run: usage statistics are a thread that would outlive it.
+# These switch off parts of Ray that a one-machine cluster without a dashboard does not use, which saves seconds of its
+# start. The driver reads them, too, when it starts a run: usage statistics would be a thread that outlives the run.
 WITHOUT_EXTRAS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -53,26 +53,25 @@ WITHOUT_EXTRAS = {
 }
 _CLUSTER_VARIABLES = {
     **WITHOUT_EXTRAS,
-    # Nobody asks this cluster for its tasks or its metrics, which each process reports every few seconds.
+    # Processes would report tasks and metrics every few seconds, which nobody reads here.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a loop prints would be in both logs of its worker
-    # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
-    # CPUs.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise what a loop prints is in both logs of its worker
+    # If actors use all CPUs, Ray ends idle processes after a second by default; those that read take seconds to start.
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
     # The first processes wait until the fork server has imported what they need.
     "RAY_worker_register_timeout_seconds": "180",
-    "RAY_prestart_worker_first_driver": "0",  # otherwise the driver waits for that, too
+    "RAY_prestart_worker_first_driver": "0",  # otherwise the driver waits for these processes
 }
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
-_MAX_FOLDER = 39  # bytes of the path below which Ray can make its sockets, whose own paths may have 107
+_MAX_FOLDER = 39  # bytes; with a longer path of its folder, those of Ray's sockets would exceed the limit of 107
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
 class LocalCluster:
-    """A local cluster that is starting; this process has the variables of its driver until it is closed."""
+    """A local cluster that is starting, or runs. Until it is closed, this process has the variables of its driver."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
@@ -94,7 +93,7 @@ class LocalCluster:
             assert self._process.stdout is not None
             if line := self._process.stdout.readline().strip():
                 return line
-            # The process has ended, and its last line says why.
+            # The process has ended without an address; the last line of its standard error says why.
             self._process.wait()
             self._stderr.seek(0)
             lines = [line.strip() for line in self._stderr if line.strip()]
@@ -106,11 +105,11 @@ class LocalCluster:
 
     @property
     def runs(self) -> bool:
-        """True if the process that holds the cluster runs."""
+        """True if the process that keeps the cluster runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the cluster, wait until its processes are gone, and put this process's variables back."""
+        """End the cluster, wait until its processes are gone, and restore this process's variables."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -118,7 +117,7 @@ class LocalCluster:
         self._opened.close()
 
     def _start(self) -> subprocess.Popen[str]:
-        # A session of its own: a Ctrl-C in the terminal is for the driver alone.
+        # The process gets a session of its own, so that a Ctrl-C in the terminal reaches only the driver.
         return subprocess.Popen(
             [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],
             stdin=subprocess.PIPE,
@@ -131,11 +130,11 @@ class LocalCluster:
 
 
 def _token_settings() -> dict[str, str]:
-    """Have new clusters ask for a token, which is created here before either process looks for it."""
+    """Return the variables with which a new cluster asks for a token; create the token if this user has none."""
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     if settings["RAY_AUTH_MODE"] != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return settings
-    # Ray reads the token from this file. It must not be readable for others at any moment.
+    # Ray reads the token from this file, which other users must not be able to read at any moment.
     path = Path.home() / ".ray" / "auth_token"
     if path.exists():
         return settings
@@ -156,9 +155,9 @@ def _token_settings() -> dict[str, str]:
 def start_head(program: str | None) -> str:
     """Start a cluster on this machine, which ends with this process; return its address.
 
-    ``program`` runs in place of Ray's own for each of its processes. ``ray.init`` starts three more Python
-    processes, each of which takes two to four seconds of a core: a server for a dashboard even without a dashboard, one
-    that sends logs to drivers, and an autoscaler.
+    For each of its worker processes, it runs ``program``, or Ray's own if that is None. ``ray.init`` would start three
+    Python processes besides, each of which takes two to four seconds of a core: a server for a dashboard (even without
+    a dashboard), one that sends logs to drivers, and an autoscaler.
     """
     api = SMALL_HEAD.find()
     if api is None:
@@ -166,13 +165,14 @@ def start_head(program: str | None) -> str:
 
         ray.init(include_dashboard=False, log_to_driver=False)
         return ray.get_runtime_context().gcs_address
-    # With these parameters, Ray leaves out two of them; the server for a dashboard starts in any case.
+
+    # Parameters leave out the log monitor and the autoscaler; the dashboard's server only a subclass can leave out.
     node_class: Any = api[0]
     parameters_class: Any = api[1]
 
     class Head(node_class):
         def start_api_server(self, **_: Any) -> None:
-            """Start none."""
+            """Do not start the dashboard's server."""
 
     parameters = parameters_class(
         include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program
@@ -181,7 +181,7 @@ def start_head(program: str | None) -> str:
 
 
 def hold() -> None:
-    """Start the cluster, print its address, and keep it until standard input ends."""
+    """Start the cluster, print its address, and keep it running until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES)

@@ -14,11 +14,11 @@ from raytrain.launch.predict_request import PredictRequest, in_turn, predict_blo
 from raytrain.launch.ray.coordinator import serving_credentials
 from raytrain.storage.lent_credentials import Scope
 
-_RETRIES = 3  # of an actor whose process or node is lost
+_RETRIES = 3  # if an actor's process or node is lost
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:
-    """Predict on ``placement.num_workers`` actors; yield the same as :func:`predict_request.predict_here`."""
+    """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_request.predict_here`."""
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):
@@ -43,7 +43,7 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
 
 
 class _Predictor:
-    """A network in a process of its own, which sees no other GPU than its own. It starts again if its node is lost."""
+    """An actor with a network, which sees only its own GPU. Ray starts it again if its node is lost."""
 
     def predict(self, request: PredictRequest, placement: Placement, number: int) -> Iterator[pa.Table]:
         """Predict the blocks of actor ``number``."""

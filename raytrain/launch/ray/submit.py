@@ -40,12 +40,12 @@ from raytrain.training.model_names import check_model_name
 DETACHED = "DETACHED"
 _POLL_EVERY_S = 0.5
 _TALKATIVE = ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging")
-"""Loggers of Ray that report each package and each connection of its client."""
+"""Loggers of Ray that print a line for each package and each connection of its client."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A command that was sent: its job and its run."""
+    """A command that was sent to a job server: its job, and the name and storage of its run."""
 
     server: JobServer
     job: str
@@ -54,11 +54,11 @@ class Submission:
 
 
 def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
-    """Raise UsageError for options with which no command can train on a cluster, as far as they alone show it.
+    """Raise UsageError for options with which no command can train on a cluster, without asking the cluster.
 
-    So a mistake, also one that the text of the user's functions shows, needs no cluster to be found. What only the
-    cluster may have is believed: its packages, and files at whole paths. ``is_sweep``: the points of a sweep, which
-    decide on the learning rate and the metrics, are checked elsewhere.
+    The text of the user's functions is checked, too. What only the cluster may have is not: its packages, and files at
+    absolute paths. With ``is_sweep``, learning rate and metrics are not checked, because the points of the sweep decide
+    on them.
 
     Example: ``check_command(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
     """
@@ -87,7 +87,7 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
 def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
     """Send the command ``words``, whose options are ``config``, with ``files`` to the job server at ``address``.
 
-    A run without a name gets one here, so that it can be stopped by it.
+    A run without a name gets one here, by which the user can stop it.
     """
     server = JobServer(job_server_url(address))
     name = config.name or new_name(config.recipe)
@@ -106,8 +106,9 @@ def follow_job(
 ) -> str:
     """Show the job's output until it ends; return its status, or DETACHED.
 
-    Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` answers that it should go on. It goes on
-    if the terminal is closed, too. ``note`` gets lines about the job. Raises TrainingFailed if the job fails.
+    Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` returns True. If it does, or the
+    terminal is closed, the job goes on, and this function returns. ``note`` gets lines about the job. Raises
+    TrainingFailed if the job fails.
     """
     client, is_stopping = sent.server.client, False
     with StopSignals() as signals:
@@ -122,12 +123,12 @@ def follow_job(
             try:
                 request_stop(sent.storage, sent.name, signals.stop_request)
             except RaytrainError:  # the run is not in its storage yet, or this machine cannot reach it
-                client.stop_job(sent.job)  # it gets a SIGTERM
+                client.stop_job(sent.job)  # Ray sends the job a SIGTERM
     status = sent.server.status(sent.job)
     if status != "FAILED":
         return status
 
-    # The end of the job's log says whether only a package is missing.
+    # If only a package is missing, the end of the job's log says so.
     message = client.get_job_info(sent.job).message or ""
     reason = f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
     if missing := re.search(r"No module named '([\w.]+)'", message):
@@ -139,10 +140,10 @@ def follow_job(
 
 
 def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], None]) -> dict[str, Any]:
-    """Have `raytrain doctor` check the cluster by a small job; return its report of all nodes.
+    """Have `raytrain doctor` check the cluster in a small job; return its report on all nodes.
 
-    Credentials and endpoints are those of the machines there, as for a run: nothing else would show whether that works.
-    Raises UsageError if the doctor cannot look, with what it says.
+    The job uses the credentials and endpoints of the machines there, as a run would. Raises UsageError with the
+    doctor's error if it fails.
 
     Example: ``ask_doctor(JobServer("http://head:8265"), config, print)["nodes"]``
     """
@@ -156,7 +157,7 @@ def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], Non
         server.client.stop_job(job)
         raise
 
-    # Its report, or its error, is a line of JSON between those of its log.
+    # The report, or an error, is a line of JSON among the lines of the log.
     documents: list[dict[str, Any]] = []
     for line in "".join(printed).splitlines():
         with suppress(ValueError):
@@ -177,7 +178,7 @@ GCS_PORT = 6379
 
 
 class JobServer:
-    """A cluster's job server at ``http://HOST:PORT``. Raises UsageError if none answers, or one of another Ray."""
+    """A cluster's job server at ``http://HOST:PORT``. Raises UsageError if none answers, or its Ray is too old."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -194,7 +195,7 @@ class JobServer:
     def submit(self, words: Sequence[str], files: JobFiles, name: str, commit: str | None = None) -> str:
         """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; return the job's ID.
 
-        ``commit`` is what :meth:`GitStatus.to_variable` says of the folder that the files are in.
+        ``commit`` is the result of :meth:`GitStatus.to_variable` for the folder of the files.
         """
         job = f"raytrain_{uuid.uuid4().hex[:12]}"
         with TemporaryFolder() as folder:
@@ -209,7 +210,7 @@ class JobServer:
                 },
             }
 
-            # A head's job server listens before the rest of the head, and answers status 500 until then.
+            # While a head starts, its job server listens already, and answers with status 500.
             give_up_at = time.monotonic() + STARTS_WITHIN_S
             while True:
                 try:
@@ -221,7 +222,7 @@ class JobServer:
                     )
                     return job
                 except (RuntimeError, OSError) as error:
-                    if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
+                    if f"{job} already exists" in str(error):  # the job was accepted, and only the answer was lost
                         return job
                     if "status code 500" not in str(error) or time.monotonic() > give_up_at:
                         reason = str(error).rstrip(".\n ").rpartition("\n")[2]  # a traceback's last line says why
@@ -248,14 +249,14 @@ def job_server_url(address: str | None) -> str:
 
 
 def job_client(address: str) -> Any:
-    """Return Ray's client of the job server at ``address``; raises UsageError if none answers, or not to this user."""
+    """Return Ray's client of the job server at ``address``; raises UsageError if none answers, or it wants a token."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     for name in _TALKATIVE:
         logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # after the import, which sets it
     host = urlsplit(address).hostname or ""
-    if is_loopback(address):  # such as a forwarded port; Ray's client takes HTTP_PROXY
+    if is_loopback(address):  # such as a forwarded port, which Ray's client would look for behind HTTP_PROXY
         excluded = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
         os.environ["no_proxy"] = f"{excluded},{host}".lstrip(",")
     try:
@@ -268,7 +269,7 @@ def job_client(address: str) -> Any:
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
 
-    # If the cluster answers at the port that its machines use, only the job server's port is out of reach.
+    # If the cluster answers at the port for its own machines, only the job server cannot be reached.
     try:
         socket.create_connection((host, GCS_PORT), timeout=2.0).close()
     except OSError:
@@ -282,7 +283,7 @@ def job_client(address: str) -> Any:
 
 
 class JobLog:
-    """Output of a job, passed to ``show`` by a thread until it ends; ``note`` gets lines about lost connections."""
+    """Passes a job's output to ``show``, in a thread, until the job ends; ``note`` is told of lost connections."""
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
         self._server, self._job, self._show, self._note = server, job, show, note
@@ -292,14 +293,14 @@ class JobLog:
         threading.Thread(target=self._follow, name="job log", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; return whether it came. Raises RaytrainError if its cluster answers no more."""
+        """Wait for the end of the job; return whether it has ended. Raises RaytrainError if the cluster is silent."""
         ended = self._ended.wait(timeout_s)
         if self._error is not None:
             raise self._error
         return ended
 
     def _follow(self) -> None:
-        """Show the log until the job ends, over as many connections as it takes."""
+        """Show the log until the job ends, over as many connections as that takes."""
         from aiohttp import ClientError
 
         address = self._server.address
@@ -307,7 +308,7 @@ class JobLog:
         while not self._ended.is_set():
             try:
                 asyncio.run(self._show_rest())
-                # The log ends with the job, or with the connection, of which Ray's client says nothing.
+                # The log has ended with the job, or because the connection was lost; Ray's client does not say which.
                 is_over = self._server.status(self._job) not in ("PENDING", "RUNNING")
                 if lost_at is not None:
                     self._note("Connected again.")
@@ -329,7 +330,7 @@ class JobLog:
 
     async def _show_rest(self) -> None:
         """Show the job's output until it ends or the connection is lost, without the part that was shown before."""
-        # Each connection gets the log from its beginning.
+        # Each connection gets the log from its beginning, so skip what was shown.
         num_to_skip, num_seen = self._num_shown, 0
         async for text in self._server.client.tail_job_logs(self._job):
             if new := text[max(0, num_to_skip - num_seen) :]:

@@ -1,11 +1,11 @@
-"""Metrics of a run as Ray Train and Ray Tune get them, by `ray.train.report` in a worker, `ray.tune.report` in a trial.
+"""Reports a run's metrics to Ray Train or Ray Tune, by `ray.train.report` in a worker or `ray.tune.report` in a trial.
 
-Ray Train takes the n-th report of all workers together. Each of them waits in it for the others, and then until the
-controller asks for it, which is about every two seconds. So every worker reports in a thread beside its loop, and
-worker 0 decides what: the newest evaluation, if several have come meanwhile. It sends that to the others.
+In Ray Train, all workers make the n-th report together: each waits in it for the others, and then for the controller,
+which asks about every two seconds. So every worker reports in a thread beside its loop, and worker 0 decides what is
+reported, the newest evaluation if there are several, and sends it to the others.
 
-What Ray keeps of a report depends on its checkpoint. One without is for callbacks alone, such as Tune's; the metrics of
-the last one with a checkpoint are those of `trainer.fit()`. So the last report of an attached run has one.
+A report without a checkpoint only reaches callbacks, such as Tune's. The result of `trainer.fit()` has the metrics of
+the last report with a checkpoint, so the last report of an attached run has one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raytrain.training.protocols import Worker
 
 _log = logging.getLogger("raytrain")
 CHECKPOINT_FILE = "checkpoint.pt"
-"""The file in a Ray checkpoint that is raytrain's own."""
+"""The name of raytrain's own checkpoint in a checkpoint of Ray, which is a folder."""
 _POLL_EVERY_S = 0.2
 _MEETINGS = {"report", "collective", "barrier", "broadcast_from_rank_zero", "get_all_reported_checkpoints"}
 _END = "end"
@@ -41,14 +41,14 @@ Report = Callable[[dict[str, Any], Path | None], None]
 
 
 def report_to_ray() -> Report | None:
-    """Return the function that reports to Ray from this process; None if it is no worker of Ray Train and no trial."""
+    """Return the function that reports to Ray; None if this process is neither a worker of Ray Train nor a trial."""
     if is_tune_trial():
         return lambda metrics, folder: ray.tune.report(
             metrics, checkpoint=folder and ray.tune.Checkpoint.from_directory(folder)
         )
     try:
         ray.train.get_context()
-    except (RuntimeError, DeprecationWarning):  # it is called elsewhere
+    except (RuntimeError, DeprecationWarning):  # this is no worker of Ray Train
         return None
     return lambda metrics, folder: ray.train.report(
         metrics, checkpoint=folder and ray.train.Checkpoint.from_directory(folder)
@@ -56,15 +56,16 @@ def report_to_ray() -> Report | None:
 
 
 def meets_in_ray(loop: object) -> bool:
-    """Return whether the code of ``loop`` calls Ray's ``report``, or a function in which all workers of Ray Train meet.
+    """Return whether the code of ``loop`` calls Ray's ``report``, or another function that all workers call together.
 
-    Ray Train would take a report from a thread for one of these calls. Torch has a ``barrier``, too, which is none.
+    Ray Train would mistake a report from a thread for such a call. torch's ``barrier`` is not one of them.
     """
     return any(_meets(code, names) for code, names in own_code(loop))
 
 
 def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
-    value = None  # what was loaded last, if that is known
+    """Return whether the bytecode ``code``, with these global ``names``, loads one of the functions in _MEETINGS."""
+    value = None  # the object that was loaded last, if it is known
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -85,7 +86,7 @@ def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
 class RayReports:
     """Reports the evaluations of a run to Ray, in a thread of each worker.
 
-    Worker 0 gets the rows of the history, and sends its metrics to the others by ``messages``. What is measured after
+    Worker 0 gets the rows of the history, and sends their metrics to the others by ``messages``. The evaluation after
     the last of ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a thread, when Ray ends the trial.
 
     Example:
@@ -104,8 +105,8 @@ class RayReports:
     ) -> None:
         self._report, self._worker, self._messages = report, worker, messages
         self._num_steps, self._on_stop = num_steps, on_stop
-        self._metrics: dict[str, Any] = {}  # of the newest rows
-        self._due: dict[str, Any] | None = None
+        self._metrics: dict[str, Any] = {}  # the newest value of each
+        self._due: dict[str, Any] | None = None  # the metrics to report next
         self._changed = threading.Condition()
         self._is_closed = self._has_failed = False
         target = self._report_evaluations if worker.rank == 0 else self._report_what_comes
@@ -113,7 +114,7 @@ class RayReports:
         self._thread.start()
 
     def add(self, row: MetricRow) -> None:
-        """Note a row of the history, on worker 0. Returns at once."""
+        """Take a row of the history, on worker 0; an evaluation is reported soon, in a thread."""
         with self._changed:
             self._metrics |= {"step": row.step, "epoch": row.epoch, **row_metrics(row)}
             if row.kind == "evaluation" and row.step != self._num_steps:
@@ -121,9 +122,9 @@ class RayReports:
                 self._changed.notify()
 
     def finish(self, metrics: dict[str, Any], checkpoint: bytes | None) -> None:
-        """Report the end of the run, with the content of its last checkpoint, which worker 0 has. All workers call it.
+        """Report the end of the run, on all workers; return when Ray has taken all reports.
 
-        It returns when Ray has taken all reports.
+        ``checkpoint`` is the content of the run's last checkpoint, on worker 0, and None on the others.
         """
         self._close()
         self._thread.join()
@@ -132,13 +133,13 @@ class RayReports:
         with TemporaryFolder() as temporary:
             folder = None
             if checkpoint is not None:
-                folder = temporary / "checkpoint"  # Ray takes all that is in it
+                folder = temporary / "checkpoint"  # Ray takes everything in it
                 folder.mkdir()
                 (folder / CHECKPOINT_FILE).write_bytes(checkpoint)
             self._try(self._metrics | metrics, folder)
 
     def abort(self) -> None:
-        """Report nothing more after the report that is on its way, without waiting: the run has failed."""
+        """Report nothing more, because the run has failed; do not wait for a report that has begun."""
         with self._changed:
             self._due = None
         self._close()
@@ -172,11 +173,11 @@ class RayReports:
                 self._try(message, None)
 
     def _try(self, metrics: dict[str, Any], folder: Path | None) -> None:
-        """Report to Ray; if that raises an exception, the run goes on."""
+        """Report to Ray; if that fails, warn, and report nothing more: the run goes on."""
         try:
             if not self._has_failed:
                 self._report(metrics, folder)
-        except SystemExit:  # Tune ends a trial so
+        except SystemExit:  # Tune ends a trial by it
             self._has_failed = True
             self._on_stop()
         except Exception as error:

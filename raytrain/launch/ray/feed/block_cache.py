@@ -22,11 +22,12 @@ _CLOSE_S = 10.0
 
 
 class CacheFiller:
-    """Reads the data sets that have an order into the object store, and reports each block to the run's coordinator.
+    """Reads the cached data sets, those with an order, into the object store, block by block.
 
-    The driver reads the first blocks itself, so that training can begin. Tasks read the rest, from :meth:`start`: after
-    the workers have started if both together would keep every core busy. The filler lives in the driver, which owns
-    the blocks: they outlast any worker, and Ray reads lost ones again.
+    Each block is reported to the run's coordinator. The driver reads the first blocks itself, so that training can
+    begin. Tasks read the rest after :meth:`start`, which is called once the workers have started, or at once if there
+    are cores enough for both. The filler lives in the driver, which owns the blocks: they outlive any worker, and Ray
+    reads lost ones again.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class CacheFiller:
         self._cpus = cpus
         self._images = images
         self._orders = orders
-        self._refs: list[Any] = []  # Ray keeps a block as long as somebody has a reference of it
+        self._refs: list[Any] = []  # Ray keeps a block as long as there is a reference to it
         self._started = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._fill, daemon=True, name="cache")
         self._thread.start()
 
     def start(self) -> None:
-        """Read the rest from now on."""
+        """Read the rest by tasks from now on."""
         self._started.set()
 
     def close(self) -> None:
@@ -58,7 +59,7 @@ class CacheFiller:
         self._refs.clear()
 
     def _fill(self) -> None:
-        """Read all data sets, in the thread; an error is reported to the workers that wait for a block."""
+        """Read all data sets, in a thread; report an error to the workers that wait for a block."""
         try:
             # The first training images are read here, one after the other: no task has to start for them.
             num_first: dict[str, int] = {}
@@ -69,7 +70,7 @@ class CacheFiller:
                     for number in range(num_first[dataset]):
                         self._add(dataset, ray.put(read_block(images, order, number, reader)))
 
-            # Tasks take the cores that starting workers may need.
+            # Tasks read the rest, once the workers no longer need all cores to start.
             self._started.wait()
             for dataset, order in self._orders.items():
                 turns = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
@@ -81,12 +82,13 @@ class CacheFiller:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
     def _add(self, dataset: str, ref: Any) -> None:
+        """Keep a block, and have the coordinator tell the workers of it."""
         self._refs.append(ref)
         self._coordinator.add_blocks.remote(dataset, [ref])
 
 
 class RemoteBlocks:
-    """The blocks of a cached data set as a worker sees them: shared memory on its node, awaited if not there yet."""
+    """The blocks of a cached data set for a worker, in shared memory; waits for a block that is not read yet."""
 
     def __init__(self, coordinator: CoordinatorHandle, dataset: str, shape: ImageShape) -> None:
         self._coordinator = coordinator
@@ -99,7 +101,7 @@ class RemoteBlocks:
         """Return block ``number``; waits until it has been read."""
         block = self._blocks.get(number)
         if block is None:
-            # The coordinator hands out references in the order of their numbers, all that there are.
+            # The coordinator answers with all further references that it has, in the order of their numbers.
             while number >= len(self._refs):
                 self._refs += ray.get(self._coordinator.blocks.remote(self._dataset, len(self._refs), _POLL_S))
             block = self._blocks[number] = to_block(ray.get(self._refs[number]), self._shape)

@@ -1,4 +1,4 @@
-"""The driver's side of a run's data, or of several runs': what is kept in memory, what is streamed, who reads it."""
+"""The driver's side of the images of one run, or of several: which are cached, which streamed, and who reads them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from raytrain.runs.outcome import EndStatus
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.store import Store
 
-_CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core to start: fewer would delay the workers
+_CPUS_TO_FILL_BESIDE_START = 2.0  # with fewer free CPUs, starting processes that read would delay the workers
 
 
 class DataFeed:
-    """Images of all parts on their way to the workers.
+    """The images of all parts on their way to the workers.
 
-    It goes through these states, each with the call that leads to it: decided (what is cached), :meth:`connect` (the
-    feeders run), :meth:`start` (images are read), :meth:`fill_cache` (tasks may use the workers' share of the cores,
-    which have started), :meth:`close`.
+    Its methods are called in this order: the constructor decides which images are cached; :meth:`connect` starts the
+    feeders; from :meth:`start` on, images are read; from :meth:`fill_cache` on, tasks may use the cores that starting
+    workers needed; :meth:`close` stops reading.
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
@@ -45,7 +45,7 @@ class DataFeed:
         cache = choose_cache(config, data, first_step, object_store_bytes)
         kept = {part: cache.order(part) for part in data.parts}
         self.orders: dict[str, CacheOrder] = {part: order for part, order in kept.items() if order is not None}
-        """The order in which each cached data set is kept; the others are streamed."""
+        """The order of the blocks of each cached data set; the others are streamed."""
         self._config = config
         self._data = data.kept_on(cache.disk)
         self._plan = data.plan(config)
@@ -67,7 +67,7 @@ class DataFeed:
         data = self._data
         self._coordinator = coordinator
         self.images = {part: image_set(*about) for part, about in data.parts.items()}
-        # Feeders start at once, beside the workers: they take as many seconds.
+        # Feeders start now, at the same time as the workers, because both take seconds.
         self._placement = placement
         self._cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
         is_streaming = self.images.keys() != self.orders.keys()
@@ -76,7 +76,7 @@ class DataFeed:
     def start(self) -> None:
         """Fill the cache, and stream the images that are not cached, from now on, while the workers start."""
         if "train" not in self.orders:
-            # The stream that the first attempt will ask for, if as many workers come as there is room for.
+            # Begin with the stream that the first attempt will ask for, if all workers find room.
             expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
             loads = self._config.worker_load or (1.0,) * expected.num_workers
             for feeder in self.feeders:
@@ -87,11 +87,11 @@ class DataFeed:
 
     @property
     def task_cpus(self) -> tuple[float, float]:
-        """The CPUs that a data task takes: one that fills the cache, and one of a stream."""
+        """The CPUs of a data task that fills the cache, and those of one that reads a stream."""
         return self._cpus.task, self._cpus.streamed_task
 
     def fill_cache(self) -> None:
-        """Read the cached images by tasks from now on: the workers have started, and left the cores for that."""
+        """Read the cached images by tasks from now on, because the workers have started."""
         self._filler.start()
 
     def close(self) -> None:
@@ -101,7 +101,10 @@ class DataFeed:
 
 
 class RaySharedImages(AbstractContextManager["RaySharedImages"]):
-    """Images that runs of this process share, decoded once, while it is open; ``feed`` is None if they do not fit."""
+    """Images that runs of this process share while this is open, decoded once.
+
+    ``feed`` is None if they do not fit into memory; then each run reads its own.
+    """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
         data, object_store_bytes = prepared.data, cluster_hardware().object_store_bytes
@@ -127,10 +130,11 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
             self._opened.close()
 
     def poll(self) -> tuple[Snapshot, str | None]:
-        """Return how many images cannot be used, with a request to stop all runs; and why they have to end, if so.
+        """Return a snapshot, and why the runs must end, or None if they may continue.
 
-        To be called every second or so, as this also renews the credentials with which images are read. Raises
-        :class:`CoordinatorLost` if the coordinator has died.
+        The snapshot has the number of images that cannot be used, and a request to stop all runs. Call this about every
+        second, because it also renews the credentials with which images are read. Raises :class:`CoordinatorLost` if
+        the coordinator has died.
         """
         snapshot, ending = self._monitor.snapshot(START), self._monitor.ending()
         with self._needs_coordinator():
@@ -138,12 +142,12 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
         return snapshot, ending.failure
 
     def skipped_images(self) -> list[SkippedImage]:
-        """Return the images that no run can use; [] if the coordinator has died, of which :meth:`poll` tells."""
+        """Return the images that no run can use; empty if the coordinator has died, which :meth:`poll` reports."""
         try:
             return ray.get(self.coordinator.skipped_images.remote())
         except LOST_ACTOR:
             return []
 
     def finish(self, status: EndStatus) -> None:
-        """End the list of skipped images: it is in storage when this returns."""
+        """Write the list of skipped images to its end; it is in storage when this returns."""
         self._monitor.finish(status)

@@ -25,18 +25,18 @@ from raytrain.storage.store import Store
 
 @dataclass(frozen=True)
 class ImageSet:
-    """The images of one manifest, as data tasks read them and workers get them."""
+    """The images of one manifest, in the form in which data tasks read them."""
 
     store: Store
     format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
     rows_per_block: int  # images in one block
-    coordinator: CoordinatorHandle  # gets unreadable images and retried requests; knows where cached blocks are
-    file_bytes: int | None = None  # mean of the files, if these are what the workers get
+    coordinator: CoordinatorHandle  # to it, unreadable images and retried requests are reported
+    file_bytes: int | None = None  # mean size of a file, if workers get files instead of pixels
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block; of files, those of a mean one."""
+        """Bytes of a block of pixels, or of a block of files of mean size."""
         return self.rows_per_block * (self.file_bytes or self.format.shape.num_bytes)
 
     def num_blocks_in(self, num_bytes: int, *, at_most: int) -> int:
@@ -44,7 +44,7 @@ class ImageSet:
         return max(1, min(at_most, num_bytes // self.block_bytes))
 
 
-TASKS_PER_CPU = 2  # of Ray Data: one fetches while another decodes, and it hears up to 0.1 s late that a task has ended
+TASKS_PER_CPU = 2  # of Ray Data: one fetches while another decodes, and Ray Data notices the end of a task 0.1 s late
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class DataCpus:
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks that run at a time."""
+        """Number of tasks that run at the same time."""
         return max(1, round(self.all / self.task))
 
     @property
     def streamed_task(self) -> float:
         """CPUs that a task of Ray Data takes."""
-        return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
+        return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray would round finer numbers, also up
 
 
 _POLL_S = 0.5
@@ -78,30 +78,31 @@ def blocks_by_tasks(
 ) -> Iterator[tuple[int, Any]]:
     """Have the blocks of ``turns`` read by plain tasks; yield them as they are read, in turn.
 
-    Yields the index of the block's order in ``orders``, and a reference of the block. The first block comes sooner than
-    from Ray Data, but nothing limits how much is read and not yet used. ``at_a_time`` tasks of ``task_cpus`` each run
-    at a time. The blocks lie on all nodes; a lost one is read again. Ends half a second after ``is_closed`` at the
-    latest: a process that leaves Ray while one of its threads waits there dies of a segmentation fault.
+    Yields the index of the block's order in ``orders``, and a reference to the block. The first block comes sooner than
+    from Ray Data, but nothing limits how many blocks are read and not yet used. ``at_a_time`` tasks of ``task_cpus``
+    each run at the same time. The blocks lie on all nodes; a lost one is read again. The generator ends at most half a
+    second after ``is_closed`` returns True, because a process that leaves Ray while one of its threads waits in it dies
+    of a segmentation fault.
     """
 
     def without_one(refs: list[Any]) -> list[Any]:
-        """Wait until one of these is read, and return the others."""
+        """Wait until one of these blocks is read, and return the others."""
         ready: list[Any] = []
         while not (ready or is_closed()):
             ready, refs = ray.wait(refs, num_returns=1, timeout=_POLL_S, fetch_local=False)
         return refs
 
     read = ray.remote(read_block).options(num_cpus=task_cpus, max_retries=-1, scheduling_strategy="SPREAD")
-    waiting: deque[tuple[int, Any]] = deque()  # asked for, and not yielded yet
+    waiting: deque[tuple[int, Any]] = deque()  # submitted, and not yielded yet
     running: list[Any] = []
     for order, number in turns:
-        if len(running) >= at_a_time:  # more of them would wait for CPUs that starting workers need
+        if len(running) >= at_a_time:  # further tasks would compete for CPUs with starting workers
             running = without_one(running)
         if is_closed():
             return
         waiting.append((order, read.remote(images, orders[order], number)))
         running.append(waiting[-1][1])
-        # Blocks are yielded in turn, so one that is read early waits for those before it.
+        # Blocks are yielded in turn: a block that is read early waits for those before it.
         while waiting[0][1] not in running:
             yield waiting.popleft()
     for order, ref in waiting:
@@ -111,7 +112,7 @@ def blocks_by_tasks(
         yield order, ref
 
 
-_buffers = Buffers()  # of this process: the next block needs as much as the last one
+_buffers = Buffers()  # of this process, reused, because all blocks have the same size
 
 
 def read_block(images: ImageSet, order: BlockOrder, number: int, reader: ImageReader | None = None) -> pa.Table:

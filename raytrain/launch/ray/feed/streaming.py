@@ -1,9 +1,9 @@
-"""Feeders of streamed images read the blocks of a few workers each, in turn; each worker takes its own from a queue.
+"""Feeders of streamed images: each reads the blocks of a few workers, in turn, into one queue for each worker.
 
 A feeder is a process outside of its workers: it reads while they start, and does not compete with training for a Python
-interpreter. What it costs to start a block, in Ray Data above all, limits how many workers it can feed.
+interpreter. Starting the task of a block takes time, above all in Ray Data; that limits how many workers it can feed.
 
-The way of an image, in the order of the calls:
+The path of an image, in the order of the calls:
 
 1. :func:`stream_blocks`, in a worker, asks the worker's feeder for a stream: one pass over a data set.
 2. :meth:`StreamFeeder.read_stream` opens a queue for each of the feeder's workers, and has a thread fill them.
@@ -11,13 +11,13 @@ The way of an image, in the order of the calls:
    (:func:`~raytrain.launch.ray.feed.ingest.blocks_by_tasks`), all others by Ray Data.
 4. :func:`~raytrain.launch.ray.feed.ingest.read_block`, in a data task, fetches and decodes one block, and leaves it in
    the object store of its node.
-5. :meth:`StreamQueues.push` puts a reference of the block into its worker's queue, and waits while that is full.
-6. :meth:`StreamQueues.take`, called by the worker, empties the queue. :func:`stream_blocks` brings the blocks
+5. :meth:`StreamQueues.push` puts a reference to the block into its worker's queue, and waits while that is full.
+6. :meth:`StreamQueues.take`, called by the worker, empties the queue. :func:`stream_blocks` fetches the blocks
    themselves to the worker's node, two of them ahead of their use.
 
-One thread reads for all workers of a feeder, and their queues are bounded. So a full queue must never keep it from the
-block for which another worker waits. The order of the turns sees to that: it never runs more than a block ahead of any
-worker (``interleave`` in ``data/plan/partition.py``).
+One thread reads for all workers of a feeder, and their queues are bounded. So a full queue must never keep the thread
+from the block for which another worker waits. The order in which it reads guarantees that: it is never more than a
+block ahead of any worker (``interleave`` in ``data/plan/partition.py``).
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ from raytrain.launch.ray.ray_errors import LOST_ACTOR, root_cause
 
 _POLL_S = 10.0
 _CLOSE_S = 10.0
-_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that wait for a worker
+_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # limits of what waits for a worker
 _WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 27 blocks/s, a third of what Ray Data starts on a core
-_TAKES_PER_WORKER = (
-    2  # of training images, and meanwhile of validation images; an attempt that has ended may have as many
-)
+_TAKES_PER_WORKER = 2  # calls of take() at the same time: for training images, and for validation images
 _ENDED = "another worker group reads the data now"
 
 
@@ -68,14 +66,14 @@ class Stream:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Higher than that of any earlier pass over the same data set."""
+        """A pair that is larger than that of any earlier pass over the same data set."""
         return self.attempt, self.number
 
 
 def stream_blocks(
     feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition
 ) -> Iterator[Block]:
-    """Yield a worker's blocks of a stream, in order; the next ones are brought from other nodes ahead of time.
+    """Yield a worker's blocks of a stream, in order; the next ones are fetched from other nodes ahead of time.
 
     Raises ConnectionError if the feeder has died, so that a restart may succeed.
     """
@@ -83,7 +81,7 @@ def stream_blocks(
 
     def take_blocks() -> Iterator[Block]:
         try:
-            # Whichever worker comes first opens the stream, unless the driver has, while they started.
+            # The first worker that calls this opens the stream, unless the driver did while the workers started.
             ray.get(feeder.read_stream.remote(stream, images, partition.plan, partition.loads))
             while True:
                 for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
@@ -99,12 +97,12 @@ def stream_blocks(
 
 
 def feeder_of(stream: Stream, rank: int, num_feeders: int) -> int:
-    """Return the number of the feeder that has the blocks of worker ``rank``: neighbours have the same one."""
+    """Return the number of the feeder that reads for worker ``rank``; workers with neighbouring ranks share one."""
     return rank * num_feeders // stream.num_workers
 
 
 class _Queue:
-    """The blocks that wait for one worker, and how that worker hears of them: a block wakes nobody else."""
+    """The blocks that wait for one worker, and a condition that wakes only this worker."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.blocks: deque[Any] = deque()
@@ -112,14 +110,14 @@ class _Queue:
 
 
 class StreamQueues:
-    """Bounded queues of blocks, one for each worker of a stream. Every method may be called from many threads at once.
+    """Bounded queues of blocks, one for each worker of a stream. Any number of threads may call its methods.
 
-    A stream ends the older ones of its data set, and those of earlier attempts.
+    Opening a stream ends the older ones of its data set, and all of earlier attempts.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._taken = threading.Condition(self._lock)  # for those who fill the queues
+        self._taken = threading.Condition(self._lock)  # wakes the threads that fill the queues
         self._queues: dict[Stream, dict[int, _Queue]] = {}
         self._failures: dict[Stream, str] = {}
         self._newest: dict[str, tuple[int, int]] = {}  # the age of the newest stream of each data set
@@ -133,7 +131,7 @@ class StreamQueues:
         with self._lock:
             if stream in self._queues:
                 return False
-            # A worker of an attempt that has ended may still ask, after the next attempt has begun to read.
+            # Refuse a worker of an earlier attempt, which may still ask after the next attempt has begun to read.
             attempt = max((attempt for attempt, _ in self._newest.values()), default=0)
             if self._closed or stream.attempt < attempt or stream.age < self._newest.get(stream.dataset, stream.age):
                 raise RuntimeError(_ENDED)
@@ -145,7 +143,7 @@ class StreamQueues:
             return True
 
     def push(self, stream: Stream, rank: int, block: Any, depth: int) -> bool:
-        """Queue a block for a worker, once fewer than ``depth`` wait for it; return False if the stream has ended."""
+        """Queue a block for a worker once fewer than ``depth`` are queued; return False if the stream has ended."""
         with self._lock:
             self._taken.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
             if stream not in self._queues:
@@ -174,7 +172,7 @@ class StreamQueues:
             return blocks
 
     def fail(self, stream: Stream, reason: str) -> None:
-        """End a stream early, after what is queued: then :meth:`take` raises RaytrainError with the reason."""
+        """End a stream early: after the queued blocks, :meth:`take` raises RaytrainError with the reason."""
         with self._lock:
             self._failures[stream] = reason
             self._wake(self._queues.get(stream, {}))
@@ -194,7 +192,7 @@ class StreamQueues:
 
 
 class StreamFeeder(StreamQueues):
-    """The actor that reads the streams of some of a run's workers into their queues: one of ``num_feeders``."""
+    """The actor that reads the streams of some of a run's workers into queues; number ``number`` of ``num_feeders``."""
 
     def __init__(self, number: int, num_feeders: int, cpus: DataCpus) -> None:
         super().__init__()
@@ -204,7 +202,7 @@ class StreamFeeder(StreamQueues):
         self._readers: list[threading.Thread] = []
 
     def read_stream(self, stream: Stream, images: ImageSet, plan: BatchPlan, loads: Sequence[float]) -> None:
-        """Read a stream from now on, unless it is being read. Raises RuntimeError if a newer one has begun."""
+        """Begin to read a stream, unless it is being read already. Raises RuntimeError if a newer one has begun."""
         orders = {
             rank: WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
             for rank in range(stream.num_workers)
@@ -216,7 +214,7 @@ class StreamFeeder(StreamQueues):
             reader.start()
 
     def close(self) -> None:
-        """Stop reading, and wait until nothing here asks the cluster for anything."""
+        """Stop reading, and wait until no thread here uses the cluster any more."""
         super().close()
         for reader in self._readers:
             reader.join()
@@ -228,7 +226,7 @@ class StreamFeeder(StreamQueues):
             for number, (order, ref) in enumerate(block_refs(images, list(orders.values()), self._cpus)):
                 if not self.push(stream, ranks[order], ref, depth):
                     return
-                if number >= depth * len(ranks):  # the queues cannot hold this many: workers have taken some
+                if number >= depth * len(ranks):  # more blocks than the queues hold, so workers have taken some
                     _workers_train.set()
         except Exception as error:
             self.fail(stream, root_cause(error))
@@ -238,10 +236,13 @@ FeederHandle = ActorProxy[StreamFeeder]
 
 
 def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
-    """Start a feeder for every four workers: one beside the driver, several on all nodes. Ray restarts dead ones."""
+    """Start a feeder for every four workers. A single one is on the driver's node, several are spread over all nodes.
+
+    Ray restarts feeders that die.
+    """
     num_feeders = -(-num_workers // _WORKERS_PER_FEEDER)
     where = {"label_selector": on_this_node()} if num_feeders == 1 else {"scheduling_strategy": "SPREAD"}
-    num_calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2  # at a time: takes of two attempts, read and close
+    num_calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2  # at once: takes of two attempts, one read, one close
     actor: Any = ray.remote(StreamFeeder).options(num_cpus=0, max_restarts=-1, max_concurrency=num_calls, **where)
     share = DataCpus(cpus.all / num_feeders, cpus.task)
     return tuple(actor.remote(number, num_feeders, share) for number in range(num_feeders))
@@ -255,44 +256,44 @@ def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
         ray.kill(feeder)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
-_HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
+_HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # limits per order of what plain tasks read while Ray Data starts, for seconds
 _TURN_S = 0.01
-_BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
+_BLOCKS_PER_EXECUTION = 1024  # more would delay the first task: Ray Data plans all tasks of an execution before it
 _workers_train = threading.Event()
-"""Set once workers take blocks. Until then, half as many reading processes leave them more of the cores to start."""
+"""Set once workers take blocks. Until then, only half as many processes read, so that workers can start faster."""
 
 
 def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus) -> Iterator[tuple[int, Any]]:
-    """Have the blocks of all ``orders`` read, in turn; yield each one's index in ``orders``, and its reference."""
+    """Have the blocks of all ``orders`` read, in turn; yield the index of a block's order, and a reference to it."""
     turns = interleave(orders)
     head = list(islice(turns, images.num_blocks_in(_HEAD_BYTES, at_most=_HEAD_BLOCKS) * len(orders)))
     piped = Prefetch(_blocks_by_ray_data(images, orders, turns, cpus), depth=2)  # starts now
     try:
-        # They take no CPUs of the cluster: the pipeline beside them has those for reading, and workers need the others.
+        # Plain tasks ask for no CPUs: Ray Data has those for reading already, and the workers need all others.
         yield from blocks_by_tasks(images, orders, head, cpus.num_tasks, task_cpus=0)
         yield from piped
     finally:
-        piped.close(_CLOSE_S)  # otherwise its thread asks a cluster that may have ended by then
+        piped.close(_CLOSE_S)  # otherwise its thread might use a cluster that has ended
 
 
 def _blocks_by_ray_data(
     images: ImageSet, orders: Sequence[BlockOrder], turns: Iterator[BlockRef], cpus: DataCpus
 ) -> Iterator[tuple[int, Any]]:
-    """Have the blocks of ``turns`` read by Ray Data, which reads no more than there is room for.
+    """Have the blocks of ``turns`` read by Ray Data, which limits the memory of blocks that are read and not yet used.
 
-    Yields the index of each block's order in ``orders``, and a reference of the block.
+    Yields the index of each block's order in ``orders``, and a reference to the block.
     """
 
     def read_row(row: Any) -> Any:
         return read_block(images, orders[int(row["order"][0])], int(row["number"][0]))
 
-    # Two blocks for each task and each order: Ray Data starts no task while those that have ended wait for their turn
-    # and fill the room. With half of it, cores were idle 6 % of the time that photographs were read.
+    # Memory for two blocks per task and two per order: Ray Data starts no task while finished blocks that wait for
+    # their turn fill the memory. With half as much, cores were idle 6 % of the time while photographs were read.
     num_blocks = 2 * TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)
     num_bytes = num_blocks * images.block_bytes
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
-        # Another stream of this process may have changed the context, which Ray Data keeps per process.
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
+        # Set the context for each execution: it is one for the process, and another stream may have changed it.
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are reported once, by our own code
         context = DataContext.get_current()
         context.enable_progress_bars = False
         if _pause_api:
@@ -302,7 +303,7 @@ def _blocks_by_ray_data(
             cpu=cpus.all / TASKS_PER_CPU, object_store_memory=num_bytes
         )
 
-        # Rows that exist already: those of a range are read by tasks.
+        # from_items has its rows at once; those of ray.data.range would be made by tasks.
         items = [{"order": order, "number": number} for order, number in chunk]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
         blocks = rows.map_batches(
@@ -318,9 +319,9 @@ _ExecutionCallback: Any = _pause_api[0] if _pause_api else object
 
 
 class _Pause(_ExecutionCallback):
-    """Keeps Ray Data's scheduling loop from spinning while there is nothing to do, which takes a whole core.
+    """Keeps Ray Data's scheduling loop from spinning when there is nothing to do, which would take a whole core.
 
-    From the time at which workers take blocks, it lets Ray Data use all CPUs that there are for reading.
+    Once workers take blocks, it also lets Ray Data use all CPUs for reading instead of half of them.
     """
 
     def __init__(self) -> None:
@@ -328,7 +329,7 @@ class _Pause(_ExecutionCallback):
         self._is_raised = False
 
     def on_execution_step(self, executor: Any) -> None:
-        """Wait until a turn of Ray Data's loop has taken 10 ms; Ray Data calls this after each."""
+        """Sleep so that each turn of Ray Data's loop takes at least 10 ms; Ray Data calls this after each turn."""
         if _workers_train.is_set() and not self._is_raised:
             self._is_raised = True
             if (options := getattr(executor, "_options", None)) is not None:  # see PAUSE in private_api.py
