@@ -50,14 +50,14 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
 
 
 def _from_file(module: str, path: str, name: str) -> Any:
-    """Return what is called ``name`` in the file ``path``, imported under the name ``module`` as on the other side."""
+    """Import the file ``path`` as ``module``, its name in the sending process, and return its object ``name``."""
     _import({module: path})
     return operator.attrgetter(name)(sys.modules[module])
 
 
 def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
-    """Return what was sent by value."""
-    _import(files)  # the value may refer to them
+    """Return the value in ``pickled``, which may refer to the user's ``files``."""
+    _import(files)
     return pickle.loads(pickled)
 
 

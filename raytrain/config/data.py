@@ -135,7 +135,7 @@ def check_data(options: DataOptions) -> None:
 
 
 def check_label_pattern(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of ``--label-pattern``; raise UsageError if it is none, or has no group."""
+    """Compile ``--label-pattern``; raise UsageError if it is no regular expression, or has no group."""
     try:
         expression = re.compile(pattern)
     except re.error as error:

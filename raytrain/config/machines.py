@@ -116,6 +116,7 @@ class MachineOptions:
 
 def check_machines(options: MachineOptions) -> None:
     """Raise UsageError if ``workers`` or ``device`` is malformed, or the options of machines contradict each other."""
+    # The number of workers. Each worker of a fixed number may have a load of its own.
     workers = options.workers
     if isinstance(workers, str) and workers != "auto" and not re.fullmatch(r"\d+\.\.\d+", workers):
         raise UsageError(f"--workers is {workers!r}; give a number, auto, or a range such as 1..4.")
@@ -126,6 +127,7 @@ def check_machines(options: MachineOptions) -> None:
         if options.worker_load is not None:
             raise UsageError(f"--worker-load needs a fixed number of --workers, which is {workers}; omit one of them.")
 
+    # The devices; a GPU that is named twice would train two workers.
     numbers = (options.gpus or "").split(",")
     if not re.fullmatch(_DEVICE, options.device) or len(set(numbers)) < len(numbers):
         raise UsageError(

@@ -128,7 +128,7 @@ class TrainConfig(
         if str(self.image_size).isdecimal():  # the side of a square
             object.__setattr__(self, "image_size", (int(cast(str, self.image_size)),) * 2)
         read_values(self)
-        # Each section's own rules, then those between sections: the first that fails speaks.
+        # Check the rules of each section, then those between sections. The first one that is broken raises.
         check_limits(self)
         check_machines(self)
         check_optimisation(self)
@@ -179,15 +179,16 @@ class TrainConfig(
                 f"--worker-load has {format_count(len(self.worker_load), 'number')} for "
                 f"{format_count(num_workers, 'worker')}; give one per worker."
             )
-        # What is given stays. What is None takes a default of ResolvedConfig, or what was found out for this run.
+        # Keep the values that are given. Where there is none, take the measured one, or the default of ResolvedConfig.
         scaled = vars(self.scaled_to(num_workers))
-        secret = options_with(Mark.SECRET)  # for the process that starts the run, and no other
+        secret = options_with(Mark.SECRET)  # these stay in the process that starts the run
         options: dict[str, Any] = {
             option: value for option, value in scaled.items() if value is not None and option not in secret
         }
         options |= {"name": name, "mean": self.mean or mean, "std": self.std or std}
         options.setdefault("learning_rate", 0.0)
-        # Where auto stands, the machines decide.
+
+        # For options that are auto, take what was decided for the machines.
         if self.device_type != device:
             options["device"] = device
         if self.precision == "auto":
@@ -198,7 +199,8 @@ class TrainConfig(
             options["decoder"] = fastest_decoder
         if self.channels_last == "auto":
             options["channels_last"] = channels_last
-        # An elastic run keeps its range, so that a resumed one may have another number of workers.
+
+        # An elastic run keeps its range, so that it may resume with another number of workers.
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
@@ -220,6 +222,7 @@ class TrainConfig(
 
         Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
         """
+        # Each metric that an option names must be measured.
         metric_of_option = {
             "--best": self.best,
             "--until": self.target and self.target[0],
@@ -233,6 +236,8 @@ class TrainConfig(
                 raise UsageError(
                     f"{option} needs {metric}{hint}, and evaluations measure {names}; {advice or _OTHER_METRICS}."
                 )
+
+        # A percentage is a common mistake: accuracy=95 would train to the last epoch.
         if advice is None and self.target and is_fraction(self.target[0]) and self.target[1] > 1:
             metric, value = self.target
             raise UsageError(

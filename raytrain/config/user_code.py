@@ -68,7 +68,7 @@ _OWN = "raytrain_own_"  # begins the names of modules imported from files, so th
 
 
 def import_own_file(path: str | Path) -> ModuleType:
-    """Import a file of the user's, which may import the files beside it."""
+    """Import a file of the user's, which may itself import files beside it."""
     file = Path(path).resolve()
     name = f"{_OWN}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -233,7 +233,7 @@ def _code_of_file(make: Callable[..., CodeType], arguments: tuple[Any, ...], fil
 
 def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the global variables that a function names, and those of its closure; none if it is no plain function."""
-    with suppress(TypeError, ValueError):  # it is none, or a variable of its closure has no value yet
+    with suppress(TypeError, ValueError):  # no plain function, or a variable of its closure has no value yet
         used = inspect.getclosurevars(cast(Any, function))
         return dict(used.globals), dict(used.nonlocals)
     return {}, {}
@@ -288,7 +288,7 @@ def trace_of(error: BaseException) -> str:
 def restart_may_help(error: BaseException) -> bool:
     """Return True if ``error`` looks transient: a lost worker, connection or process of Ray, or a failing device.
 
-    A mistake in the user's code, or a file that is missing, is there again after a restart.
+    A mistake in the user's code or a missing file would only fail again.
     """
     kinds = type(error).__mro__
     is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in kinds)

@@ -111,22 +111,24 @@ def read_values(config: Any) -> None:
 
 
 def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = True) -> Any:
-    """Return the value of the option ``name`` as a plain one of JSON and tuples.
+    """Return the value of the option ``name`` in plain types: those of JSON, and tuples.
 
-    Python code may give a value as Python has it where the command line takes text: numbers where there may be several
-    texts, a dictionary for ``NAME=VALUE`` or JSON, two values for a form such as ``MIN..MAX``, and None for no values.
-    Without ``numbers_as_text``, a number is no text.
+    Where the command line takes text, Python code may give values of other types: numbers where several texts are
+    allowed, a dictionary for ``NAME=VALUE`` or JSON, two values for a form such as ``MIN..MAX``, and None for no
+    values. Without ``numbers_as_text``, numbers are not accepted as texts.
 
     Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
     """
+    # Try the value itself, then as text, then as the only one of several, and None as none of several.
     value = _plain(given)
     if not matches(value, hint) and str in _alternatives(hint):
         value = _as_text(given, value, hint, numbers_as_text=numbers_as_text)
     if not matches(value, hint) and matches((value,), hint):
-        value = (value,)  # a single value where several are allowed
+        value = (value,)
     if value is None and not matches(None, hint) and matches((), hint):
         value = ()
-    # NaN is a number that check_limits refuses, with the limits.
+
+    # Let NaN pass: check_limits refuses it with a sentence that names the limits.
     is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
     if not matches(value, hint) and not is_nan:
         raise _wrong_type(name, given, hint)
@@ -220,7 +222,7 @@ def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) 
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
     takes_several = matches((), hint)
 
-    # A dictionary, as JSON or as the one METRIC=X that an option may have; or two values with what is between them.
+    # A dictionary becomes JSON, or METRIC=X if it has one entry; two values become a pair such as MIN..MAX.
     if isinstance(given, Mapping):
         if "JSON" in forms:
             return json.dumps(dict(cast("Mapping[str, object]", given)), default=_plain)

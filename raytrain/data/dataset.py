@@ -306,6 +306,7 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
             return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
         return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
+    # JSON in the option itself, or in a file that it names.
     try:
         weights: Any = json.loads(option if option.lstrip().startswith("{") else read_input(option, "--class-weights"))
     except (ValueError, RecursionError):
@@ -316,6 +317,7 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
             '{"cat": 2, "dog": 1}, or a file of it.'
         )
 
+    # Each class needs a weight, and no other name may have one.
     def is_weight(value: object) -> bool:
         return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
 

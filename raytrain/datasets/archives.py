@@ -300,7 +300,7 @@ class Archive:
         else:
             suffix = "." + self.image_suffix.lower().lstrip(".")
             chosen = [member for member in candidates if member.name.lower().endswith(suffix)]
-            # --image-suffix png means 17.png, also if the sample has a 17.seg.png.
+            # --image-suffix png means 17.png even if the sample also has a 17.seg.png.
             chosen = [
                 member for member in chosen if member.name.lower() == _sample_key(member.name.lower()) + suffix
             ] or chosen
@@ -405,7 +405,7 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
             f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the "
             "images, and give their classes with --labels and --label-separator."
         )
-    # 3.0 is 3, as in label files, and what is missing is empty.
+    # 3.0 is 3, as in label files, and a missing label is empty.
     if label is None or isinstance(label, bool):
         return "" if label is None else str(label).lower()
     return str(int(label) if isinstance(label, float) and label.is_integer() else label)

@@ -419,6 +419,7 @@ def _close_own(opened: ExitStack, process: int) -> None:
 
 def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, Any]) -> TrainConfig:
     """Return the options of a loader. Raise UsageError for an option that is not about images or augmentation."""
+    # Options of a run that say nothing about images are unknown here.
     sections = DataOptions, AugmentationOptions
     known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
     for name in options:
@@ -427,6 +428,8 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
                 f"ImageLoader has no option {name}{did_you_mean(name, known)}; it takes those of the data, the images "
                 "and the augmentation, which `raytrain train custom --help-all` lists."
             )
+
+    # Values that only a run can resolve: a batch size per worker, and sizes that grow over its epochs.
     if isinstance(batch_size, str):
         raise UsageError(
             f"batch_size is {batch_size!r}, and ImageLoader takes a whole number, of images of all processes together; "

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started: comparisons and exchange of values between them, if they can talk."""
+"""Exchange of values between the processes that a launcher has started, and checks that they have the same."""
 
 from __future__ import annotations
 

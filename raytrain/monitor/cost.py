@@ -50,6 +50,7 @@ class CostMeter:
 
     def update(self, snapshot: Snapshot) -> Snapshot:
         """Return ``snapshot`` with the cost so far."""
+        # The energy: the latest reading of each worker in each attempt.
         for use in snapshot.machines:
             if use.gpu_joules is not None:
                 self._joules[snapshot.attempt, use.rank] = use.gpu_joules

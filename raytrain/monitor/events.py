@@ -1,4 +1,4 @@
-"""Typed events of a run: the class says what happened, the fields give details. Sentences are made in ``display``."""
+"""Typed events of a run, whose sentences are made in ``display``: the class says what happened, the fields the rest."""
 
 from __future__ import annotations
 

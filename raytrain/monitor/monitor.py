@@ -134,6 +134,7 @@ class RunMonitor:
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics with the seconds of training so far, and check its loss."""
         with self._lock:
+            # Keep the row, and make an event of an evaluation.
             row = dataclasses.replace(row, elapsed_s=round(self._elapsed_s(), 3))
             self._history.record(row)
             self._step = max(self._step, row.step)

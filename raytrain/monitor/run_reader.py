@@ -176,13 +176,14 @@ class _GrowingLines(Generic[T]):
 
     def read(self) -> None:
         """Read and parse new lines, or a piece of them."""
+        # If the bytes before the new ones have changed, the document was replaced: begin again.
         data = self._read_piece()
         if not data.startswith(self._end):
             self.restart()
             self.version += 1
             data = self._read_piece()
 
-        # The last line may still be growing: only whole lines are parsed.
+        # Parse only whole lines, because the last one may still be growing.
         new = data[len(self._end) :]
         whole = new[: new.rfind(b"\n") + 1]
         parsed = self._parse(whole.splitlines())

@@ -1,4 +1,4 @@
-"""Requests to stop a run: in storage, by signals such as Ctrl-C, and by calls in the process that started it."""
+"""Requests to stop a run, by a document in its storage, by signals such as Ctrl-C, or by a call in its own process."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ class StopSignals:
                 raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal as a request to stop; raise KeyboardInterrupt for a second one."""
         # Only a signal well after the first one is a second Ctrl-C. SIGHUP never is: a user who closes the terminal of
         # a stopping run does not want to lose its checkpoint.
         if self._signalled_at_s is None:

@@ -43,6 +43,7 @@ class Identity:
         Example:
             >>> Identity.of(config).check(Identity.of(read_config(store)), "Run 'digits'")
         """
+        # The fields are compared in their order, and the first difference is reported.
         for name, mine in asdict(self).items():
             theirs: Any = getattr(other, name)
             if theirs == mine:

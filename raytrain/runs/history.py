@@ -103,7 +103,7 @@ class History:
         return {image.key for image in self.skipped_images}
 
     def _write_as_it_comes(self) -> None:
-        """Write what is recorded, in the writer's thread, until the history is closed; try again after an error."""
+        """Run in a thread: write new rows until the history is closed, and try again after an error."""
         while not self._closed.is_set():
             self._changed.wait()
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""A growing document of JSON lines: one file in a folder, several objects of 8 MiB in a bucket, where none can grow.
+"""A growing document of JSON lines, which is one file in a folder, and in a bucket several objects of 8 MiB.
 
 The second object of ``metrics.jsonl`` is called ``metrics.jsonl.000001``, and so on; all objects in this order are the
 document. When lines are added, only the last object is written again, and the larger it is, the less often.
@@ -93,8 +93,8 @@ class LineFile(Generic[T]):
         self._parse = parse
         self._to_json = to_json
         self._folder = store if isinstance(store, FolderStore) else None  # where a file grows
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()
+        self._lock = threading.Lock()  # of the rows and cuts that wait
+        self._writing = threading.Lock()  # of the document
         self._waiting: list[T] = []
         self._cuts: list[Callable[[T], bool]] = [lambda row: True]  # a killed process may have left half a line
         self._size_bytes = 0  # of the file, without the rest of a failed write
@@ -147,7 +147,7 @@ class LineFile(Generic[T]):
         if self._torn:
             self._folder.truncate(self._path, self._size_bytes)
 
-        # A write that fails may leave any part of its bytes: the next one cuts the file to what was whole.
+        # If the write fails, a part of its bytes may be in the file. Then the next write cuts them off first.
         self._torn = True
         write = self._folder.append if self._size_bytes else self._store.put  # which creates the folder, too
         write(self._path, data)

@@ -216,7 +216,7 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
 
 
 def train_command(config: TrainConfig, command: str = "train") -> str:
-    """Return ``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none.
+    """Return the command ``raytrain train RECIPE`` with a flag for each option that differs from the recipe's.
 
     For a sweep, ``command`` is ``sweep``.
     """

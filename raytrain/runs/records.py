@@ -152,7 +152,7 @@ def read_unused_options(store: Store) -> tuple[str, ...]:
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
     """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
-    # Each document by itself: what is wrong with one says nothing of the others.
+    # Parse each document by itself, because one may be damaged and the others not.
     problems: list[str] = []
     options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
     result = _parsed(SUMMARY, summary, parse_object, problems.append) or {}

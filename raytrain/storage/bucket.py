@@ -127,7 +127,7 @@ class BucketStore(Store):
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
             credentials = client.credentials
-            # A file that the source of the credentials cannot read is none of the bucket's.
+            # If the source of the credentials cannot read a file, the error is not about the bucket.
             if isinstance(failure := credentials.failure, OSError):
                 detail = ": ".join(filter(None, (failure.filename, failure.strerror or str(failure))))
                 raise StorageError(self.cloud.sentences.not_obtained.format(url=url, detail=detail)) from error
@@ -307,7 +307,7 @@ class BucketStore(Store):
                         client.page_names = min(client.page_names, names)
         except StorageError:
             raise
-        except Exception:  # the caller's own request is retried, and says what is wrong
+        except Exception:  # left to the caller's own request, which is retried and explained
             return
         client.pages_are_checked = True
 

@@ -163,7 +163,7 @@ _room = cache(_Room)  # one for each cache and process
 
 
 class _Entry(NamedTuple):
-    """A file in a cache: when the last run used it, in seconds since 1970, and what it takes on the disk."""
+    """A file in a cache, with the time at which a run last used it, in seconds since 1970, and its size on the disk."""
 
     used_at: float
     num_bytes: int

@@ -60,6 +60,7 @@ def fetch_each(
         for index, content in fetch_each(store.get, ["cat/1.jpg", "dog/2.jpg"]):
             ...
     """
+    # Start as many threads as requests may be in flight; each fetches one object after the other.
     fetch = _Fetch(get, list(zip(paths, etags or repeat(""), strict=bool(etags))))
     limit, began = _concurrency.limit, time.monotonic()
     for _ in range(min(limit, len(paths))):

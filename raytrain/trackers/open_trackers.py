@@ -155,7 +155,7 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
     if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(storage, trial[1]).exists(SWEEP):
         of_sweep = TrackedSweep(trial[1], run_store(storage, trial[1]))
 
-    # Each tracker gets the rows in a thread of its own, as while a run trains; what goes wrong there becomes an event.
+    # Each tracker gets the rows in a thread of its own, as while a run trains. Failures there become events.
     events: list[Event] = []
     tracked = TrackedRun(run, store, sweep=of_sweep)
     threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]

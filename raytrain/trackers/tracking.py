@@ -1,4 +1,4 @@
-"""All trackers of a run: each gets the rows from a queue of its own, and its position is stored.
+"""All trackers of a run, each with a thread, a queue of rows, and a position that is stored.
 
 A tracker may be slow, hang or fail, without effect on the run or the other trackers. So each has a thread, which opens
 it, sends it rows, images of evaluations and the last checkpoint, and ends it.
@@ -76,6 +76,7 @@ class Tracking:
         with self._lock:
             if self._has_ended:
                 return
+            # Each thread opens its tracker first, so the rows wait in its queue.
             self._threads = [
                 TrackerThread(tracker, run, params, report, ask_to_stop=ask_to_stop) for tracker in self._trackers
             ]

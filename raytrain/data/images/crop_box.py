@@ -205,6 +205,7 @@ def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
             f"(`{pip_install('cykooz-resizer')}`), or resume with --resizer pillow, which changes pixels by 1 of 255."
         ) from None
 
+    # The library takes and returns bytes, one pixel after another.
     kind = cykooz.PixelType.U8 if channels == 1 else cykooz.PixelType.U8x3
     left, top = max(box.left, 0.0), max(box.top, 0.0)
     # A little less than all: a sum that rounds up is outside of the image.

@@ -66,7 +66,7 @@ _TRANSPOSED = {
     8: "ROTATE_90",
 }
 
-# What a file is that is none of these, by its first bytes.
+# Kinds of files of other formats, by their first bytes.
 _NOT_READ = "{}, which is not read; convert it to PNG or JPEG"
 _OTHER_FILES = {
     b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS; `git lfs pull` fetches the image",
@@ -125,7 +125,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         )
     except BadImage:
         raise
-    except ValueError:  # Pillow may be able to decode it, or says what is wrong with it
+    except ValueError:  # Pillow may be able to decode the image, or raises an error with the reason
         return _decode_by_pillow(data, shape, crop)
 
     # Upright, without a copy: (H, W, C), or (W, H, C) if the file is stored on its side.
@@ -356,7 +356,7 @@ def plain_jpeg_size(data: bytes) -> Size | str:
         if marker == _APP1 and exif is None and content.startswith(_EXIF):
             exif = content
         elif marker == _ADOBE_MARKER and content.startswith(_ADOBE) and content[11:12] == b"\0":
-            return "JPEG in RGB or CMYK"  # the channels are what they are, not YCbCr
+            return "JPEG in RGB or CMYK"  # Adobe's marker says that the channels are not YCbCr
         elif _is_frame(marker):
             if marker != _BASELINE:
                 return "progressive JPEG" if marker == _PROGRESSIVE else "JPEG of a rare kind"

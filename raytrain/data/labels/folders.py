@@ -303,6 +303,7 @@ def _problem_of_part(
 
 def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
     """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
+    # Are the folders in the topmost ones parts, and nothing else?
     seconds = {path[1] for path in paths if len(path) > 1}
     folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(seconds).items()}
     if len(folder_of) < 2 or "train" not in folder_of:
@@ -312,6 +313,8 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
         sentence = "%s/ and %s/ in the topmost folders of %s do not say what is held out: there are images in %s/, too."
         _log.warning(sentence, train, last, url, no_parts[0])
         return None
+
+    # Then all images must be in one of them.
     if num_direct := sum(len(path) == 1 for path in paths):
         raise UsageError(
             f"The class folders of {url} contain {train}/ and {last}/, and {format_count(num_direct, 'image')} beside "

@@ -402,6 +402,7 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
     """
     if table.column_names.count(name) > 1:
         raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
+    # Arrow makes texts of numbers and booleans. Lists and records need words of our own.
     column = table[name]
     kinds_of_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     are_lists = any(is_kind(column.type) for is_kind in kinds_of_lists)
@@ -421,7 +422,8 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
         ) from None
     except pa.ArrowInvalid:
         raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
-    # One text for what programs write in several ways: é as one sign or as two, and True, TRUE or true.
+
+    # Make one text of what programs write in several ways: é as one character or two, and True, TRUE or true.
     text = pc.utf8_normalize(pc.utf8_trim_whitespace(text.fill_null("")), form="NFC")
     is_flag = pc.is_in(text, pa.array(BOOLEANS))
     if pc.any(is_flag).as_py() and pc.all(pc.or_(is_flag, pc.is_in(text, pa.array(sorted(NO_LABELS))))).as_py():
@@ -438,6 +440,7 @@ def as_text(column: Any) -> Any:
 
 def _check_rows(table: LabelTable, group: str | None) -> None:
     """Raise UsageError if a key has several labels, or an image has no group although there are groups."""
+    # Rows are sorted by key, and equal rows have been merged: a key that comes again has another label.
     again = np.flatnonzero(table.keys[1:] == table.keys[:-1])
     if len(again):
         first = int(again[0])
@@ -449,6 +452,8 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
             f"The label file {table.url} contradicts itself for {format_count(len(set(table.keys[again])), 'key')}, "
             f"such as {table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
         )
+
+    # Images without a group could be on both sides of a split.
     num_missing = int(np.isin(table.groups.astype(str), list(NO_LABELS)).sum())
     if group is not None and num_missing:
         raise UsageError(

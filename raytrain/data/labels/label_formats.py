@@ -92,7 +92,7 @@ def _decode_text(url: str, content: bytes) -> str:
     except UnicodeDecodeError as error:
         position, byte = error.start, error.object[error.start]
     else:
-        position, byte = text.find("\0"), 0  # in UTF-16 without a mark, and in files of other kinds
+        position, byte = text.find("\0"), 0  # zeros occur in UTF-16 without a mark, and in binary files
         if position < 0:
             return text
     raise UsageError(

@@ -184,6 +184,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
                 sentence = "The images that %s names are elsewhere: %s is taken for %s below %s."
                 _log.warning(sentence, table.url, key, path, images.url)
 
+        # Each key must name one image; images without a key are only counted.
         has_image[rows[rows >= 0]] = True
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
             raise UsageError(

@@ -82,7 +82,7 @@ class Manifest:
     labels_digest: str = ""  # see ``LabelTable.digest`` in ``label_file.py``; empty if folders are the labels
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
     """Which of C classes belong to each label if an image may have several; None if a label is a class."""
-    shrinking: Shrinking | None = None  # of packed images; None if their files are what they were
+    shrinking: Shrinking | None = None  # of packed images; None if their files are unchanged
 
     def __len__(self) -> int:
         return len(self.keys)
