@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from raytrain.errors import UsageError
 from raytrain.training.prepared_metrics import joined_state, prepare_metric
@@ -191,6 +192,17 @@ class CheckpointState:
         """Return whether a prepared object, or one of its attributes, is a scheduler of ``optimizer``."""
         candidates = [candidate for thing in self._held for candidate in (thing, *vars(thing).values())]
         return any(getattr(candidate, "optimizer", None) is optimizer for candidate in candidates)
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the tensors of all that is prepared, but optimizers: networks, averages, others."""
+        things = [thing for thing in self._objects.values() if not isinstance(thing, Optimizer)]
+        inside = [value for thing in things for value in vars(thing).values() if isinstance(value, nn.Module)]
+        networks = [each for each in (*things, *inside) if isinstance(each, nn.Module)]
+        tensors = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
+        states = [
+            leaf for thing in things for leaf in tree_leaves(thing.state_dict()) if isinstance(leaf, torch.Tensor)
+        ]
+        return {tensor.data_ptr() for tensor in (*tensors, *states) if not nn.parameter.is_lazy(tensor)}
 
     def state_dict(self) -> dict[str, StateDict]:
         """Return the state of every prepared object, by name."""

@@ -284,6 +284,7 @@ class Run:
 
             # The loop's own code runs with it, and asks for the next one.
             loop_frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            self.steps.unprepared.look(loop_frame, self, is_first_of_epoch=batch.step == first_step)
             with self.models.computing(), self.steps.watch.step(batch, loop_frame, self):
                 yield batch
             if self.steps.end_batch():

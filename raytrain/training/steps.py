@@ -51,6 +51,7 @@ from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.sample_trace import SampleTrace
 from raytrain.training.step_metrics import StepMetrics, StepTotals
+from raytrain.training.unprepared_networks import UnpreparedNetworks
 
 _WRITTEN_WITHIN_S = 60.0
 _MOST_ACCUMULATED = 64  # batches without a step of an optimizer for which a checkpoint waits
@@ -119,6 +120,7 @@ class Steps:
         self.metrics = StepMetrics(worker, self._record, progress.samples_seen)
         self.optimizers = OptimizerSteps(config, models, state, worker, self.share, plan.num_steps)
         self.watch = LoopWatch(config, worker, models, self.report_once)
+        self.unprepared = UnpreparedNetworks(state, self.report_once)
         self.notes: Callable[[], Iterable[str]] = tuple  # returns what to report of the loop after its first step
         # Counts of this worker: its images in the batch, and those of them whose loss the loop computes (all, or those
         # of a microbatch).

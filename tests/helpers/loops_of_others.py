@@ -366,7 +366,7 @@ def looked_ahead(run: Any) -> list[nn.Module]:
     """Weights that go back half of the way every third step."""
     model = run.prepare(small())
     optimizer = sgd(run, model)
-    slow = copy.deepcopy(model)
+    slow = run.prepare(copy.deepcopy(model))
     for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             optimizer.zero_grad()

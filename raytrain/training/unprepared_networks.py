@@ -1,0 +1,85 @@
+"""Networks that a loop changes and has not prepared: no checkpoint holds them, and no gradients are joined for them.
+
+Moving averages of weights, teachers and probes are such networks in many scripts. A run with one seems right until it
+resumes, when the network begins again. So the networks that the loop's function holds are compared: before the first
+and the third batch of an attempt, and before the first one of each epoch, as some averages change once an epoch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from raytrain.errors import some_of
+from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.checkpoint_state import CheckpointState
+
+_NOTE = (
+    "the loop changes the weights of {names}, which it has not prepared: no checkpoint holds them, so a resumed run "
+    "would begin with others, and their gradients are not joined over the workers; give the network to run.prepare "
+    "before the first batch"
+)
+_THIRD_BATCH = 2
+_LONGEST_SEARCHED = 100  # items of a list or a dictionary
+
+
+class UnpreparedNetworks:
+    """Reports, by ``report``, the networks that a loop changes and that are not in ``state``.
+
+    Example::
+
+        unprepared = UnpreparedNetworks(state, print)
+        unprepared.look(sys._getframe(), run, is_first_of_epoch=True)  # before each batch
+    """
+
+    def __init__(self, state: CheckpointState, report: Callable[[str], None]) -> None:
+        self._state, self._report = state, report
+        self._num_batches = 0
+        self._digests: weakref.WeakKeyDictionary[nn.Module, list[float]] = weakref.WeakKeyDictionary()
+
+    def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
+        """Compare the networks that the function of ``frame`` holds, in its variables or in what these hold.
+
+        ``run`` is the variable that holds everything. Networks that are new are compared from the next time on.
+        """
+        is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
+        self._num_batches += 1
+        if frame is None or not is_due:
+            return
+        in_checkpoints = self._state.addresses()
+        changed: list[str] = []
+        for name, network in _networks_in(frame, run):
+            tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if _has_numbers(tensor)]
+            own = [tensor for tensor in tensors if tensor.data_ptr() not in in_checkpoints]
+            if not own:
+                continue
+            digest = digest_of_tensors(own)
+            if digest != self._digests.setdefault(network, digest):
+                changed.append(name)
+        if changed:
+            self._report(_NOTE.format(names=some_of(changed)))
+
+
+def _networks_in(frame: FrameType, run: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the networks among the variables of ``frame``, in their attributes and in their lists, by a name."""
+    for name, value in frame.f_locals.items():
+        if value is run or isinstance(value, (type, FunctionType, ModuleType)):
+            continue
+        attributes = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+        for where, each in {name: value, **{f"{name}.{key}": held for key, held in attributes.items()}}.items():
+            candidates: Any = each.values() if isinstance(each, dict) else each
+            if not isinstance(each, (list, tuple, dict)) or len(each) > _LONGEST_SEARCHED:
+                candidates = [each]
+            yield from ((where, candidate) for candidate in candidates if isinstance(candidate, nn.Module))
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Return whether a digest can be computed of ``tensor``."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not is_lazy(tensor)
+    return is_plain and tensor.device.type != "meta" and tensor.numel() > 0
