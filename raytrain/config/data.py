@@ -11,8 +11,8 @@ from annotated_types import Interval
 from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.marks import Mark
 from raytrain.config.values import (
-    OPTIONAL_PLACE,
-    PLACE,
+    LOCATION,
+    OPTIONAL_LOCATION,
     TEXTS,
     Accepts,
     Fraction,
@@ -30,10 +30,10 @@ from raytrain.errors import UsageError, flag
 class DataOptions:
     """Images and their labels."""
 
-    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default="", converter=PLACE)
+    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default="", converter=LOCATION)
     """Training images: a folder or a URL (s3://…, gs://…, az://…), with one folder per class, or any with --labels."""
     validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
-        default=None, converter=OPTIONAL_PLACE
+        default=None, converter=OPTIONAL_LOCATION
     )
     """Images to measure each epoch, which choose the best checkpoint; by default those in val/ or test/ of --data."""
     validation_fraction: Annotated[float | None, Interval(gt=0, lt=1)] = None
@@ -43,14 +43,18 @@ class DataOptions:
     )
     """Validate on the K-th of N equal parts of each class, such as 2/5; `raytrain sweep --folds 5` tries all."""
     test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
-        default=None, converter=OPTIONAL_PLACE
+        default=None, converter=OPTIONAL_LOCATION
     )
     """Images to measure once, at the end; without other images for validation, they are for validation instead."""
-    labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
+    labels: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
+        default=None, converter=OPTIONAL_LOCATION
+    )
     """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet) or its URL: a row per image, its part in column split."""
-    validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
+    validation_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(
+        default=None, converter=OPTIONAL_LOCATION
+    )
     """Label file of the validation images, which are below --validation-data, or else below --data."""
-    test_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_PLACE)
+    test_labels: Annotated[str | None, Mark.SHARED_PLACE] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Label file of the test images, which are below --test-data, or else below --data."""
     label_pattern: str | None = None
     """Regular expression whose group label is the class in the name of a file, such as (?P<label>.+)_[0-9]+[.]jpg."""
@@ -68,7 +72,7 @@ class DataOptions:
     """Bad images are left out and listed; the run fails if more than this fraction cannot be read (0: at the first)."""
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
     """memory keeps decoded images; disk keeps a bucket's files on each machine; auto: what fits; none: neither."""
-    cache_folder: str | None = option_field(default=None, converter=OPTIONAL_PLACE)
+    cache_folder: str | None = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Where --cache disk keeps files on each machine; by default raytrain-cache-UID in the temporary folder."""
     cache_limit_gb: PositiveFloat | None = None
     """Most of the disk that --cache disk takes on each machine; by default half of what is free there."""

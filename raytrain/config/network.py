@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from raytrain.config.marks import Mark, TakenBy
-from raytrain.config.values import NUMBERS, OPTIONAL_PLACE, TEXTS, Accepts, PositiveInt, option_field, section
+from raytrain.config.values import NUMBERS, OPTIONAL_LOCATION, TEXTS, Accepts, PositiveInt, option_field, section
 from raytrain.errors import UsageError, flag, format_count
 
 Size = tuple[int, int]
@@ -52,7 +52,7 @@ class NetworkOptions:
     """Arguments of the function that makes the network, such as drop_path_rate=0.1; values as Python writes them."""
     weights: Annotated[
         str | None, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")
-    ] = option_field(default=None, converter=OPTIONAL_PLACE)
+    ] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
     freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = option_field(
         default=(), converter=TEXTS

@@ -36,7 +36,16 @@ from raytrain.config.network import (
     first_and_full_size,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total_of_workers
-from raytrain.config.values import PLACE, TEXTS, PositiveInt, check_limits, hints_of, option_field, read_values, section
+from raytrain.config.values import (
+    LOCATION,
+    TEXTS,
+    PositiveInt,
+    check_limits,
+    hints_of,
+    option_field,
+    read_values,
+    section,
+)
 from raytrain.errors import UsageError, did_you_mean, flag, format_count
 
 if TYPE_CHECKING:
@@ -53,7 +62,7 @@ class RunOptions:
     name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN] = None
     """Name of the run; by default the recipe's name and the time."""
     storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = option_field(
-        default="./runs", converter=PLACE
+        default="./runs", converter=LOCATION
     )
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
     resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE] = False

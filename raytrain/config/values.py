@@ -97,8 +97,8 @@ else:
 
 TEXTS = Accepts[str | float | Sequence[str | float] | Set[str] | Mapping[str, object] | None, tuple[str, ...]]()
 NUMBERS = Accepts[float | Sequence[float] | None, tuple[float, ...] | None]()
-PLACE = Accepts[Location, str]()
-OPTIONAL_PLACE = Accepts[Location | None, str | None]()
+LOCATION = Accepts[Location, str]()
+OPTIONAL_LOCATION = Accepts[Location | None, str | None]()
 
 
 def read_values(config: Any) -> None:

@@ -84,7 +84,7 @@ class Dataset:
         """Return the global batches of a run with these options."""
         return training_plan(config, self.train)
 
-    def read_by(self, config: ResolvedConfig) -> Dataset:
+    def decoded_as(self, config: ResolvedConfig) -> Dataset:
         """Return the same images, with the decoder and the resizer that these options have decided on."""
         return replace(self, train_format=training_format(config))
 

@@ -262,7 +262,7 @@ def _prepare_on_first(
         launch = AttachedLaunch(prepared, resolved, world_size)
         return AttachedInputs(
             config=resolved,
-            data=prepared.data.read_by(resolved),
+            data=prepared.data.decoded_as(resolved),
             store=prepared.store,
             first_step=prepared.first_step,
             key=secrets.token_hex(8),

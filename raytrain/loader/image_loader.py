@@ -338,7 +338,7 @@ class ImageLoader:
         if asked == "gpu" and problem is not None:
             raise UsageError(f"decoder is gpu, and {problem}; omit decoder.")
         config = dataclasses.replace(config, decoder="cpu" if problem else "gpu")
-        return config, data.read_by(config)
+        return config, data.decoded_as(config)
 
     def close(self) -> None:
         """End the processes beside this one, and free the kept images. That also happens when this process ends."""
@@ -459,7 +459,7 @@ def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedC
             std=data.std,
             fastest_resizer=fastest_resizer(),
         )
-        return resolved, data.read_by(resolved)
+        return resolved, data.decoded_as(resolved)
 
     return group.from_first(list_images)
 

@@ -121,13 +121,13 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 
 
 @dataclass(frozen=True)
-class ImageFiles:
-    """The images of one manifest, and how a process reads them. Can be pickled for new processes.
+class PartImages:
+    """The images of one part of a data set, and how a process reads them. Can be pickled for new processes.
 
     ``kept_in`` is the order in which the images are kept in a file of ``folder``; None if they are streamed.
     """
 
-    images: ImageReader
+    reader: ImageReader
     manifest: Manifest
     kept_in: CacheOrder | None
     folder: Path
@@ -136,30 +136,30 @@ class ImageFiles:
     def rows_per_block(self) -> int:
         """Images in one streamed block."""
         return self.manifest.rows_per_block(
-            self.images.shape, as_files=self.images.as_files, most_bytes=MACHINE_BLOCK_BYTES
+            self.reader.shape, as_files=self.reader.as_files, most_bytes=MACHINE_BLOCK_BYTES
         )
 
     @property
     def room_bytes(self) -> int:
         """Bytes into which any streamed block fits. Of files, few are so large that they need all of them."""
-        if self.images.as_files:
+        if self.reader.as_files:
             return self.rows_per_block * int(self.manifest.sizes_bytes.max())
-        return self.rows_per_block * self.images.shape.num_bytes
+        return self.rows_per_block * self.reader.shape.num_bytes
 
 
-class ImageFilesReader:
-    """Reads :class:`ImageFiles` in a worker, or in a process beside it. ``kept`` are the kept blocks, if any."""
+class PartReader:
+    """Reads :class:`PartImages` in a worker, or in a process beside it. ``kept`` are the kept blocks, if any."""
 
-    def __init__(self, image_set: ImageFiles, report: Report) -> None:
-        self._images, self._manifest, self._report = image_set.images, image_set.manifest, report
+    def __init__(self, images: PartImages, report: Report) -> None:
+        self._reader, self._manifest, self._report = images.reader, images.manifest, report
         self.kept: SharedBlocks | None = None
-        if image_set.kept_in is not None:
-            sizes_bytes = self._manifest.sizes_bytes if self._images.as_files else None
-            self.kept = SharedBlocks(image_set.folder, image_set.kept_in, self._images.shape, self.read, sizes_bytes)
+        if images.kept_in is not None:
+            sizes_bytes = self._manifest.sizes_bytes if self._reader.as_files else None
+            self.kept = SharedBlocks(images.folder, images.kept_in, self._reader.shape, self.read, sizes_bytes)
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
         """Read the images of ``draws`` for ``epoch`` in this process, and report those that could not be read."""
-        block, skipped = self._images.read_draws(self._manifest, draws, epoch, pixels)
+        block, skipped = self._reader.read_draws(self._manifest, draws, epoch, pixels)
         self._report(skipped, take_num_retries())
         return block
 
@@ -169,9 +169,9 @@ class ImageFilesReader:
             self.kept.read_ahead()
 
 
-def open_readers(sets: Sequence[ImageFiles], report: Report) -> list[ImageFilesReader]:
-    """Return a reader for each of the ``sets`` in this process."""
-    return [ImageFilesReader(image_set, report) for image_set in sets]
+def open_readers(parts: Sequence[PartImages], report: Report) -> list[PartReader]:
+    """Return a reader for each of the ``parts`` in this process."""
+    return [PartReader(images, report) for images in parts]
 
 
 class MachineBatches(AbstractContextManager["MachineBatches"]):
@@ -195,26 +195,26 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     ) -> None:
         data = data.kept_on(cache.disk)
         folder = Path(cache.folder)
-        self._sets = [
-            ImageFiles(ImageReader(store, *format, isolated), manifest, cache.order(part), folder / part)
+        self._parts = [
+            PartImages(ImageReader(store, *format, isolated), manifest, cache.order(part), folder / part)
             for part, (store, manifest, format) in data.parts.items()
         ]
-        plans = (plan, *(evaluation_plan(each.manifest, len(loads)) for each in self._sets[1:]))
+        plans = (plan, *(evaluation_plan(each.manifest, len(loads)) for each in self._parts[1:]))
         self._partitions = [Partition(each, rank, loads) for each in plans]
 
         # The same processes decode the images of all parts, so the parts of their memory have room for the largest
         # block. Some of their threads fill the kept blocks, while others wait for blocks that the loop needs.
-        self._decoders = Decoders(reporter, max(image_set.room_bytes for image_set in self._sets), processes)
+        self._decoders = Decoders(reporter, max(images.room_bytes for images in self._parts), processes)
         # This process may have to read kept blocks itself. If it is somebody else's, decode them in another process,
         # because an image may kill a decoder.
-        own = self._sets
+        own = self._parts
         if processes is not None:
-            own = [replace(each, images=replace(each.images, isolated=True)) for each in own]
+            own = [replace(each, reader=replace(each.reader, isolated=True)) for each in own]
         self._caches = [
             None if kept is None else CachedBlocks(partial(self._kept_block, kept), kept.order)
             for kept in (reader.kept for reader in open_readers(own, self._decoders.report))
         ]
-        self._decoders.start(partial(open_readers, self._sets))
+        self._decoders.start(partial(open_readers, self._parts))
 
     def __exit__(self, *exception: object) -> None:
         self._decoders.__exit__(*exception)
@@ -226,15 +226,16 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         return self._batches(PARTS.index(part), 0)
 
     def key(self, sample: int) -> str:
-        return self._sets[0].manifest.keys[sample].as_py()
+        return self._parts[0].manifest.keys[sample].as_py()
 
     def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of image set ``which`` from ``first_step`` on."""
+        """Yield the batches of part number ``which`` from ``first_step`` on."""
         partition, cache = self._partitions[which], self._caches[which]
         if cache is not None:
             return batches_from_cache(partition, cache, first_step)
-        image_set = self._sets[which]
-        blocks = self._stream(which, WorkerOrder(partition, first_step, image_set.rows_per_block), image_set.room_bytes)
+        images = self._parts[which]
+        order = WorkerOrder(partition, first_step, images.rows_per_block)
+        blocks = self._stream(which, order, images.room_bytes)
         return batches_from_stream(partition, blocks, first_step)
 
     def _kept_block(self, kept: SharedBlocks, number: int) -> Block:

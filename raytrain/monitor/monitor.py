@@ -211,7 +211,7 @@ class RunMonitor:
             timed = TimedEvent(self._num_events, self._elapsed_s(), event.redacted())
             self._events.append(timed)
             self._num_events += 1
-            self._history.note(timed.to_json())
+            self._history.record_event(timed.to_json())
 
     def debugger(self, is_open: bool) -> None:
         """Record that the loop waits in a debugger, or continues. If it waits, return when the views know that."""

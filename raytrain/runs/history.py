@@ -64,7 +64,7 @@ class History:
         self._metrics.extend([row])
         self._changed.set()
 
-    def note(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         """Add an event to events.jsonl."""
         self._events.extend([event])
         self._changed.set()

@@ -33,7 +33,7 @@ from raytrain.storage.credentials import Credentials, CredentialSource, LentCred
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.request_errors import explain, http_status, is_transient, names_no_bucket, refuses_credentials
 from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, request_threads, with_retries
-from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, place_of
+from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, shown_url
 
 if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta, UpdateVersion
@@ -118,7 +118,7 @@ class BucketStore(Store):
     @contextmanager
     def _explained(self, path: str, client: BucketClient) -> Generator[None]:
         """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
-        url = place_of(f"{self.url}/{path}")
+        url = shown_url(f"{self.url}/{path}")
         try:
             yield
         except OwnerChanged:  # says itself whose the store is

@@ -52,7 +52,7 @@ class DiskCache:
         if (content := self._read(path)) is not None:
             return content
         # Another process may fetch the same entry now: wait for it, unless this process could not keep it either.
-        with nullcontext(False) if _room(self).is_closed else _turn(path) as has_waited:
+        with nullcontext(False) if _room(self).is_closed else _fetching_alone(path) as has_waited:
             content = self._read(path) if has_waited else None
             if content is None:
                 content = fetch()
@@ -92,16 +92,16 @@ class DiskCache:
 
 
 @contextmanager
-def _turn(path: Path) -> Generator[bool]:
+def _fetching_alone(path: Path) -> Generator[bool]:
     """Let one process at a time fetch an entry: processes that decode images of one shard want it at the same moment.
 
     Yields True if this process had to wait for another one. Threads of one process do not wait for each other: the
     second one is a hedge, because the request of the first one is slow.
     """
-    if path in _paths_in_turn:
+    if path in _paths_being_fetched:
         yield False
         return
-    _paths_in_turn.add(path)
+    _paths_being_fetched.add(path)
     try:
         with ExitStack() as stack:
             has_waited = False
@@ -110,10 +110,10 @@ def _turn(path: Path) -> Generator[bool]:
                 has_waited = stack.enter_context(acquire(lock)).waited
             yield has_waited
     finally:
-        _paths_in_turn.discard(path)
+        _paths_being_fetched.discard(path)
 
 
-_paths_in_turn: set[Path] = set()  # of this process
+_paths_being_fetched: set[Path] = set()  # of this process
 
 
 class _Room:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.locks import FileLock, acquire
 from raytrain.storage.retries_and_hedges import RetryPolicy, with_retries
-from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, place_of
+from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, shown_url
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ class FolderStore(Store):
         try:
             yield
         except OSError as error:
-            raise explain_os_error(error, place_of(f"{self.url}/{path}")) from error
+            raise explain_os_error(error, shown_url(f"{self.url}/{path}")) from error
 
 
 def _opened_below(folder: str, open_file: Callable[[], T]) -> T:

@@ -18,10 +18,10 @@ from raytrain.storage.retries_and_hedges import fetch_each
 _OF_CHECK = re.compile(r"/\.(write|condition)-check-[0-9a-f]+$")
 
 
-def place_of(url: str) -> str:
+def shown_url(url: str) -> str:
     """Return ``url`` for an error sentence: for an object that only a check writes, the folder that is checked.
 
-    Example: ``place_of("s3://bucket/runs/.write-check-0a1b") == "s3://bucket/runs"``
+    Example: ``shown_url("s3://bucket/runs/.write-check-0a1b") == "s3://bucket/runs"``
     """
     return _OF_CHECK.sub("", url).rstrip("/")
 

@@ -341,7 +341,7 @@ def test_what_is_kept_in_memory_are_the_files(tmp_path: Path) -> None:
     assert data.num_bytes == (file_bytes, pixel_bytes)
     assert choose_cache(resolved, data, 0, 3 * (file_bytes + pixel_bytes)).train is not None
     on_cpu = dataclasses.replace(resolved, decoder="cpu")
-    assert choose_cache(on_cpu, data.read_by(on_cpu), 0, 1 << 40).train is None
+    assert choose_cache(on_cpu, data.decoded_as(on_cpu), 0, 1 << 40).train is None
 
 
 # How files travel.

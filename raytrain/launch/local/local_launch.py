@@ -76,7 +76,7 @@ class LocalLaunch:
 
             # The workers' images. Runs that train on the same images at the same time share a cache.
             cache = (self._shared and self._shared.cache) or image_cache(
-                self.config, prepared.data.read_by(self.config), prepared.first_step, opened
+                self.config, prepared.data.decoded_as(self.config), prepared.first_step, opened
             )
 
             # The logs are closed after the agent, so that they have the workers' last lines.
@@ -85,7 +85,7 @@ class LocalLaunch:
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
                 WorkerInputs(
-                    data=prepared.data.read_by(self.config),
+                    data=prepared.data.decoded_as(self.config),
                     first_step=prepared.first_step,
                     num_workers=self.num_workers,
                     cache=cache,

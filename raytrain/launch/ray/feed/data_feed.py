@@ -41,7 +41,7 @@ class DataFeed:
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
-        data = data.read_by(config)
+        data = data.decoded_as(config)
         cache = choose_cache(config, data, first_step, object_store_bytes)
         kept = {part: cache.order(part) for part in data.parts}
         self.orders: dict[str, CacheOrder] = {part: order for part, order in kept.items() if order is not None}
