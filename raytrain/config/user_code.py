@@ -214,7 +214,7 @@ def pickle_own_code(value: object) -> bytes:
 
 
 class _OwnCodePickler(cloudpickle.Pickler):
-    """Pickles as cloudpickle does, and keeps the files of functions, which name the line of an error in them."""
+    """Pickles like cloudpickle, but functions keep the names of their files, so that errors can name a line."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce ``obj``; pickle calls this."""

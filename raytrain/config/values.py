@@ -288,7 +288,7 @@ def _bounds(options: type) -> dict[str, list[Bound]]:
 
 
 def _bounds_in(hint: Any) -> Iterator[Bound]:
-    """Yield every bound in an annotation, however deep."""
+    """Yield every bound in an annotation, also in nested ones."""
     for interval in getattr(hint, "__metadata__", ()):
         for key, (holds, words) in _COMPARISONS.items():
             if (limit := getattr(interval, key, None)) is not None:

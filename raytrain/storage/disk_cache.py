@@ -37,7 +37,10 @@ _FOLDER_NAME, _ENTRY_NAME = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{38}"
 
 @dataclass(frozen=True)
 class DiskCache:
-    """A folder with about ``limit_bytes`` of files, for all processes of a run; files used since its start stay."""
+    """A folder for about ``limit_bytes`` of files, shared by all processes of the machine.
+
+    Files that were used since ``run_started_at`` (seconds since 1970) are never evicted.
+    """
 
     folder: str
     limit_bytes: int
