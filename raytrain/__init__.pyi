@@ -2,6 +2,7 @@
 
 from . import recipes as recipes
 from .config import TrainConfig as TrainConfig
+from .data.table_file import history as history
 from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile

@@ -1,7 +1,8 @@
-"""Tables as files, CSV or Parquet, and `raytrain export-history`."""
+"""Tables as files, CSV or Parquet, and the history of a run as one."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
+from raytrain.config.values import Location
 from raytrain.errors import UsageError
 from raytrain.runs.documents import open_run
 from raytrain.runs.metric_row import MetricRow
@@ -53,6 +55,23 @@ def _without_formulas(table: pa.Table) -> pa.Table:
             quoted = pc.binary_join_element_wise(quote, column, nothing)
             table = table.set_column(index, name, pc.if_else(is_formula, quoted, column))
     return table.rename_columns([f"'{name}" if re.match(_FORMULA, name) else name for name in table.column_names])
+
+
+def history(name: str, *, storage: Location = "./runs") -> list[dict[str, Any]]:
+    """Return the metrics of a run, also of one that still trains: a row for each logged step and each evaluation.
+
+    A row is a dictionary: its ``kind`` is ``step``, ``evaluation`` or ``test``; ``step`` and ``epoch`` are counted from
+    1, ``elapsed_s`` is in seconds of training, ``images_per_s`` is that of all workers. Metrics are there by their
+    names, such as ``loss`` and ``accuracy``, and with None where a number is not finite.
+
+    Raises UsageError if there is no such run, StorageError if it cannot be read.
+
+    Example::
+
+        rows = pandas.DataFrame(raytrain.history("first"))
+        rows[rows.kind == "evaluation"].plot(x="step", y="accuracy")
+    """
+    return [row.to_json() for rows in read_rows(open_run(os.fspath(storage), name)) for row in rows]
 
 
 def export_history(storage: str, name: str, output: str) -> int:

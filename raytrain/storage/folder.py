@@ -192,8 +192,9 @@ class FolderStore(Store):
 
     def remove_if_empty(self) -> None:
         self._check_owner()
-        with suppress(OSError):  # it is not empty
-            os.rmdir(self.url)
+        for folder, _, _ in os.walk(self.url, topdown=False):
+            with suppress(OSError):  # it is not empty
+                os.rmdir(folder)
 
     def _content(self, path: str) -> bytes | None:
         """Return the content of a file; None if it does not exist."""

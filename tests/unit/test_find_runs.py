@@ -54,6 +54,18 @@ def put_rows(store: Store, rows: list[MetricRow]) -> None:
     store.put(METRICS, b"".join(json.dumps(row.to_json()).encode() + b"\n" for row in rows))
 
 
+def test_the_history_of_a_run_is_rows_for_a_table(tmp_path: Path) -> None:
+    store = stored(tmp_path, "a")
+    assert raytrain.history("a", storage=tmp_path) == []
+    rows = [*step_rows(1, 1500), evaluation_row(1500)]
+    put_rows(store, rows)
+    table = raytrain.history("a", storage=tmp_path)
+    assert table == [row.to_json() for row in rows]
+    assert (table[-1]["kind"], table[-1]["step"], table[-1]["accuracy"]) == ("evaluation", 1500, 0.5)
+    with pytest.raises(UsageError, match="There is no run 'b'"):
+        raytrain.history("b", storage=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("conditions", "found"),
     [
@@ -136,7 +148,7 @@ def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: py
     assert len(list_runs(str(tmp_path))) == 2
     assert main([*words, "--yes"]) == 0
     assert [run.name for run in list_runs(str(tmp_path))] == ["second"]
-    assert not [path for path in (tmp_path / "first").rglob("*") if path.is_file()]
+    assert not (tmp_path / "first").exists()
 
 
 @pytest.mark.not_quick
