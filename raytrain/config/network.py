@@ -34,8 +34,8 @@ _ARGUMENTS_OF_OPTIONS = {
     "img_size": "--image-size says it",
 }
 """Arguments of a library's networks that are given otherwise, and how."""
-_FULL_AFTER = 0.8  # fraction of the epochs after which images have their full size
-_MULTIPLE = 4  # pixels; networks halve such a side twice without a remainder
+_FULL_SIZE_AFTER = 0.8  # fraction of the epochs after which images have their full size
+_SIDE_STEP = 4  # pixels; networks halve such a side twice without a remainder
 
 
 @section
@@ -183,10 +183,10 @@ def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
     Example: ``training_size("128..224", epoch=2, epochs=10) == (152, 152)``
     """
     first, full = first_and_full_size(image_size)
-    fraction = epoch / max(1, int(_FULL_AFTER * epochs))
+    fraction = epoch / max(1, int(_FULL_SIZE_AFTER * epochs))
     if first == full or fraction >= 1:
         return full
     height, width = (
-        side + int(fraction * (end - side)) // _MULTIPLE * _MULTIPLE for side, end in zip(first, full, strict=True)
+        side + int(fraction * (end - side)) // _SIDE_STEP * _SIDE_STEP for side, end in zip(first, full, strict=True)
     )
     return height, width

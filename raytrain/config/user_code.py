@@ -64,13 +64,13 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     return function
 
 
-_OWN = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no module of the same name
+_OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no others
 
 
 def import_own_file(path: str | Path) -> ModuleType:
     """Import a file of the user's, which may itself import files beside it."""
     file = Path(path).resolve()
-    name = f"{_OWN}{file.stem}"
+    name = f"{_OWN_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -97,7 +97,7 @@ def own_files() -> dict[str, str]:
 
 def own_file(module: str) -> str | None:
     """Return the file of a ``module`` that this process has imported by its path; None for any other module."""
-    return getattr(sys.modules.get(module), "__file__", None) if module.startswith(_OWN) else None
+    return getattr(sys.modules.get(module), "__file__", None) if module.startswith(_OWN_MODULE) else None
 
 
 def import_missing_files(files: Mapping[str, str]) -> None:

@@ -249,11 +249,12 @@ def _is_plain_text(value: object) -> bool:
 
 def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
     """Return the error for a ``value`` that is not of the type ``hint``, with the values that are allowed."""
-    # A function can be named, so that the workers import it, but not be a value of the options.
+    # A function must be named, so that the workers can import it; options hold plain values only.
     kinds = list(_alternatives(hint))
     if callable(value) and str in kinds:
         return UsageError(f"{flag(name)} is a function or a class; name it, as in file.py:function.")
-    # What is allowed: the form in the annotation, else the names of the types and the words of Literals.
+
+    # Name the allowed values: by the form in the annotation, else by the types, and the words of Literals.
     words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     forms = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]

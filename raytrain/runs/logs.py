@@ -50,8 +50,8 @@ _LINE_END = re.compile(r"[\r\n]")  # a progress bar ends its lines by \r alone
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = STARTUP.name, EVENTS.name, "raytrain.ray"  # loggers whose INFO is in driver logs
-_MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
+_INFO_LOGGERS = STARTUP.name, EVENTS.name, "raytrain.ray"  # loggers whose INFO is in driver logs
+_PRINTING_LOGGERS = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 
 class LogFile(NamedTuple):
@@ -315,9 +315,9 @@ class DriverLog(LogCopies):
             self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))
             self._kept = opened.pop_all()  # until the last copy
             for stream in ("stdout", "stderr"):
-                opened.enter_context(_copied(stream, self.write))
-            for logger in _INFORMING:
-                opened.enter_context(_informing(logger, self))
+                opened.enter_context(_copying_stream(stream, self.write))
+            for logger in _INFO_LOGGERS:
+                opened.enter_context(_logging_info(logger, self))
             self._opened = opened.pop_all()
         return super().__enter__()
 
@@ -363,7 +363,7 @@ class _Tee:
 
 
 @contextmanager
-def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
+def _copying_stream(name: str, keep: Callable[[str], object]) -> Generator[None]:
     """Pass text written to the stream ``name`` of :mod:`sys`, directly or by handlers of loggers, on to ``keep``."""
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
@@ -379,13 +379,13 @@ def _copied(name: str, keep: Callable[[str], object]) -> Generator[None]:
 
 def redirect_handlers(before: TextIO, after: TextIO) -> None:
     """Make the handlers of loggers that write to the stream ``before`` write to ``after``."""
-    for handler in [handler for name in _MAY_PRINT for handler in logging.getLogger(name).handlers]:
+    for handler in [handler for name in _PRINTING_LOGGERS for handler in logging.getLogger(name).handlers]:
         if getattr(handler, "stream", None) is before:
             cast("logging.StreamHandler[TextIO]", handler).setStream(after)
 
 
 @contextmanager
-def _informing(name: str, log: DriverLog) -> Generator[None]:
+def _logging_info(name: str, log: DriverLog) -> Generator[None]:
     """Write INFO records of the logger ``name`` to ``log``, but to no other handler that would not have got them."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -170,12 +170,12 @@ class ScopedCredentials:
         # Renew them when half of their time is over, or when this process has other credentials than before.
         half_over = datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
         if self._scoped is None or unscoped != self._unscoped or (self._scoped.expires_at or half_over) <= half_over:
-            self._scoped = _limited(unscoped, self._scope, self._region)
+            self._scoped = _request_scoped_keys(unscoped, self._scope, self._region)
             self._unscoped = unscoped
         return self._scoped
 
 
-def _limited(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
+def _request_scoped_keys(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
     """Return keys of the same user or role from STS, further limited by the scope's policy."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError

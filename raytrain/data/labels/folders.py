@@ -45,7 +45,7 @@ _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|image
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
-_SIGNS = re.compile(r"[\W_]+")
+_PUNCTUATION = re.compile(r"[\W_]+")
 
 
 def build_manifests(store: Store) -> dict[Part, Manifest]:
@@ -392,7 +392,7 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
 
 def report_alike(classes: Sequence[str], url: str) -> None:
     """Log classes whose names differ only in case, punctuation or leading zeros, and so are probably the same."""
-    plain = {name: _SIGNS.sub(" ", name.casefold()).strip() or name for name in classes}
+    plain = {name: _PUNCTUATION.sub(" ", name.casefold()).strip() or name for name in classes}
     plain = {name: text.lstrip("0") if text.isdecimal() else text for name, text in plain.items()}
     counts = Counter(plain.values())
     if alike := [repr(name) for name in classes if counts[plain[name]] > 1]:
