@@ -1,18 +1,18 @@
-"""torchvision's operations on the images of a batch, with another number for each image, in a few kernels for all.
+"""torchvision's operations on a batch of images, with a magnitude of its own for each image, in a few kernels.
 
-torchvision takes a batch, too, but one number for all of its images. Whoever wants other numbers for each image calls
-it once for each, and the host then takes longer to hand out these small kernels than the device to compute them. Here
-the images of a batch are sorted by their operation, and each operation is a few kernels for all images that get it. On
-a CPU, where calls cost little, it is a few for each piece of them that fits into the cache.
+torchvision's functions take a batch, too, but one magnitude for all of its images. If each image has its own magnitude,
+they are called once for each image, and the host takes longer to launch these small kernels than the device to compute
+them. Here the images of a batch are sorted by their operation, and each operation takes a few kernels for all images
+that get it. On a CPU, where calls cost little, it takes a few kernels for each group of images that fits into the
+cache.
 
 Two properties follow from how these kernels round:
 
-- Each result is that of torchvision's function on uint8, or differs by one level where that one's sum of products comes
-  out on the other side of a whole number.
-- An image gets the same bytes in any batch. Products and sums are kernels of their own: IEEE arithmetic rounds each in
-  one way only, while a fused multiply-add is used in some places of a tensor and not in others. Sums over pixels are
-  those of whole numbers, which are exact in any order. What samples an image between its pixels works on each image
-  alone.
+- Each result equals that of torchvision's function on uint8, or differs by one level where a sum of products is so near
+  to a whole number that rounding decides on which side of it the sum falls.
+- An image gets the same bytes in any batch. Products and sums are separate kernels, because IEEE arithmetic defines how
+  each is rounded, while a fused multiply-add is used for some elements of a tensor and not for others. Sums over pixels
+  are sums of whole numbers, which are exact in any order. Sampling between pixels treats each image alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from raytrain.data.plan.permutation import Floats, Int64s
 
 
 class Operation(IntEnum):
-    """What is done to an image, by the names of torchvision's RandAugment, and with its magnitudes.
+    """An operation on an image, named as in torchvision's RandAugment; the comment says what its magnitude means.
 
-    RandAugment draws from all up to EQUALIZE.
+    RandAugment draws from all operations up to EQUALIZE.
     """
 
     IDENTITY = 0
@@ -48,15 +48,15 @@ class Operation(IntEnum):
     COLOR = 7
     CONTRAST = 8
     SHARPNESS = 9
-    POSTERIZE = 10  # bits that are left
-    SOLARIZE = 11  # fraction of 255 from which on pixels are inverted
+    POSTERIZE = 10  # bits that are kept
+    SOLARIZE = 11  # as a fraction of 255, the threshold from which on pixels are inverted
     AUTO_CONTRAST = 12
     EQUALIZE = 13
     BLUR = 14  # standard deviation of the Gaussian, in pixels
 
 
-_NUM_NUMBERS = 6  # of each image on the device: an affine matrix, or fewer
-_CACHE_BYTES = 1 << 20  # of pixels as float32, a few copies of which a core's cache holds
+_NUM_NUMBERS = 6  # for each image on the device: those of an affine matrix; other operations need fewer
+_CACHE_BYTES = 1 << 20  # of float32 pixels: a core's cache holds a few copies of so many
 _BLUR_REACH = 12  # pixels: farther away, a Gaussian of 2 pixels is below the rounding of float32
 
 
@@ -64,10 +64,10 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
     """Apply one operation to each image, of the given magnitude.
 
     Args:
-        images: uint8 (m, C, H, W) with one or three channels, contiguous; they are left as they are.
-        operations: (m,), each an :class:`Operation`; on the host, as the magnitudes.
-        magnitudes: float64 (m,), in the unit of each operation.
-        fill: float32 (C, 1, 1), on the device of the images: the colour of what is not in an image.
+        images: uint8 (m, C, H, W) with one or three channels, contiguous; they are not changed.
+        operations: (m,), each an :class:`Operation`; on the host.
+        magnitudes: float64 (m,), in the unit of each operation; on the host.
+        fill: float32 (C, 1, 1), on the device of the images: the colour of points outside of an image.
 
     Example:
         >>> turned = apply_operations(images, np.full(8, Operation.ROTATE), np.linspace(-30, 30, 8), fill)
@@ -83,8 +83,8 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
     rows, back = torch.from_numpy(np.stack([order, np.argsort(order)])).to(images.device, non_blocking=True)
     by_operation = images.index_select(0, rows)
 
-    # Images with the same function lie together now. Their results, float32 or uint8, replace them. A CPU gets pieces
-    # of them that stay in its cache between one kernel and the next.
+    # Images with the same function are adjacent now. Their results, float32 or uint8, replace them. On a CPU, a
+    # function gets only as many images at a time as stay in the cache from one kernel to the next.
     functions = _FUNCTION_OF[kinds]
     most_rows = len(kinds) if images.is_cuda else max(1, _CACHE_BYTES // (4 * math.prod(images.shape[1:])))
     edges = [0, *(np.flatnonzero(np.diff(functions)) + 1).tolist(), len(kinds)]
@@ -112,11 +112,14 @@ def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
 
 
 def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
-    """Return the numbers of each image for its function, float32 (m, 6, 1, 1, 1), which the function explains."""
+    """Return the numbers that the function of each image's operation takes, float32 (m, 6, 1, 1, 1).
+
+    They are an affine matrix, two weights, or a single number, followed by zeros.
+    """
     numbers = np.zeros((len(kinds), _NUM_NUMBERS))
     height, width = size
 
-    # An affine matrix leads from the place of a result's pixel to its place in the image, both from the middle.
+    # An affine matrix maps the position of a pixel in the result to its position in the image, both from the middle.
     a, b, c, d, e, f = numbers.T
     x_sheared, y_sheared = kinds == Operation.SHEAR_X, kinds == Operation.SHEAR_Y
     a[kinds <= Operation.ROTATE] = e[kinds <= Operation.ROTATE] = 1
@@ -128,20 +131,20 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
     angles = np.radians(magnitudes[turned])
     a[turned], b[turned], d[turned], e[turned] = np.cos(angles), -np.sin(angles), np.sin(angles), np.cos(angles)
     is_affine = (kinds <= Operation.ROTATE)[:, None]
-    numbers *= np.where(is_affine, [2 / width] * 3 + [2 / height] * 3, 1)  # a grid's unit is half of the image
+    numbers *= np.where(is_affine, [2 / width] * 3 + [2 / height] * 3, 1)  # grid_sample's unit is half of the image
 
-    # The weights of an image and of what it is blended with; or one number.
+    # Blending takes the weights of the image and of the one it is blended with; the other operations take one number.
     blended = (kinds >= Operation.BRIGHTNESS) & (kinds <= Operation.SHARPNESS)
     a[blended], b[blended] = 1 + magnitudes[blended], -magnitudes[blended]
     reduced = kinds == Operation.POSTERIZE
-    a[reduced] = 256 - 2 ** (8 - np.trunc(magnitudes[reduced]))  # a mask of the bits that are left
+    a[reduced] = 256 - 2 ** (8 - np.trunc(magnitudes[reduced]))  # a mask of the bits that are kept
     a[kinds == Operation.SOLARIZE] = np.ceil((255 * magnitudes[kinds == Operation.SOLARIZE]).astype(np.float32))
     a[kinds == Operation.BLUR] = magnitudes[kinds == Operation.BLUR]
     return numbers.astype(np.float32)[:, :, None, None, None]
 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """Sample each image bilinearly at the points of its matrix; points outside of the image get the colour ``fill``."""
+    """Sample each image bilinearly at the points that its matrix gives; points outside of it get ``fill``."""
     num_images, channels, height, width = images.shape
     a, b, c, d, e, f = matrices[:, :, 0].unbind(1)  # (n, 1, 1) each
     x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)
@@ -150,7 +153,7 @@ def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     torch.add(a * x, b * y + c, out=grid[..., 0])
     torch.add(d * x, e * y + f, out=grid[..., 1])
 
-    # A channel of ones tells how much of a result comes from inside.
+    # A channel of ones becomes the fraction of each sampled pixel that lies inside of the image.
     pixels = torch.empty(num_images, channels + 1, height, width, device=images.device)
     pixels[:, :channels], pixels[:, channels:] = images, 1
     colour, inside = F.grid_sample(pixels, grid, align_corners=False).split([channels, 1], 1)
@@ -158,12 +161,12 @@ def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, others: Tensor, weights: Tensor) -> Tensor:
-    """Return images times their weights plus ``others``, which may be broadcast, times theirs."""
+    """Return images · w0 + ``others`` · w1 with each image's two ``weights``; ``others`` may be broadcast."""
     return images.float().mul_(weights[:, 0]).add_(others * weights[:, 1]).clamp_(0, 255)
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Return the brightness of pixels, whole numbers as float32 (n, 1, H, W). Every product and sum here is exact."""
+    """Return the brightness of each pixel, a whole number, float32 (n, 1, H, W). Products and sums here are exact."""
     if images.shape[1] == 1:
         return images.float()
     red, green, blue = images.split(1, 1)
@@ -184,7 +187,7 @@ def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
-    """Blend the inner pixels of images with the means of their neighbourhoods, in which they count five times."""
+    """Blend each inner pixel with the mean of its 3 × 3 neighbourhood, in which the pixel itself counts five times."""
     height, width = images.shape[2:]
     if min(height, width) <= 2:
         return images
@@ -193,7 +196,7 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     rows = result.narrow(2, 0, height - 2) + result.narrow(2, 1, height - 2)
     rows.add_(result.narrow(2, 2, height - 2))
     sums = rows.narrow(3, 0, width - 2) + rows.narrow(3, 1, width - 2)
-    sums.add_(rows.narrow(3, 2, width - 2)).add_(inner, alpha=4.0)  # exact
+    sums.add_(rows.narrow(3, 2, width - 2)).add_(inner, alpha=4.0)  # exact, because all are whole numbers
     inner.add_(sums.div_(13.0).round_().sub_(inner).mul_(weights[:, 1]))
     return result.clamp_(0, 255)
 
@@ -216,20 +219,20 @@ def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
-    """Give each level the share of pixels below it as its new level, separately for each channel, as Pillow does."""
+    """Replace each level by the share of the channel's pixels that are below it, as Pillow does."""
     num_planes, num_pixels = images.shape[0] * images.shape[1], images.shape[2] * images.shape[3]
     dtype = torch.int64 if images.is_cuda else torch.int32  # of an index into all levels: each plane has 256
     first = torch.arange(0, 256 * num_planes, 256, dtype=dtype, device=images.device)[:, None]
     levels = (images.view(num_planes, num_pixels) + first).view(-1)
-    if images.is_cuda:  # where bincount makes the host wait
+    if images.is_cuda:  # there, bincount would make the host wait
         counts = torch.zeros(num_planes * 256, dtype=dtype, device=images.device)
         counts.scatter_add_(0, levels, counts.new_ones(1).expand(len(levels)))
-    else:  # where scatter_add_ is slow
+    else:  # there, scatter_add_ is slow
         counts = torch.bincount(levels, minlength=num_planes * 256)
     counts = counts.view(num_planes, 256)
     up_to = counts.cumsum(1)
 
-    # The brightest level is the only one that has pixels and with which all are counted.
+    # The brightest level that occurs is the only level that has pixels and up to which all pixels are counted.
     of_brightest = (counts * (up_to == num_pixels)).sum(1, keepdim=True)
     step = (num_pixels - of_brightest).div_(255, rounding_mode="floor")
     below = (up_to - counts).add_(step.div(2, rounding_mode="floor"))
@@ -239,14 +242,15 @@ def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
 
 
 def _blur(images: Tensor, sigmas: Tensor, fill: Tensor) -> Tensor:
-    """Blur each image by a Gaussian that ends at a tenth of the shorter side: its columns, then its rows."""
+    """Blur each image, along its columns and then its rows, by a Gaussian cut off at a tenth of the shorter side."""
     reach = min(min(images.shape[2:]) // 10, _BLUR_REACH)  # pixels to each side
     if not reach:
         return images
-    # In float64: the last bit of an exponential depends on its place in a tensor, and is rounded off.
+    # Exponentials are computed in float64, because their last bit depends on the position in a tensor, and is then
+    # rounded off.
     distances = torch.arange(reach + 1, dtype=torch.float64, device=images.device)
     weights = distances.div(sigmas[:, 0, 0, 0]).square_().mul_(-0.5).exp_()  # (n, reach + 1)
-    weights.div_(2 * weights.sum(1, keepdim=True) - 1)  # all but the middle one count twice
+    weights.div_(2 * weights.sum(1, keepdim=True) - 1)  # all weights but the middle one count twice
     middle, *others = weights.float()[..., None, None, None].unbind(1)  # (n, 1, 1, 1) each
     pixels = images.float()
     for axis, padding in ((2, (0, 0, reach, reach)), (3, (reach, reach, 0, 0))):
@@ -264,4 +268,4 @@ _FUNCTIONS: list[_Function | None] = [
     *(_posterize, _solarize, _auto_contrast, _equalize, _blur),
 ]
 _FUNCTION_OF = np.array([0] + [1] * 5 + list(range(2, 11)))
-"""Index in ``_FUNCTIONS`` of each operation's function, which gets images, their numbers, and the colour."""
+"""Index in ``_FUNCTIONS`` of each operation's function, which gets images, their numbers, and the fill colour."""

@@ -1,4 +1,4 @@
-"""Variables of a script that its loop changes: in the process of a worker, so that the script does not see it."""
+"""Finds variables of a script that its loop changes in a worker's process, where the script does not see the change."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _VALUES = int, float, str, type(None)
 
 @dataclass(frozen=True)
 class _Weights:
-    """State of a network: how often its parameters were written to, as torch counts it, all of them together."""
+    """State of a network: how often its parameters were written to in all, by torch's count."""
 
     num_writes: int
 
 
 def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
-    """Return what shows a change of the variables outside of ``loop`` that it names, such as their value or length.
+    """Return a state of each outside variable that ``loop`` names, such as its value or length, to find changes by.
 
-    Those are the plain values, the collections and the networks among its global variables, the variables of a function
-    around it, the arguments of a partial function, and the attributes of the object whose method it is.
+    Outside variables are the global ones, those of a function around the loop, the arguments of a partial function,
+    and the attributes of the object if the loop is a method. Only plain values, collections and networks are returned.
 
     Example: ``{"history": 0}`` for a loop that calls ``history.append(...)``
     """
@@ -50,7 +50,7 @@ def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
 
 
 def note_on_changes(before: dict[str, object], after: dict[str, object]) -> str | None:
-    """Return a sentence on the variables whose states of :func:`states_of_variables` differ; None if none do."""
+    """Return a note on the variables that have changed between two results of :func:`states_of_variables`, if any."""
     missing = object()
     pairs = ((name, before.get(name, missing), state) for name, state in after.items())
     changed = [name for name, state_before, state in pairs if state is not state_before and state != state_before]

@@ -1,7 +1,8 @@
-"""Which of a worker's images a tensor holds, and how many of them count, as the batch says that it came in.
+"""Remembers, for the tensors of a batch, which of the worker's images they hold, and how many of these count.
 
-A network gets a tensor and not a batch. So each :class:`~raytrain.training.batch.Batch` remembers its images here, for
-batch norm, dropout and gradients, which must not count a placeholder, and draw random numbers by sample.
+A network gets a tensor, not a batch. But its batch norm, dropout and gradients need to know about the batch: they must
+not count a placeholder, and draw random numbers by sample. So each :class:`~raytrain.training.batch.Batch` notes its
+images here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LocalImages:
 
 
 _of_tensor: Any = WeakIdKeyDictionary()
-_expected: list[LocalImages] = []  # what a network will get next, at most one
+_expected: list[LocalImages] = []  # at most one: the images that a network will get next
 
 
 def remember(images: Tensor, local: LocalImages) -> None:
@@ -33,22 +34,22 @@ def remember(images: Tensor, local: LocalImages) -> None:
 
 
 def expect(images: Tensor) -> None:
-    """Take tensors of as many rows for ``images`` from now on: a loop may copy them to a GPU, or mix them."""
+    """From now on, take any tensor with as many rows for ``images``: a loop may copy them to a GPU, or mix them."""
     _expected[:] = [_of_tensor[images]] if images in _of_tensor else []
 
 
 def expect_nothing() -> None:
-    """Take no other tensor for images of a batch: the loop has used the last one."""
+    """Take no other tensor for the images of a batch any more, because the loop has used the last batch."""
     _expected.clear()
 
 
 def known(images: Tensor | None) -> LocalImages | None:
-    """Return which of this worker's images the tensor ``images`` holds; None if it came in no batch."""
+    """Return which of this worker's images the tensor ``images`` holds; None if it does not come from a batch."""
     return None if images is None else _of_tensor.get(images)
 
 
 def known_or_expected(images: Tensor | None, num_rows: int) -> LocalImages | None:
-    """Return which images the tensor ``images`` holds, or is made of if it has as many rows; None without a batch."""
+    """Return which images the tensor ``images`` holds; if it is unknown but has as many rows, the expected ones."""
     local = known(images)
     if local is None and _expected and _expected[0].num_rows == num_rows:
         return _expected[0]

@@ -1,4 +1,4 @@
-"""Values that a loop gives to ``run.log``, as a numerator and a denominator for each metric."""
+"""Converts the values that a loop gives to ``run.log`` to a numerator and a denominator for each metric."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raytrain.training.prepared_metrics import is_metric, joined_values
 
 _MOST_NUMBERS = 200  # of a vector: each is a metric of its own
 Fraction = tuple[Tensor | float, Tensor | float]
-"""A numerator and a denominator of this worker: a metric is the sum of the first over that of the second."""
+"""This worker's numerator and denominator: a metric is the sum of all workers' numerators over that of denominators."""
 
 
 def logged_fractions(
     values: Mapping[str, Any], num_used: int, classes: Sequence[str], world_size: int
 ) -> dict[str, Fraction]:
-    """Return the fraction of each metric in ``values``, which a loop logs of ``num_used`` images of this worker.
+    """Return the fraction of each metric in ``values``, which a loop logs for ``num_used`` images of this worker.
 
-    ``classes`` name the numbers of a vector that has one for each of them. Raises UsageError for a value that is none
-    of those that ``Run.log`` takes.
+    The numbers of a vector are named after ``classes`` if it has one for each class. Raises UsageError for a value that
+    ``Run.log`` does not take.
 
     Example::
 
@@ -29,7 +29,7 @@ def logged_fractions(
     """
     fractions: dict[str, Fraction] = {}
     for name, value in values.items():
-        # What is no mean over the images comes as its two sums.
+        # A value that is not a mean over the images is given as two sums.
         if isinstance(value, tuple):
             pair: tuple[Any, ...] = value
             if len(pair) != 2 or not all(map(_is_number, pair)):
@@ -40,7 +40,7 @@ def logged_fractions(
             fractions[name] = _detached(pair[0]), _detached(pair[1])
             continue
 
-        # A mean is weighted by its images. The value of a metric object is that of all workers' images already.
+        # A mean is weighted by the number of images. A metric object's value is over all workers' images already.
         has_all_images = is_metric(value)
         weight = 1 if has_all_images else num_used
         for member, measured in (joined_values(value, world_size) if has_all_images else {name: value}).items():
@@ -62,6 +62,7 @@ def logged_fractions(
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is a number or a tensor with a single one."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     try:

@@ -1,9 +1,9 @@
-"""Mistakes in the user's code that its text shows, so that they are refused before torch is imported.
+"""Finds mistakes in the user's code by reading its text, so that they are refused before torch is imported.
 
-Nothing of it is run: it may do anything when it is imported, and torch takes seconds. What is looked for is certain: a
-syntax error, a package that is not installed, a function that is not there or cannot be called with a run, a name that
-nothing defines in code that the loop leads to, and an attribute that no run has. A file that makes names while it runs,
-by ``from … import *`` or ``globals()``, is believed to define all of them.
+The code is not run, because it may do anything when it is imported, and importing torch takes seconds. Only certain
+mistakes are looked for: a syntax error, a package that is not installed, a function that does not exist or cannot be
+called with a run, an undefined name in code that the loop reaches, and an attribute that a run does not have. A file
+that defines names while it runs, by ``from … import *`` or ``globals()``, is assumed to define all of them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.loop_source import own_code
 
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
-_ENDS = ("sys.exit", "exit", "quit", "os._exit")  # of the process, when the file is imported
+_ENDS = ("sys.exit", "exit", "quit", "os._exit")  # calls that end the process when the file is imported
 _PLAIN_VALUES = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.DictComp)
-_NOT_RUN = ("__annotate__", "__conditional_annotations__")  # code of annotations, since Python 3.14
+_NOT_RUN = ("__annotate__", "__conditional_annotations__")  # names of the code of annotations, since Python 3.14
 
 
 def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_here: bool = True) -> None:
     """Raise UsageError for a mistake in the file of the function that ``option`` names, as far as its text shows it.
 
-    ``is_loop``: the function is called with a run. ``runs_here``: it needs the packages that are installed here.
+    ``is_loop``: the function is called with a run. ``runs_here``: it runs on this machine, so the packages that it
+    imports must be installed here.
 
     Example: ``check_named_function("--loop", "my_loop.py:train", is_loop=True)``
     """
     function, file = name.rpartition(":")[2], file_of_function(name)
     if file is None or not file.is_file():
-        return  # it is installed in a way that only its import knows
+        return  # it is installed in a way in which only an import finds it
     failure = f"{option} {name} cannot be imported"
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -53,23 +54,23 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         package, number = missing
         raise UsageError(f"{failure}: ModuleNotFoundError: No module named {package!r} ({line_of(str(file), number)}).")
 
-    # A file that raises an exception, or ends its process, does so whoever imports it.
+    # A file that raises an exception, or ends its process, at its top level cannot be imported.
     for node in tree.body:
         call = ast.unparse(node.value.func) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
         if isinstance(node, ast.Raise) or call in _ENDS:
             raise UsageError(f"{failure}: its import ends at {line_of(str(file), node.lineno)}.")
 
-    # The names that the file defines; those of functions that it has itself are followed.
+    # Find names that the file does not define, also in those of its functions that the loop reaches.
     functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
     codes = list(_codes_of_file(code, functions, function))
-    if any(_ANY_NAME & {*one.co_names} or ("*",) in one.co_consts for one in _with_inner(code)):
+    if any(_ANY_NAME & {*inner.co_names} or ("*",) in inner.co_consts for inner in _with_inner(code)):
         return
     known = _stored(_with_inner(code))
     if function not in known:
         raise no_function(option, name, _stored([code]))
-    _refuse_undefined(f"{option} {name}", ((one, known) for one in codes))
+    _refuse_undefined(f"{option} {name}", ((reached, known) for reached in codes))
 
-    # What the name stands for in the end, as far as its last statement shows it.
+    # Check what the last statement that assigns the name makes of it.
     compiled = ((node, compile(ast.Module([node], []), "statement", "exec")) for node in reversed(tree.body))
     last = next((node for node, statement in compiled if function in _stored([statement])), None)
     _refuse_if_no_function(f"{option} {name}", last, str(file), is_loop=is_loop)
@@ -77,7 +78,7 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
     if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
         _refuse_if_calls_run_nothing(f"{option} {name}", functions[function].co_flags, is_loop=is_loop)
 
-    # How the loop is called, and what it asks its run for.
+    # Check the loop's arguments, and the attributes of the run that it uses.
     if is_loop:
         definition = next((node for node in reversed(tree.body) if _defines(node, function)), None)
         if definition is not None:
@@ -85,7 +86,7 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
 
 
 def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
-    """Raise UsageError if the ``last`` statement that stores a name makes it a plain value or, of a loop, a class."""
+    """Raise UsageError if the ``last`` statement that assigns a name makes it a plain value or, for a loop, a class."""
     if is_loop and isinstance(last, ast.ClassDef):
         raise UsageError(
             f"{whose} is a class, and a loop is a function of one argument, the run ({line_of(file, last.lineno)})."
@@ -114,7 +115,7 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
     Example: ``check_loop_function(lambda run: run.epochs())``
     """
     signature = None
-    with suppress(ValueError, TypeError):  # one of a library in C has no signature
+    with suppress(ValueError, TypeError):  # a function of a library in C has no signature
         signature = inspect.signature(loop, follow_wrapped=False)
     try:
         if signature is not None:
@@ -125,16 +126,16 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
     if isinstance(loop, FunctionType):
         _refuse_if_calls_run_nothing("The loop", loop.__code__.co_flags)
 
-    # The names that its code reads, in cells and files of the user's.
+    # Find undefined names in its code, and in the user's functions that it calls.
     codes = list(own_code(loop))
     if not any(_ANY_NAME & {*code.co_names} for code, _ in codes):
         stored = _stored(code for code, _ in codes)
         _refuse_undefined("The loop", ((code, stored | namespace.keys()) for code, namespace in codes))
 
-    # What it asks its run for, by its text, if it has one of its own.
+    # Find attributes that a run does not have, if the loop's text is known.
     if isinstance(loop, FunctionType):
         with suppress(OSError, SyntaxError, IndexError):
-            text, first = inspect.getsourcelines(loop.__code__)  # of a wrapper its own, not that of what it wraps
+            text, first = inspect.getsourcelines(loop.__code__)  # for a wrapper, its own text, not the wrapped one's
             definition = ast.parse(textwrap.dedent("".join(text))).body[0]
             if _defines(definition, loop.__code__.co_name):
                 ast.increment_lineno(definition, first - definition.lineno)
@@ -142,14 +143,14 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
 
 
 def file_of_function(name: str) -> Path | None:
-    """Return the file of the user's function ``name``; None if there is none, or it is a library's. Imports nothing.
+    """Return the file of the user's function ``name``; None if not found, or a library's. Imports nothing.
 
     Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
     """
-    place = name.rpartition(":")[0]
-    if place.endswith(".py"):
-        return Path(place)
-    package, *inner = place.split(".")
+    module = name.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    package, *inner = module.split(".")
     spec = _find(package)
     for part in inner:
         folders = spec and spec.submodule_search_locations
@@ -159,16 +160,17 @@ def file_of_function(name: str) -> Path | None:
 
 
 def _find(package: str, *folders: str) -> Any:
-    with suppress(ValueError, ImportError):  # it is imported already, in a way that has no spec
+    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there."""
+    with suppress(ValueError, ImportError):  # then it is imported already, in a way without a spec
         return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
     return package
 
 
 def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
-    """Return the first package that the file imports and that is not there, with the number of the line.
+    """Return the first package that the file imports but that is not installed, with the number of the line.
 
-    Only imports that always happen count. They are followed to the first one of the user's own modules, or to where the
-    file uses sys.path: from there on, modules may be found in folders that nobody knows here.
+    Only imports that are always run count, up to the first import of a module of the user's own, or the first use of
+    sys.path: after that, modules may be found in folders that are not known here.
     """
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -220,13 +222,16 @@ def _loaded(code: CodeType) -> Iterator[tuple[str, int]]:
 
 
 def _stored(codes: Any) -> set[str]:
-    """Return the global names that ``codes`` define, and those of classes."""
-    stored = ("STORE_NAME", "STORE_GLOBAL")
-    return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname in stored}
+    """Return the names that ``codes`` assign at the top level of a file or a class, or as global variables."""
+    instructions = (instruction for code in codes for instruction in dis.get_instructions(code))
+    return {instruction.argval for instruction in instructions if instruction.opname in ("STORE_NAME", "STORE_GLOBAL")}
 
 
 def _refuse_undefined(whose: str, codes: Iterator[tuple[CodeType, Any]]) -> None:
-    """Raise UsageError for the first name that one of ``codes`` reads and that is not among its known names."""
+    """Raise UsageError for the first name that code reads and that nothing defines.
+
+    ``codes`` are pairs of code and the names that are defined for it.
+    """
     for code, known in codes:
         if code.co_name in _NOT_RUN or "NameError" in code.co_names:
             continue
@@ -247,12 +252,13 @@ def _defines(node: ast.stmt, name: str) -> bool:
 
 
 def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
-    """Raise UsageError if a loop cannot be called with a run, or asks it for an attribute that no run has."""
+    """Raise UsageError if a loop cannot be called with a run, or uses an attribute that a run does not have."""
     if loop.decorator_list:
-        return  # what it takes, the decorator decides
+        return  # the decorator decides which arguments it takes
     _refuse_other_arguments(whose, loop.args, line_of(file, loop.lineno))
 
-    # The run is the first argument, unless the loop gives that name to something else or sets attributes of its own.
+    # The run is the first argument. Nothing is refused if the loop assigns that name again, sets the attribute itself,
+    # or looks for missing attributes.
     positional = [*loop.args.posonlyargs, *loop.args.args]
     if not positional or not run_attributes():
         return
@@ -292,7 +298,7 @@ def _refuse_other_arguments(whose: str, arguments: ast.arguments, where: str) ->
 
 @cache
 def run_attributes() -> frozenset[str]:
-    """Return the names of all that a :class:`raytrain.training.run.Run` has, by the text of its class: it needs torch.
+    """Return the names of all attributes of :class:`raytrain.training.run.Run`, from its text: its import needs torch.
 
     Example: ``"epochs" in run_attributes()``
     """

@@ -1,8 +1,8 @@
-"""Code of the user's that a loop leads to, and its lines, which travel to the workers with it.
+"""Finds the user's code that a loop reaches, and its source lines, which are sent to the workers with the loop.
 
-A loop may be written in a cell of a notebook, or in a file that another machine lacks. A worker that fails there would
-know the number of the line and not the line itself. So the driver sends the lines of the functions that travel anyway,
-and the worker puts them where Python looks for the lines of a traceback.
+A loop may be written in a cell of a notebook, or in a file that another machine lacks. A worker that fails in it would
+know the number of the line, but not the line itself. So the driver sends the lines of those functions that it sends
+anyway, and the worker stores them where Python looks for the lines of a traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raytrain.errors import file_title
 
 @dataclass(frozen=True)
 class SourceLines:
-    """Lines of the functions in one file, by their numbers. ``title`` is how a person calls the file."""
+    """Lines of the functions in one file, by their numbers. ``title`` is the name of the file in sentences."""
 
     title: str
     lines: Mapping[int, str]
@@ -39,7 +39,7 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
         thing, namespace = waiting.pop()
         if id(thing) in seen:
             continue
-        seen[id(thing)] = thing  # which also keeps its ID from being given to another one
+        seen[id(thing)] = thing  # keeps it alive, so that no other object gets its ID
         referred: list[Any] = []
         if isinstance(thing, CodeType):
             yield thing, namespace
@@ -60,9 +60,9 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
 
 
 def source_lines(function: Any) -> dict[str, SourceLines]:
-    """Return the lines of ``function`` and of the user's functions that it refers to, by their files.
+    """Return the lines of ``function`` and of the user's functions that it refers to, by file.
 
-    Of a cell or a file, only these functions travel: the rest may hold a secret.
+    The other lines of a cell or a file are left out, because they may hold a secret.
     """
     lines: dict[str, dict[int, str]] = {}
     for code, _ in own_code(function):
@@ -74,9 +74,9 @@ def source_lines(function: Any) -> dict[str, SourceLines]:
 
 
 def remember_source_lines(sources: Mapping[str, SourceLines]) -> None:
-    """Have tracebacks of this process show the lines in ``sources``, of files that this machine lacks."""
+    """Let tracebacks of this process show the lines in ``sources``, whose files this machine lacks."""
     for file, source in sources.items():
         if not linecache.getlines(file):
             text = [source.lines.get(number, "\n") for number in range(1, max(source.lines) + 1)]
-            # Without a time, linecache does not look for the file again. The last field is the file's name for people.
+            # Without a time of change, linecache does not look for the file again. The last field is the name to show.
             linecache.cache[file] = sum(map(len, text)), None, text, source.title

@@ -1,22 +1,23 @@
-"""Watches the first steps of a loop on several workers for what would make the run depend on their number.
+"""Watches the first two steps of a loop on several workers for signs that the result depends on their number.
 
-A loop is exact if its loss is a mean over images, each of which is alone in its term. Whether it is cannot be proved
-from outside, but the usual exceptions show in the calls of torch that the loop makes: :class:`_Calls` sees each of them
-in the first two steps, and follows what is computed from the batch from tensor to tensor. Nothing is replaced, and from
-the third step on nothing is watched.
+A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
+outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
+first two steps, and follows all that is computed from the batch, from tensor to tensor. Nothing is replaced, and from
+the third step on, nothing is watched.
 
-A tensor that depends on the batch has a set of marks, which whatever is computed from it inherits:
+A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
-- ``statistic``: a sum or a mean over the images, of each feature. This alone is harmless: a loss may be linear in it.
-- ``compares``: images are compared with each other: by a statistic over them that is combined with single images, is
-  multiplied with another one or is not linear, or by products of images with images.
-- ``sum``: a sum over images that has not been divided by their number.
-- ``selected``: rows that a mask has chosen, of which each worker has another number.
-- ``other mean``: a mean over something else than images.
-- ``kept``: it was computed in a step before.
+- ``statistic``: the tensor is a sum or a mean over the images, for each feature. This alone is harmless, because a loss
+  may be linear in it.
+- ``compares``: images are compared with each other, by a product of images with images, or by a statistic over images
+  that is not linear, is multiplied by another statistic, or is combined with single images.
+- ``sum``: the tensor is a sum over images that has not been divided by their number.
+- ``selected``: a mask has selected rows, whose number differs between workers.
+- ``other mean``: the tensor is a mean over something other than images.
+- ``kept``: the tensor was computed in an earlier step.
 
-A note is made only if the loss has a mark, when its backward is called. What a loop does with a tensor besides, for a
-metric say, changes no weight. ``statistic`` and ``selected`` have no note: they only lead to other marks.
+A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
+metric, change no weight. ``statistic`` and ``selected`` have no note: they only lead to other marks.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _DRAWS = (
     "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
     "the number of workers; docs/images.md names the layers with which it does not"
 )
-_STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear ones, if they are over images
+_STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear functions that make a statistic, if they are over images
 _COMPARISONS = {
     *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
     *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
@@ -92,16 +93,16 @@ _LINEAR = {
     *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
     *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
 }
-_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # of torch, a mean if nothing else is said
+_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
 _NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
-_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # which gives its type or shape, no numbers
+_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
 
 
 class LoopWatch:
     """Finds out in the first steps of an attempt whether the loop depends on the number of workers.
 
-    ``report`` gets a note, on all workers, for each sign that it does on any of them.
+    ``report`` gets a note, on all workers, for each sign that any of them has found.
     """
 
     def __init__(
@@ -109,28 +110,28 @@ class LoopWatch:
     ) -> None:
         self._config, self._worker, self._models, self._report = config, worker, models, report
         self._notes: set[str] = set()  # of this worker
-        self._has_news = False  # for the other workers
+        self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = _Calls(self._notes.add, config.batch_size)
         self._num_steps_left = _NUM_WATCHED if worker.world_size > 1 and not config.compile else 0
 
     @contextmanager
     def step(self, batch: Batch, frame: FrameType | None, run: object) -> Iterator[None]:
-        """Watch a step of the loop in this context; ``frame`` is that of the function that loops over the batches.
+        """Watch a step of the loop in this context; ``frame`` is the frame of the function that loops over the batches.
 
-        The generators that its variable ``run`` holds are not the loop's own: the run seeds them for each image.
+        Its variable ``run`` is left out in the search for generators, because the run seeds its own for each image.
         """
         if not self._num_steps_left:
             yield
             return
         self._num_steps_left -= 1
 
-        # Generators of NumPy and Python are compared before and after, as no call of torch shows that they are used.
+        # States of generators of NumPy and Python are compared before and after, as no call of torch shows their use.
         variables = [] if frame is None else [value for value in frame.f_locals.values() if value is not run]
         generators = held_generators([*variables, *self._models.trained])
         generators = [generator for generator in generators if not isinstance(generator, torch.Generator)]
         states = list(map(_state_of, generators))
 
-        weights = [each for model in self._models.trained for each in (*model.parameters(), *model.buffers())]
+        weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, set(map(id, weights)))
         with self._calls:
             yield
@@ -145,7 +146,7 @@ class LoopWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing in this context, in which the run itself computes."""
+        """Stop watching in this context, in which the run itself computes."""
         before, self._calls.is_paused = self._calls.is_paused, True
         try:
             yield
@@ -155,13 +156,13 @@ class LoopWatch:
     def compare(self) -> None:
         """Report the notes of all workers, and numbers outside of buffers that differ between their networks.
 
-        Workers call it where they are known to be together, after a step.
+        All workers call it after the same step.
         """
         if not self._has_news:
             return
         self._has_news = False
 
-        # A layer may keep a statistic of a worker's images as a plain number, which no comparison of weights sees.
+        # A layer may keep a statistic of a worker's images as a plain number, which no comparison of weights covers.
         numbers = {
             f"{type(layer).__name__}.{name}": value
             for model in self._models.trained
@@ -207,7 +208,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
 
-        # A backward shows what the loss is, and a hook what else may change gradients.
+        # The backward's tensor is the loss. A hook may change gradients, too.
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
             losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             for mark in set().union(*(self._marks.get(loss, ()) for loss in losses)):
@@ -221,10 +222,10 @@ class _Calls(TorchFunctionMode):
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self._report(_NOTES["generator"])
 
-        # The result depends on the batch if an argument does that gives more than its type or shape.
+        # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
         sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf in self._marks]
-        if getattr(func, "__module__", "").startswith("torch.distributed"):  # after it all workers have the same
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
             for source in sources:
                 del self._marks[source]
             return result
@@ -238,9 +239,9 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
-        """Mark the ``gradients`` of anything but images, such as weights: sums over the images of this worker.
+        """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
 
-        Those of images, and of what is computed from each alone, belong to an image each.
+        Gradients of images, and of tensors computed from them, have a row for each image, and get no mark.
         """
         outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
@@ -251,7 +252,7 @@ class _Calls(TorchFunctionMode):
                     self._marks[gradient] = {*marks, "statistic"}
 
     def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
-        """Return the marks for the ``result`` of a call, of whose arguments the ``sources`` depend on the batch.
+        """Return the marks for the ``result`` of a call; ``sources`` are those arguments that depend on the batch.
 
         Raises UsageError if the call is a batch norm over this worker's images alone.
         """
@@ -263,27 +264,27 @@ class _Calls(TorchFunctionMode):
         first, num_images = sources[0], self._num_images
         is_tensor = isinstance(result, Tensor)
 
-        # The result inherits all marks of what it is computed from.
+        # The result inherits all marks of its sources.
         marks: set[str] = set().union(*(self._marks[source] for source in sources))
 
-        # A statistic stays harmless as long as the loss is linear in it: with the mean over all workers' images, which
-        # is the mean of their means. It is not if it is spread over single images again, which each meet the statistic
-        # of their own worker only, if it is multiplied with another statistic, or if the function is not linear.
+        # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
+        # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
+        # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
         statistics = [source for source in sources if "statistic" in self._marks[source]]
         is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
         is_squared = len(statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
         if statistics and (name not in _LINEAR or is_spread or is_squared):
             marks.add("compares")
 
-        # A reduction over the images makes a statistic of each feature. One that is not linear compares them at once.
+        # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
         if first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
             if name in _COMPARISONS:
                 marks.add("compares")
             if name in _STATISTICS:
                 marks.add("statistic")
 
-        # So does one of everything, or of a number for each image: the mean of the losses is harmless as it is, but its
-        # square or its distance from a bound is not, and neither are the largest ones.
+        # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
+        # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
         if _has_rows(first, num_images) and (first.ndim == 1 or (is_tensor and result.ndim == 0)):
             if name in _COMPARISONS:
                 marks.add("compares")
@@ -291,19 +292,19 @@ class _Calls(TorchFunctionMode):
             if is_tensor and result.ndim == 0 and (name in _STATISTICS or is_loss):
                 marks.add("statistic")
 
-        # A single number that adds up the images would be larger with more of them on a worker.
+        # A single number that adds up the images is larger if the worker has more of them.
         adds_up = (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
         if is_tensor and result.ndim == 0 and adds_up:
             marks.add("sum")
 
-        # Rows that a mask chooses are not equally many on all workers, so their mean weights workers as it should not.
+        # A mask selects more rows on some workers than on others, so a mean over the rows weights the workers wrongly.
         indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
         if name in ("__getitem__", "masked_select") and any(index.dtype == torch.bool for index in indices):
             marks.add("selected")
         if name == "mean" and "selected" in marks:
             marks.add("other mean")
 
-        # The same holds for the weights of classes, by whose sum a cross entropy divides, and for labels left out.
+        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
         if name in ("cross_entropy", "nll_loss") and kwargs.get("reduction", "mean") == "mean":
             weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
@@ -311,8 +312,8 @@ class _Calls(TorchFunctionMode):
             if weight is not None or (has_classes and bool((target == kwargs.get("ignore_index", -100)).any())):
                 marks.add("other mean")
 
-        # A quotient of two sums is a mean over what the second one counts. A sum that is divided by this worker's
-        # images, or by what can only be told later, is a mean; by the size of the global batch it is still a sum.
+        # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
+        # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
         if name in _DIVISIONS and len(args) > 1:
             divisor = args[1]
             if isinstance(divisor, Tensor) and "sum" in self._marks.get(divisor, ()):
@@ -326,7 +327,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:
-    """Return whether a call combines images with images: by a product, a distance, or all pairs of their rows."""
+    """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
     if name in ("cdist", "pdist") and sources[0].ndim == 2:
         return True
     if len(sources) < 2:
@@ -344,7 +345,7 @@ def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_i
 
 
 def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_images: int) -> bool:
-    """Return whether a reduction is over the first dimension of ``tensor``, if that is of images."""
+    """Return whether a reduction is over the first dimension of ``tensor``, and this is the images."""
     if not _has_rows(tensor, num_images):
         return False
     positional = next((argument for argument in args[1:] if isinstance(argument, (int, tuple, list))), None)
@@ -356,11 +357,12 @@ def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_image
 
 
 def _has_rows(tensor: Tensor, num_images: int) -> bool:
-    """Return whether ``tensor`` has one row per image, or several per image as of patches."""
+    """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
     return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0
 
 
 def _state_of(generator: Any) -> str:
+    """Return the state of a generator of NumPy or Python as text, to compare it later."""
     if isinstance(generator, np.random.Generator):
         return repr(generator.bit_generator.state)
     return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))

@@ -1,4 +1,4 @@
-"""Meter of a worker's speed, CPU, memory and GPU."""
+"""Measures a worker's speed, and the use of its machine's CPU, memory and GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain.training.gpu_energy import GpuEnergy
 
 
 class MachineMeter:
-    """Counts the images of a worker, and gives ``report`` its rate and its machine's load every few seconds."""
+    """Counts the images of a worker, and gives ``report`` their rate and the machine's load every few seconds."""
 
     def __init__(self, rank: int, device: torch.device, report: Callable[[MachineUse], None]) -> None:
         self._rank = rank
@@ -33,7 +33,7 @@ class MachineMeter:
         self._wait_s = 0.0
 
     def step(self, num_images: int, wait_s: float, completed: int) -> None:
-        """Count a step of ``num_images``, and measure if it is time; else this only adds two numbers.
+        """Count a step of ``num_images``; measure if the last measurement is some seconds old.
 
         ``wait_s`` is the time that the step waited for its images, ``completed`` the number of steps before it.
         """
@@ -66,6 +66,6 @@ def gpu_use(device: torch.device) -> dict[str, Any]:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     use: dict[str, Any] = {"gpu_memory_bytes": total - free, "gpu_memory_total_bytes": total}
-    with suppress(Exception):  # NVML knows no use of some GPUs, and says so in many ways
+    with suppress(Exception):  # NVML cannot measure the use of some GPUs, and raises errors of many kinds
         use["gpu_fraction"] = torch.cuda.utilization(device) / 100
     return {"gpu": torch.cuda.get_device_name(device), **use}

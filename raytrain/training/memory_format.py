@@ -1,8 +1,8 @@
-"""`--channels-last auto`: whether a network computes faster with images whose channels come last in memory.
+"""Decides for ``--channels-last auto`` whether a network is faster with images whose channels are last in memory.
 
-GPUs multiply in that order, so convolutions of other images are turned around before and after. A transformer cuts its
-images into patches once, and gains nothing. A network that calls ``view`` on features, as many tutorials do, refuses
-such images: so it is tried with one, on the CPU.
+GPUs convolve in that order, so images in the other order are transposed before and after each convolution. A
+transformer, which cuts its images into patches once, gains nothing. A network that calls ``view`` on its features, as
+in many tutorials, fails with channels last, so the network is tried with one image, on the CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raytrain.training.model import build_model
 
 
 def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
-    """Return whether the network that ``config`` names is one of convolutions, and takes images that are channels last.
+    """Return whether the network that ``config`` names has convolutions, and takes images whose channels are last.
 
-    Returns False if it cannot be built or computed here: whoever trains it says why.
+    Returns False if it cannot be built or computed here; the training will raise the error.
 
     Example: ``suits_channels_last(recipes.custom(model="resnet50", batch_size=32), num_classes=10)``
     """
@@ -28,7 +28,7 @@ def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
     return _suits(config.model, num_classes, config.channels, config.full_image_size, options)
 
 
-@cache  # the trials of a sweep mostly have one network
+@cache  # because most trials of a sweep have the same network
 def _suits(
     model: str, num_classes: int, channels: int, size: tuple[int, int], options: tuple[tuple[str, Any], ...]
 ) -> bool:

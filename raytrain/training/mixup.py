@@ -25,11 +25,11 @@ def mix_batch(
     cutmix: float = 0.0,
     label_sets: Tensor | None = None,
 ) -> Batch:
-    """Mix each image with the one before it in the plan's global batch, and its target likewise.
+    """Mix each image, and its target, with the one before it in the plan's global batch, which any worker may have.
 
-    Which worker has that image doesn't matter: each sends its last ones to the others, so that every worker calls this.
-    The first image is mixed with the last. Images that cannot be read are left out. The random numbers depend on
-    ``seed`` and the step alone. An image's own share is at least half, so that ``labels`` stay the likelier classes.
+    Every worker calls this, because workers send each other the last images of their slices. The first image is mixed
+    with the last. Images that cannot be read are left out. The random numbers depend on ``seed`` and the step alone. An
+    image's own share is at least half, so that ``labels`` stay the likelier classes.
 
     Example::
 
@@ -41,7 +41,7 @@ def mix_batch(
         seed: the same on all workers; ``run.config.seed`` in a loop.
         mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
-            no CutMix. With both, each step draws which.
+            no CutMix. With both above 0, each step draws one of the two.
         label_sets: see :func:`~raytrain.training.device_batches.to_batch`.
 
     Raises UsageError if both are 0, or one is below 0.
@@ -57,7 +57,7 @@ def mix_batch(
     share = max(drawn, 1 - drawn)  # of an image in its mixture
     images_before, labels_before = _images_before(batch)
     classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
-    targets, targets_before = (classes_of[each].to(batch.images.dtype) for each in (batch.labels, labels_before))
+    targets, targets_before = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, labels_before))
     if cuts:
         images, share = _paste(batch.images, images_before, share, random)
     else:
@@ -66,7 +66,7 @@ def mix_batch(
 
 
 def _paste(images: Tensor, pasted: Tensor, share: float, random: np.random.Generator) -> tuple[Tensor, float]:
-    """Paste a box of about 1 - ``share`` of the area of ``pasted``; return also the share of the area that was left.
+    """Paste a box of ``pasted``, about 1 - ``share`` of its area, and return the images and the share that is left.
 
     The box has the shape of the images and a random centre, and is cut off at their edges.
     """
@@ -98,10 +98,11 @@ def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
     last_images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
     last_labels, all_sizes = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
 
-    # Empty slices have none to give: the predecessor is in the last slice before it that is filled, or, at the start
-    # of the global batch, in the last of all.
+    # Empty slices have no last image. The predecessor is in the last slice before it that has images, or, at the start
+    # of the global batch, in the last slice with images of the whole batch.
     order = torch.arange(num_microbatches * world_size, device=all_sizes.device)  # of slices: by microbatch, then rank
-    filled = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last filled one up to each
+    # For each slice, the last one up to it that has images.
+    filled = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values
     filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
     slices_before = filled.roll(1)[dist.get_rank() :: world_size]  # (P,), for this worker's slices
     ranks, microbatches = slices_before % world_size, slices_before // world_size
@@ -116,7 +117,7 @@ def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(rows: Tensor) -> Tensor:
-    """Return this worker's ``rows``, (n, ...), and those of all others, which have the same shape, as (N, n, ...)."""
+    """Return the ``rows`` of all workers, (n, ...) on each, as (N, n, ...)."""
     together = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(together, rows)
     return together.unflatten(0, (-1, len(rows)))

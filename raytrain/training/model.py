@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}  # of torchvision's classifiers
-_CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")  # what people call the argument
-_CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")  # the last one may mean other ones
+# Usual names of the arguments of functions that make networks, the likeliest first.
+_CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")
+_CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")
 _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
 
 
@@ -94,7 +95,7 @@ def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[],
         if unknown is None:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise UsageError(f"--model {name} cannot be built with --model-option {shown} ({reason}).") from None
-        # The class of the network is in the frame that called it, or beside a function that was.
+        # The class whose __init__ failed is a global variable of the file that called it.
         frames = (frame.f_globals for frame, _ in walk_tb(error.__traceback__))
         kinds = (variables[unknown[1]] for variables in frames if unknown[1] in variables)
         known = [parameter for kind in kinds for parameter in inspect.signature(kind).parameters]
@@ -107,8 +108,8 @@ def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[],
 def _users_function(name: str, num_classes: int, channels: int, options: Mapping[str, Any]) -> Callable[[], Any]:
     """Return the user's function or class ``package.module:function`` with its arguments.
 
-    It is called with as much of the two numbers as its parameters name, or with both if it takes any keywords, and with
-    the ``options``.
+    It is called with those of the two numbers for which it has a parameter, or with both if it takes any keywords, and
+    with the ``options``.
     """
     function = load_function("--model", name)
     if isinstance(function, nn.Module):
@@ -119,7 +120,7 @@ def _users_function(name: str, num_classes: int, channels: int, options: Mapping
     if filled := sorted(numbers.keys() & options.keys()):
         raise UsageError(f"--model-option {filled[0]}: it is filled in, as {numbers[filled[0]]} here; leave it out.")
     arguments: dict[str, Any] = {**numbers, **options}
-    # Refuse now what would be a TypeError in the user's code, with a traceback.
+    # Wrong arguments would be a TypeError in the user's code, with a traceback.
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -138,9 +139,9 @@ def _users_function(name: str, num_classes: int, channels: int, options: Mapping
 
 
 def network_arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
-    """Return the two numbers by the names that the ``function`` of a network has for them; one it lacks is left out."""
+    """Return those of the two numbers for which ``function``, which makes a network, has a parameter, by its name."""
     parameters = inspect.signature(function).parameters
-    if [each.kind for each in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+    if [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
         return {"num_classes": num_classes, "channels": channels}
     arguments: dict[str, int] = {}
     for names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):

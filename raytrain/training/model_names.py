@@ -18,7 +18,7 @@ _REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re
 
 
 def check_model_name(name: str) -> None:
-    """Raise UsageError if there is no network called ``name``; the rest, which only torch knows, is found out later."""
+    """Raise UsageError if there is surely no network called ``name``; only building it finds all mistakes."""
     in_timm = timm_name(name)
     if in_timm is not None:
         if importlib.util.find_spec("timm") is None:
@@ -34,7 +34,7 @@ def check_model_name(name: str) -> None:
 
 @cache
 def _classifiers_of(library: str) -> list[str]:
-    """Return the names of the networks that a library's files register; empty if they are written in another way."""
+    """Return the names of the networks that a library's files register; empty if they register them in another way."""
     # Neither library is imported: both import torch.
     package = importlib.util.find_spec(library)
     folders = (package and package.submodule_search_locations) or []
@@ -49,7 +49,7 @@ def check_optimizer_name(name: str) -> None:
 
 
 def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a ``name`` that is none of those ``known`` to torchvision."""
+    """Return the error for a ``name`` that is not among torchvision's classifiers, which are ``known``."""
     return UsageError(
         f"--model {name} is no classifier of torchvision{did_you_mean(name, known)}; give your own as "
         "file.py:function or package.module:function, or one of timm's as timm:NAME."
@@ -57,7 +57,7 @@ def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
 
 
 def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a ``name`` that is none of those ``known`` to timm."""
+    """Return the error for a ``name`` that is not among timm's networks, which are ``known``."""
     architecture = name.partition(".")[0]
     return UsageError(
         f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
@@ -66,5 +66,5 @@ def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
 
 
 def missing(option: str, package: str) -> UsageError:
-    """Return the error for an ``option`` that needs a ``package`` which comes with the extra for timm."""
+    """Return the error for an ``option`` that needs a ``package`` of raytrain's extra ``timm``."""
     return UsageError(f"{option} needs {package}, which is not installed; install {extra('timm')}.")

@@ -1,8 +1,9 @@
-"""Metrics that ``--metrics``, ``--best`` and ``--until`` name, measured of exactly the images that are held out.
+"""Metrics that ``--metrics``, ``--best`` and ``--until`` name, each image that is held out counted exactly once.
 
-Each worker adds the probabilities of its images. What is a sum is joined by one all-reduce: top-k accuracy, and the
-bins of the calibration error. What depends on the order of all images (AUROC, average precision) needs all
-probabilities, which are gathered for a few classes at a time. Objects of ``torchmetrics`` join their own states.
+Each worker adds the probabilities of its images. Metrics that are sums (top-k accuracy and the bins of the calibration
+error) are joined by one all-reduce. Metrics that depend on the order of all images (AUROC and average precision) need
+all probabilities, which are gathered for a few classes at a time. The states of ``torchmetrics`` objects are gathered,
+too (:mod:`raytrain.training.prepared_metrics`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from raytrain.training.logged_values import logged_fractions
 from raytrain.training.prepared_metrics import prepare_metric
 from raytrain.training.torchmetrics_by_name import build_torchmetric, torchmetrics_of
 
-_CLASSES_AT_A_TIME = 64  # whose probabilities of all images are in memory together
+_CLASSES_AT_A_TIME = 64  # classes for which the probabilities of all images are in memory together
 _RANKED = {"auroc": areas_under_roc, "average_precision": average_precisions}
 
 
@@ -76,12 +77,13 @@ class NamedMetrics:
         if self._multi_label:
             confidences, are_right = probabilities.flatten(), truth.flatten().double()
         else:
-            # A class is among the k likeliest if fewer than k are likelier; of equal ones the first is, as for argmax.
+            # A class is among the k likeliest if fewer than k are likelier. Of equal classes, the first one counts as
+            # likelier, as for argmax.
             own = probabilities.gather(1, truth[:, None])  # (m, 1)
             is_before = torch.arange(probabilities.shape[1], device=truth.device) < truth[:, None]
             rank = ((probabilities > own) | ((probabilities == own) & is_before)).sum(1)  # (m,)
-            for place, k in enumerate(self._ks, start=1):
-                self._sums[place] += (rank < k).sum()
+            for index, k in enumerate(self._ks, start=1):
+                self._sums[index] += (rank < k).sum()
             confidences, are_right = probabilities.max(1).values, (rank == 0).double()
         if "calibration_error" in self._names:
             bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
@@ -91,7 +93,7 @@ class NamedMetrics:
         if self._rows is not None:
             self._rows.append((probabilities, truth))
         for name, metric in self._objects.items():
-            # A binary one takes the probability of the second class.
+            # A binary metric takes the probability of the second class.
             inputs = probabilities[:, 1] if name.startswith("Binary") else probabilities
             try:
                 metric.update(inputs, truth.long())
@@ -104,7 +106,7 @@ class NamedMetrics:
     def values(
         self, total: Callable[[Tensor], Sequence[float]], gather: Callable[[Tensor], Tensor], world_size: int
     ) -> dict[str, float]:
-        """Return the metrics over all workers' images, NaN for one that needs more of them. Every worker calls this.
+        """Return the metrics over all workers' images; NaN for one that needs more images. Every worker calls this.
 
         Args:
             total: adds up numbers over the workers, as ``run.total`` does.
@@ -113,7 +115,7 @@ class NamedMetrics:
         """
         num_images, *sums = total(self._sums)
         of_all = {
-            f"top{k}": sums[place] / num_images if num_images else float("nan") for place, k in enumerate(self._ks)
+            f"top{k}": sums[index] / num_images if num_images else float("nan") for index, k in enumerate(self._ks)
         }
         if "calibration_error" in self._names:
             of_all["calibration_error"] = calibration_error(np.array(sums[len(self._ks) :]).reshape(3, NUM_BINS))
@@ -123,7 +125,7 @@ class NamedMetrics:
         return of_all
 
     def _of_ranks(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics that depend on the order of all images' probabilities: means over the classes."""
+        """Return the metrics that depend on the order of all images' probabilities, as means over the classes."""
         if self._rows is None:
             return {}
         num_classes, device = len(self._classes), self._sums.device

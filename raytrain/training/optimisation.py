@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate of every step and the loss, as the options or the loop say."""
+"""Builds the optimizer and the learning-rate schedule that the options ask for."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
 def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
     """Set momentum to zeros before the first step.
 
-    Torch's fused SGD leaves it uninitialised if the first gradients are infinite, as they may be in float16. This is a
-    hook at the top of the module, so that the optimizer can be copied.
+    Torch's fused SGD leaves it uninitialised if the first gradients are infinite, as they may be in float16. This hook
+    is at the top of the module so that an optimizer that has it can be copied.
     """
     for weight in parameters_of(optimizer):
         if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
@@ -67,8 +67,8 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     """Return the trainable parameters of ``model`` in groups, one for each learning rate (``lr``) and weight decay.
 
     The body comes before the head, layers that learn faster before others, and matrices and kernels before vectors,
-    which are norms and biases. Raises UsageError if the network lacks a head or layers that learn at a rate of their
-    own.
+    which are norms and biases. Raises UsageError if an option concerns the head or single layers, and the network does
+    not say which they are.
     """
     # Each parameter learns at the rate of the head or of the body, times the scale of its layer.
     head_factor = config.head_learning_rate_factor
@@ -78,7 +78,7 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     if config.head_epochs:
         head_parameters(model, num_classes, f"--head-epochs {config.head_epochs}")
     scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
-    # Sorted keys have the order of the groups: the scale is negative, so that a larger one comes first.
+    # The sorted keys give the order of the groups. The scale is negated so that larger scales come first.
     groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -97,12 +97,11 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
 
 
 def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
-    """Return the factor of the learning rate of each parameter: 1 in the last layer, ``decay`` in the one before, ...
+    """Return each parameter's factor of the learning rate: 1 in the last layer, ``decay`` in the one before, ...
 
-    Clark et al. 2020 (ELECTRA), as in BEiT and timm: the network itself says which parameters make a layer, with its
-    method ``group_matcher``. Raises UsageError if it has none.
+    This is layer-wise decay of Clark et al. 2020 (ELECTRA), as in BEiT and timm. Raises UsageError if the network has
+    no method ``group_matcher``, as those of timm have, which says the order of the layers and their parameters.
     """
-    # Only timm's networks say which parameters make a layer, and in which order the layers follow each other.
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
         raise UsageError(
@@ -119,8 +118,8 @@ def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
 def build_scheduler(config: TrainConfig, plan: BatchPlan, optimizer: Optimizer) -> LRScheduler:
     """Return a scheduler that multiplies the peak learning rates of ``optimizer`` by :func:`learning_rate_factor`.
 
-    Its ``step()`` follows each batch. In a search for a learning rate (``--schedule rising``) it leaves the rates
-    alone: the run raises them itself.
+    Its ``step()`` is called after each batch. In a search for a learning rate (``--schedule rising``) it changes
+    nothing, because the run raises the rates itself.
     """
 
     def of_step(step: int) -> float:
@@ -138,8 +137,8 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int, n
     start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
     warm-up to 0 just after the last step.
 
-    If the head learns alone at first, that begins with a warm-up and stays at 1. All else follows it, as if the run
-    began then: the layers that join have no momentum yet.
+    If the head learns alone at first, those epochs start with a warm-up, and then the factor stays 1. After them, the
+    schedule starts as if the run began then, because the other layers have no momentum yet.
     """
     num_warmup = round(config.warmup_epochs * steps_per_epoch)
     num_head_steps = config.head_epochs * steps_per_epoch
@@ -170,7 +169,7 @@ def rising_rate(config: TrainConfig, step: int, num_steps: int) -> float:
 def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -> None:
     """Raise UsageError unless ``logits`` are a tensor (m, C) for the ``labels``, (m, ...), of m images.
 
-    ``taker``: the call that got them, as the loop writes it.
+    ``taker`` is the call that got the logits, as the loop writes it, such as ``run.loss``.
     """
     if not isinstance(logits, Tensor):
         raise UsageError(
@@ -204,8 +203,8 @@ class Loss:
 
     Args:
         num_classes: C.
-        class_weights: the weight of each class, (C,); None for equal ones. If an image may have several classes, it is
-            the weight of the images that have the class.
+        class_weights: the weight of each class, (C,); None for equal weights. If an image may have several classes, a
+            class's weight applies to the images that have the class.
         observe: called with the logits and the targets of each call.
     """
 
@@ -230,7 +229,7 @@ class Loss:
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
         self._learns_labels |= targets.ndim == 1 and logits.requires_grad
         self._observe(logits, targets)
-        # The mean is over the images in all cases: torch's own would divide by the weights of the classes that happen
+        # Always the mean over the images: torch's own mean would divide by the class weights of the images that happen
         # to be in this worker's batch.
         weights = None if self._weights is None else self._weights.to(logits.dtype)
         if config.multi_label:
@@ -239,7 +238,7 @@ class Loss:
             )
             return losses.mean()
         losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
-        # Focal loss (Lin et al. 2017): images that are recognised already count less.
+        # Focal loss (Lin et al. 2017): images that the network already recognises count less.
         if config.focal_gamma:
             probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
             losses = losses * (1 - probabilities) ** config.focal_gamma
@@ -248,7 +247,7 @@ class Loss:
     def notes(self) -> Iterator[str]:
         """Yield a sentence on each mistake that the calls so far show.
 
-        The network learns labels though images are mixed; or what it gives as logits are probabilities.
+        Those are labels in place of targets although images are mixed, and probabilities in place of logits.
         """
         mixing = [flag(name) for name in ("mixup", "cutmix") if getattr(self._config, name) > 0]
         if mixing and self._learns_labels:

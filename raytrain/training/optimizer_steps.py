@@ -1,4 +1,4 @@
-"""Follows the steps of a loop's optimizers, by torch's own step hooks: nothing of the optimizers is replaced."""
+"""Follows the steps of a loop's optimizers, by torch's own step hooks, without replacing anything of the optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError, some_of
 from raytrain.training.agreement import find_differing, find_not_on_all
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.optimisation import rising_rate
+from raytrain.training.optimisation import parameters_of, rising_rate
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 
@@ -38,11 +38,11 @@ def optimizer_hooks(before: Callable[..., None], after: Callable[..., None]) -> 
 
 
 class OptimizerSteps:
-    """Knows whether an optimizer has stepped since the loop got its batch, and at which learning rates.
+    """Follows the optimizers: whether any has stepped since the loop got its batch, and at which learning rates.
 
     Args:
         share: returns m_j / M, as in :mod:`raytrain.training.gradients`.
-        num_steps: of the whole run, over which a search for a learning rate raises it.
+        num_steps: number of steps of the whole run, over which a search for a learning rate raises the rate.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OptimizerSteps:
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
         self._step: int | None = None  # that of the batch, counted from 0
-        self._autocast_before: list[bool] = []  # of the steps that are running: an optimizer may wrap another one
+        self._autocast_before: list[bool] = []  # one for each running step, as an optimizer may wrap another one
         self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
 
     def followed(self) -> AbstractContextManager[None]:
@@ -85,8 +85,11 @@ class OptimizerSteps:
         if len(self._state.optimizers) < 2:
             return
         for optimizer in self._state.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients = {id(each): (id(each.grad), each.grad._version) for each in parameters if each.grad is not None}
+            gradients = {
+                id(parameter): (id(parameter.grad), parameter.grad._version)
+                for parameter in parameters_of(optimizer)
+                if parameter.grad is not None
+            }
             before = self._gradients.get(optimizer, {})
             left = [number for number in gradients if number not in self._stepped]
             has_changed = any(gradients[number] != before.get(number) for number in left)
@@ -128,7 +131,7 @@ class OptimizerSteps:
         return tensors
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Prepare a step of ``optimizer``, of which torch's hook says the arguments, and return others or None."""
+        """Prepare a step of ``optimizer``; return arguments and options that replace those of the step, or None."""
         if self._step is None or not self._trains(optimizer):
             return None
         if not self._state.holds(optimizer):
@@ -146,7 +149,7 @@ class OptimizerSteps:
         self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
 
-        # A search for a learning rate sets that of the first group; further groups keep their ratio to it.
+        # A search for a learning rate sets the rate of the first group; other groups keep their ratio to it.
         if self._config.is_range_test:
             rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
             first_rates = self._first_rates.setdefault(optimizer, rates)
@@ -156,17 +159,17 @@ class OptimizerSteps:
             for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
                 group["lr"] = rate * first_rate / first_rates[0]
 
-        # A scheduler changes tensors in place. To read one now would wait for the device.
+        # A learning rate may be a tensor, which a scheduler changes in place. Reading it now would wait for the device.
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         self.learning_rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-        # Autocast is for what the networks compute: a step in 16 bits would lose small changes.
+        # Autocast is for the networks' computations: a step in 16 bits would lose small changes.
         device_type = self._worker.device.type
         self._autocast_before.append(torch.is_autocast_enabled(device_type))
         torch.set_autocast_enabled(device_type, False)
 
-        # A closure returns the loss of this worker's images. The optimizer gets that of the global batch; args[0] is
-        # the optimizer itself.
+        # A closure returns the loss of this worker's images. The optimizer gets a closure that returns the loss of the
+        # global batch instead. args[0] is the optimizer itself.
         if len(args) > 1 and callable(args[1]):
             return (args[0], partial(self._joined_loss, args[1]), *args[2:]), options
         if callable(options.get("closure")):
@@ -177,7 +180,7 @@ class OptimizerSteps:
         """Note a step of ``optimizer``; torch calls this after each step of each optimizer."""
         if self._step is not None and self._trains(optimizer):
             self.has_stepped = True
-            self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
+            self._stepped.update(map(id, parameters_of(optimizer)))
             torch.set_autocast_enabled(self._worker.device.type, self._autocast_before.pop())
 
     def _trains(self, optimizer: Optimizer) -> bool:
@@ -185,7 +188,7 @@ class OptimizerSteps:
         if self._state.holds(optimizer):
             return True
         ids = self._models.parameter_ids
-        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(parameter) in ids for parameter in parameters_of(optimizer))
 
     def _joined_loss(self, closure: Callable[[], Any]) -> Any:
         """Return the loss of the global batch for an optimizer that decides by it, such as LBFGS with a line search."""

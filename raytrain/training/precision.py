@@ -1,4 +1,4 @@
-"""Precisions that a device computes natively. Imports no torch before it is used with a device."""
+"""Tells which precisions a device computes natively. Imports torch only when asked about a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16", "avx512_fp16"}}
-"""Flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
+"""Flags of x86 CPUs that multiply numbers of this type natively; one of the flags is enough."""
 AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -21,7 +21,7 @@ _WORTH_A_WARNING = 1.1
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the flags of this machine's CPU that Linux lists; none on other systems and processors."""
+    """Return the CPU flags that Linux lists for this machine; none on other systems and processors."""
     if not CPU_INFO.exists():
         return frozenset()
     lines = (line.partition(":") for line in CPU_INFO.read_text().splitlines())
@@ -29,7 +29,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def set_gpu_products(precision: str) -> None:
-    """Let GPUs round factors of all float32 products to TF32, unless all 23 bits are asked for."""
+    """Let GPUs round the factors of float32 products to TF32, unless ``precision`` is float32 itself."""
     import torch
 
     rounded = precision != "float32"
@@ -44,7 +44,7 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
     if precision == "tf32":
         has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
         return None if has_tf32 else "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
-    # A CPU without the flag of x86 may still be fast, such as those of ARM: then the measurement shows it.
+    # CPUs without these flags of x86, such as ARM's, may still be fast; the measurement shows it.
     if device.type != "cpu" or precision not in NATIVE_FLAGS or NATIVE_FLAGS[precision] & cpu_flags():
         return None
     ratio = measure_slowdown(precision)
@@ -59,12 +59,12 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
 def measure_slowdown(precision: str) -> float:
     """Return how many times as long a convolution takes on this CPU in mixed precision as in float32.
 
-    Each is timed several times, of which the fastest counts. Torch's random numbers stay as they are.
+    Both are timed several times, and the fastest time counts. Torch's random generators are not used.
     """
     import torch
     from torch.nn.functional import conv2d
 
-    # Ones do: the time does not depend on the numbers, and nothing random is drawn.
+    # The time does not depend on the numbers, so ones are enough.
     images, weight = torch.ones(_SHAPE), torch.ones(_WEIGHT, requires_grad=True)
 
     def step(mixed: bool) -> None:
@@ -73,6 +73,6 @@ def measure_slowdown(precision: str) -> float:
 
     fastest_s: list[float] = []
     for mixed in (True, False):
-        step(mixed)  # the first time, more is set up
+        step(mixed)  # warm-up: the first call sets things up
         fastest_s.append(min(timeit.repeat(partial(step, mixed), number=1, repeat=_NUM_TIMES)))
     return fastest_s[0] / fastest_s[1]

@@ -1,6 +1,6 @@
-"""Objects of ``torchmetrics`` that a loop has prepared, whose values are those of all workers' images.
+"""Lets the objects of ``torchmetrics`` that a loop has prepared measure the images of all workers.
 
-Their own way to join the workers would wait for ever for one that has no image yet, so their states are gathered here,
+Their own way to join the workers would wait for ever if a worker has no image yet. So their states are gathered here,
 and merged by each metric's ``merge_state``.
 """
 
@@ -54,7 +54,7 @@ def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
             "counted; give it to run.prepare before the first batch."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a metric has seen no image yet
+        warnings.simplefilter("ignore")  # torchmetrics warns of a metric that has seen no image yet
         return {name: _joined(member, world_size).compute() for name, member in _members(metric).items()}
 
 
@@ -70,13 +70,13 @@ def _members(metric: Any) -> dict[str, Any]:
 
 
 def _joined(metric: Any, world_size: int) -> Any:
-    """Return a copy of ``metric`` with the states of all workers, which joins nothing itself."""
+    """Return a copy of ``metric`` with the states of all workers, which no longer communicates itself."""
     gathered: list[Any] = [metric] * world_size
     if world_size > 1:
         dist.all_gather_object(gathered, metric)
     joined = copy.deepcopy(metric)
     joined.reset()
-    joined.distributed_available_fn = bool  # it returns False
+    joined.distributed_available_fn = bool  # a function that returns False, so that it does not communicate
     try:
         for other in gathered:
             joined.merge_state(other.to(joined.device))

@@ -1,10 +1,10 @@
-"""Networks that a loop has prepared: in checkpoints, with gradient checkpointing, compilation, averages, evaluation.
+"""The networks that a loop has prepared: changes them in place, evaluates them, and checks that workers have the same.
 
-``run.prepare(network)`` changes a network in place, so that N workers compute with it what one would:
+``run.prepare(network)`` changes a network so that N workers compute with it what one would:
 
 1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.exact_networks`).
 2. It is moved to the device, gets the weights of a checkpoint, and then those of worker 0.
-3. The options follow that change how it computes: gradient checkpointing, mixed precision, compilation.
+3. Options that change how it computes are applied: gradient checkpointing, mixed precision, compilation.
 
 From then on :meth:`PreparedModels.begin_microbatch` tells its layers, before each microbatch, which samples come next
 and how many of them count.
@@ -46,19 +46,19 @@ _CAUSE_IN_WEIGHTS = (
     "changes them from all workers' images, with run.total, run.mean or run.gather"
 )
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
-_MUST_BE_FINITE = ("running_mean", "running_var")  # among the buffers; others, such as attention masks, may be infinite
+_MUST_BE_FINITE = ("running_mean", "running_var")  # of the buffers; others, such as attention masks, may be infinite
 
 
 def shapes_of(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of all parameters and buffers of ``model`` but the lazy ones, which have none yet."""
+    """Return the shapes of all parameters and buffers of ``model``, except lazy ones, which have no shape yet."""
     tensors = (*model.parameters(), *model.buffers())
     return [tuple(tensor.shape) for tensor in tensors if not nn.parameter.is_lazy(tensor)]
 
 
 def apply_options(model: nn.Module, config: TrainConfig) -> None:
-    """Change ``model`` in place to compute as the options ask: checkpointed, in mixed precision, compiled.
+    """Apply gradient checkpointing, mixed precision and compilation to ``model``, in place, as the options ask.
 
-    Its class stays, and copies of it compute the same way with their own weights.
+    Its class stays the same, and copies of it compute the same way with their own weights.
     """
     if config.gradient_checkpointing:
         batchnorm.count_once(checkpoint_gradients(model))
@@ -101,7 +101,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class PreparedModels(ExactNetworks):
-    """All networks that a loop has prepared, ``trained``: on this worker's device, in checkpoints, exact over workers.
+    """All networks that a loop has prepared (``trained``), on this worker's device.
 
     Args:
         share: returns m_j / M, see :class:`~raytrain.training.gradients.ExactGradients`.
@@ -117,12 +117,12 @@ class PreparedModels(ExactNetworks):
         report: Callable[[str], None],
     ) -> None:
         super().__init__(worker, share, report, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
-        self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
-        self.built_by_options: set[str] = set()  # the layers of networks that are as the options name them, as text
+        self.named: dict[str, nn.Module] = {}  # the networks and averages of weights, by their names in checkpoints
+        self.built_by_options: set[str] = set()  # networks that the options name, as the text of their layers
         self._config = config
         self._state = state
         self._average: WeightAverage | None = None  # of the first network
-        self._called: dict[str, StateDict | None] = {}  # in the last evaluation, with weights that it may have swapped
+        self._called: dict[str, StateDict | None] = {}  # networks that the last evaluation called, and their weights
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model`` in place, and return it."""
@@ -135,13 +135,13 @@ class PreparedModels(ExactNetworks):
         make_layers_exact(model, "sync" if frozen else self._config.batch_norm, "run.prepare")  # pyright: ignore
         if self._worker.world_size > 1 and self._config.compile_mode is not None:
             check_recordable(model, self._config.compile_mode)
-        # Complex parameters stay complex: float and double change real ones only.
+        # Complex parameters stay complex, because float() and double() change real ones only.
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
-        # Weights of a checkpoint are loaded after the cast, which would round them.
+        # Weights of a checkpoint are loaded after the cast, because the cast would round them.
         name = self._state.add("model", model)
-        # With --compile a hook before the forward would be compiled, too.
+        # With --compile, a hook before the forward would be compiled, too.
         self.join(model, sees_forwards=self._worker.world_size > 1 and not self._config.compile)
         apply_options(model, self._config)
         if is_built_by_options:
@@ -167,17 +167,17 @@ class PreparedModels(ExactNetworks):
             microbatch.samples,
             step=microbatch.step,
             seed=self._config.seed,
-            # One worker's gradients of a whole batch are those of the global batch already.
+            # The gradients of a whole batch on a single worker are those of the global batch already.
             scales_gradients=self._worker.world_size > 1 or not is_whole or not microbatch.num_used,
         )
 
     def begin_images(self) -> None:
-        """Let networks that are recorded in CUDA graphs write over the activations of earlier images."""
+        """Let networks that are recorded in CUDA graphs overwrite the activations of earlier images."""
         if records_graphs(self._config.compile_mode):
             torch.compiler.cudagraph_mark_step_begin()
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if ``optimizer`` trains a parameter of no prepared network, or of a layer that is new."""
+        """Raise UsageError if ``optimizer`` trains a parameter that is in no prepared network, or in a new layer."""
         unknown = self._unknown_parameters(optimizer)
         if not unknown:
             return
@@ -224,7 +224,7 @@ class PreparedModels(ExactNetworks):
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
-        # Note which networks the evaluation calls. A hook would be compiled, too: then all count as called.
+        # Note which networks the evaluation calls. With --compile, a hook would be compiled, too, so all are noted.
         self._called = dict.fromkeys(self.named if self._config.compile else ())
         watched = () if self._config.compile else self.named.items()
         note = partial(_note_call, self._called, keeps_weights and self._worker.rank == 0)
@@ -239,20 +239,20 @@ class PreparedModels(ExactNetworks):
                 layer.training = training
 
     def measured(self) -> str | None:
-        """Return the name of the network that the last evaluation called: an average, or else the first of several."""
+        """Return the name of the network that the last evaluation called; of several, the average or the first one."""
         averages_first = sorted(self.named, key=lambda name: name != "average")
         return next((name for name in averages_first if name in self._called), None)
 
     def is_built_by_loop(self) -> bool:
-        """Return whether the loop, not the options, made the network that was measured, or that would be."""
+        """Return whether the loop, not the options, made the network that was measured, or that will be."""
         measured = self.measured()
         return str(self.named[measured] if measured else self.evaluated) not in self.built_by_options
 
     def swapped_weights(self) -> dict[str, StateDict]:
-        """Return the weights that the last evaluation measured, by a name, if the network has others by now.
+        """Return the weights that the last evaluation measured, under a name, if the network has other weights now.
 
-        Optimizers without a schedule and averages that are copied into the network swap the weights for an evaluation,
-        and swap them back. Later commands use what the run has measured.
+        Schedule-free optimizers, and averages that are copied into the network, swap the weights for an evaluation, and
+        swap them back. Later commands use the weights that were measured.
         """
         name = self.measured()
         measured = None if name is None else self._called.get(name)
@@ -278,7 +278,7 @@ class PreparedModels(ExactNetworks):
         return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
 
     def digest(self) -> list[float]:
-        """Return numbers that change if a weight or a buffer does. The host waits for the device once."""
+        """Return numbers that change if a weight or a buffer changes. The host waits for the device once."""
         return digest_of_tensors(self._tensors().values())
 
     def digest_of_weights(self) -> list[float]:
@@ -307,19 +307,21 @@ class PreparedModels(ExactNetworks):
         tensors: dict[str, Tensor] = {}
         for number, model in enumerate(self.trained, start=1):
             prefix = f"network {number}'s " if number > 1 else ""
-            # Statistics of a worker's own batch wait to be joined, and so differ between workers.
-            buffers = {name: each for name, each in model.named_buffers() if not name.endswith(batchnorm.LOCAL_BUFFERS)}
+            # Statistics of a worker's own batch have not been joined yet, and so differ between workers.
+            buffers = {
+                name: buffer for name, buffer in model.named_buffers() if not name.endswith(batchnorm.LOCAL_BUFFERS)
+            }
             state = {**buffers, **model.state_dict(keep_vars=True)}
             tensors.update({prefix + name: value for name, value in state.items() if isinstance(value, Tensor)})
         return tensors
 
 
 def _note_call(called: dict[str, StateDict | None], keeps_weights: bool, name: str, model: nn.Module, *_: Any) -> None:
-    """Note in ``called`` that ``model`` is called, with a copy of its weights if wanted.
+    """Note in ``called`` that ``model`` is called, with a copy of its weights if it ``keeps_weights``.
 
-    A hook before its forward. It stands at the top of the module so that the network can be pickled in an evaluation.
+    It is a hook before the forward, at the top of the module so that an evaluation can pickle the network.
     """
     if name not in called:
         state: StateDict = model.state_dict() if keeps_weights else {}
-        copied = {key: each.detach().clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+        copied = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
         called[name] = copied if keeps_weights else None

@@ -1,4 +1,4 @@
-"""What a run is given: the worker that it runs on, its source of images, and its reporter of metrics and events."""
+"""Interfaces of what a run is given: its worker, its source of images, and its reporter of metrics and events."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Reporter(DecodeReporter, Protocol):
         """Note how fast this worker is and how its machine is used. Every worker calls this every few seconds."""
 
     def event(self, event: Event) -> None:
-        """Note something that whoever watches the run should read."""
+        """Note an event that whoever watches the run should read."""
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        """Note the ``place`` where worker ``rank`` waits for the others, again and again; None once it has gone on."""
+        """Note the ``place`` where worker ``rank`` waits for the others, repeatedly; None once it has continued."""
 
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
-        """Note the training images whose labels look wrong, in place of those before; the worst comes first."""
+        """Replace the list of training images whose labels look wrong; the worst comes first."""
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage. Raises StorageError if they cannot be written."""

@@ -1,8 +1,8 @@
-"""Random number generators: those of torch, NumPy and Python, and those that a user's transforms hold.
+"""Seeds the random number generators of torch, NumPy and Python, and those that a user's transforms hold.
 
-Random numbers must not depend on the number of workers, nor on where a run was stopped. What raytrain draws itself
-comes from keys (``data/plan/permutation.py``). What the user's code draws comes from generators, which are seeded
-before each step, and before each image that a user's transforms change.
+Random numbers must not depend on the number of workers, nor on where a run was stopped. raytrain's own random numbers
+are computed from keys (``data/plan/permutation.py``). The user's code draws from generators. These are seeded before
+each step, and before each image that a user's transforms change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raytrain.data.plan.permutation import mix
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python.
 
-    torch.manual_seed is slower: it seeds those of all devices.
+    torch.manual_seed is slower, because it seeds the generators of all devices.
 
     Example::
 
@@ -38,8 +38,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def used_generators(seed: int, device: torch.device) -> list[str]:
-    """Return whose generators have given numbers since :func:`seed_generators` got the same: torch, NumPy, Python."""
-    # The state of a generator is compared with that of a new one with the same seed.
+    """Return which generators were used since :func:`seed_generators` was called with the same arguments."""
+    # The state of each generator is compared with the state of a new one with the same seed.
     on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
     is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
     if device.type == "cuda" and not is_torch:
@@ -55,8 +55,8 @@ def used_generators(seed: int, device: torch.device) -> list[str]:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Keep the generators: after this context they continue as if nobody had used or seeded them in it."""
-    # Torch has a context for its own; NumPy and Python get their state back.
+    """Restore the generators after this context, so that they continue as if they had not been used or seeded in it."""
+    # Torch restores its own generators; those of NumPy and Python get their state back here.
     of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -71,7 +71,7 @@ _IN_CLASSES = (FunctionType, *_KINDS)
 
 
 def seed_each(generators: Iterable[Any], seed: int) -> None:
-    """Seed each of a user's generators with another number, which depends on ``seed`` and its position."""
+    """Seed each of a user's generators with a number of its own, which depends on ``seed`` and its position."""
     for position, generator in enumerate(generators):
         key = mix(seed, position)
         if isinstance(generator, torch.Generator):
@@ -93,7 +93,7 @@ def held_generators(function: Any) -> list[Any]:
         seed_each(held_generators(transforms), mix(seed, sample))
     """
     generators: list[Any] = []
-    seen: dict[int, Any] = {}  # by id(); holds the values, so that no ID is given twice
+    seen: dict[int, Any] = {}  # by id(); keeps the values alive, so that no other value gets the ID of one of them
     waiting: list[Any] = [function]
     while waiting:
         value = waiting.pop()
@@ -107,7 +107,7 @@ def held_generators(function: Any) -> list[Any]:
 
 
 def _values_held_by(value: Any) -> list[Any]:
-    """Return all that ``value`` refers to, as far as a transform may draw from it."""
+    """Return the objects that ``value`` refers to and in which a generator may be."""
     if isinstance(value, (list, tuple)):
         return list(value)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     if isinstance(value, dict):
@@ -116,8 +116,8 @@ def _values_held_by(value: Any) -> list[Any]:
         return [value.func, value.args, value.keywords]  # pyright: ignore[reportUnknownMemberType]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
-    # Global variables of a library's functions are not searched: they lead into all that the library imports. Most of
-    # its functions have no closure either, and to look for variables in all methods of a network takes 0.1 s.
+    # Global variables of a library's functions are not searched, because they lead to everything that the library
+    # imports. A library's functions without a closure are skipped: searching all methods of a network takes 0.1 s.
     if isinstance(value, FunctionType):
         is_own = is_of_user(value.__code__.co_filename)
         of_module, of_closure = variables_of(value) if is_own or value.__closure__ else ({}, {})

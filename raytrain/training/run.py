@@ -5,11 +5,13 @@ it asks for,
 
 1. ``_batches`` takes a local batch that was read ahead, starts the step's all-reduce (``Steps.begin``), seeds the
    random number generators, and augments and mixes the images on the device;
-2. the loop's own code runs with the batch, in the precision of the run; its gradients, batch norm and dropout ask
-   which images they are of (``_begin_microbatch``), and ``log``, ``mean``, ``gather`` and ``total`` which count;
-3. ``Steps.end_batch`` reads the totals of all workers when the loop asks for the next batch, and does what is due.
+2. the loop's own code runs with the batch, in the precision of the run; ``_begin_microbatch`` has told the gradients,
+   batch norm and dropout, and ``log``, ``mean``, ``gather`` and ``total``, which images the loop computes;
+3. when the loop asks for the next batch, ``Steps.end_batch`` reads the totals of all workers, and writes the
+   checkpoints that are due.
 
-What is due is decided in :mod:`raytrain.training.steps`. Evaluations are measured here, where the loop may call one.
+:mod:`raytrain.training.steps` decides when an evaluation or a checkpoint is due. Evaluations are made here, because a
+loop may call one, too.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class Run:
         self._measured_part: Part = "validation"
         self._has_compared_weights = False  # before and after an epoch
         self._has_read = False  # the evaluation has asked for its batches
-        self._held: list[nn.Parameter] = []  # parameters that do not learn while the head learns alone
+        self._held: list[nn.Parameter] = []  # parameters that are not trained while the head learns alone
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
@@ -142,7 +144,7 @@ class Run:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is."""
+        """How far the run has come."""
         return self.steps.progress
 
     @property
@@ -176,8 +178,8 @@ class Run:
     def train_head_first(self, model: nn.Module, epoch: Epoch) -> None:
         """Have the head of ``model`` learn alone in the first ``--head-epochs`` epochs; call it at the start of each.
 
-        Until then, the other layers get no gradients, and their batch norm normalises with its running statistics: a
-        new head that knows nothing would only spoil what pretrained layers know. A step costs a third of a whole one.
+        In these epochs, the other layers get no gradients, and their batch norm normalises with its running statistics,
+        because the gradients of an untrained head would spoil pretrained layers. A step takes a third of the time.
 
         Example::
 
@@ -239,6 +241,7 @@ class Run:
         return self._open_epochs
 
     def _epochs(self) -> Generator[Epoch, None, None]:
+        """Yield the epochs of the run from its current step on, and do after each what is due."""
         self.state.check_complete()
         self.steps.open(self._evaluate_when_due)
         if self.steps.is_over:
@@ -296,7 +299,7 @@ class Run:
             self.steps.report_once(_NOTHING_LEARNT.format(format_count(self.progress.step - first_step, "step")))
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
-        """Have ``microbatch``, or a whole batch, weight all that the loop computes from now on."""
+        """Weight all that the loop computes from now on by the images of ``microbatch``, which may be a whole batch."""
         self.microbatch = microbatch
         self.steps.begin_microbatch(microbatch.num_used)
         self.models.begin_microbatch(microbatch, is_whole=is_whole)
@@ -308,11 +311,11 @@ class Run:
                 generator.close()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which backwards leave their gradients on this worker, if it is ``enabled``.
+        """Return a context in which backwards keep their gradients on this worker, if it is ``enabled``.
 
-        They are added to those of the next backward after it, which sums them over the workers, or of the next step of
-        an optimizer. A loop that adds up gradients of several backwards is right without it; with it they are sent once
-        instead of each time. Until then ``.grad`` does not have them, so zero it before, and clip after.
+        The next backward after the context, or the next step of an optimizer, sums them over the workers. A loop that
+        adds up gradients of several backwards is right without this context; with it, gradients are sent once instead
+        of each time. Until they are summed, ``.grad`` does not hold them, so zero it before, and clip after.
 
         Example::
 
@@ -328,9 +331,10 @@ class Run:
         A row of the history has the mean over the steps in which a name was logged. Every worker logs the same names.
 
         Args:
-            values: by name, the mean over this worker's images of the batch: a number or a tensor with one; or
-                ``(numerator, denominator)`` of something that is no mean over the images; or a vector, which becomes a
-                metric for each number, named after the classes if there are as many; or an object of ``torchmetrics``.
+            values: by name, one of: the mean over this worker's images of the batch, as a number or a tensor with one
+                number; ``(numerator, denominator)``, for a quotient that is not a mean over the images; a vector, whose
+                numbers become one metric each, named after the classes if there are as many; or an object of
+                ``torchmetrics``.
 
         Raises UsageError for anything else.
 
@@ -343,11 +347,11 @@ class Run:
         self.steps.metrics.log(fractions, counts=num_used > 0)
 
     def mean(self, numerator: Tensor, denominator: Tensor | float) -> Tensor:
-        """Return a loss: the sum of all workers' numerators over that of their denominators. Every worker calls this.
+        """Return a loss: the sum of all workers' numerators over the sum of denominators. Every worker calls this.
 
-        It is for means over something else than images, such as the class-weighted ``cross_entropy``, which divides by
-        the weights, or one that leaves pixels or labels out. On one worker it is ``numerator / denominator``; on
-        several, each gets a number whose mean over the images of all workers is that, as for other losses.
+        It is for means over something other than images, such as the class-weighted ``cross_entropy``, which divides by
+        the weights, or a loss that leaves out pixels or labels. On one worker it is ``numerator / denominator``. On
+        several workers, the quotient of the sums is the mean of the returned numbers, weighted by the workers' images.
 
         Example::
 
@@ -367,7 +371,7 @@ class Run:
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the fraction of right answers in a batch, or a microbatch, (); ``logits`` are (m, C).
 
-        If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
+        If an image may have several classes, it counts as the fraction of classes for which the answer is right.
 
         Example::
 
@@ -382,8 +386,8 @@ class Run:
     def show(self, batch: Batch, logits: Tensor) -> None:
         """Show the network's answers to whoever watches the run: ``logits``, (m, C), of a batch or a microbatch.
 
-        Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
-        It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
+        In an evaluation, the confusions and the most wrong images are shown; in a loop, the latest batch. The call does
+        not wait for the device, and shows nothing if an image may have several classes. Raises UsageError if the logits
         have another shape.
 
         Example::
@@ -417,7 +421,7 @@ class Run:
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
 
-        In a batch, those of a worker without images count as nothing: they are of a placeholder.
+        In a batch, the sums of a worker without images do not count, because they come from a placeholder.
 
         Example::
 
@@ -435,8 +439,8 @@ class Run:
     def gather(self, rows: Tensor | npt.NDArray[Any]) -> Tensor:
         """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...). Each worker calls this.
 
-        In a batch, a worker without images adds none. Gradients go back to the rows of all workers: a loss that each
-        worker computes of all rows, such as a contrastive one, counts once.
+        In a batch, a worker without images adds no rows. Gradients flow back to the rows of all workers: a loss that
+        each worker computes from all rows, such as a contrastive one, counts once.
 
         Example::
 
@@ -455,7 +459,7 @@ class Run:
         return self.steps.in_batch and not self.evaluating and microbatch is not None and not microbatch.num_used
 
     def _current_microbatch(self, call: str) -> Batch:
-        """Return the batch or microbatch that the loop computes. Raises UsageError before it has got a batch."""
+        """Return the batch or microbatch that the loop computes. Raises UsageError if it has not got a batch yet."""
         if self.microbatch is None:
             raise UsageError(
                 f"The loop calls run.{call} before it has a batch; call it in `for batch in epoch:`, inside of `for "
@@ -464,7 +468,7 @@ class Run:
         return self.microbatch
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the run on the validation images, at any time, on every worker. The history gets the numbers.
+        """Evaluate the run on the validation images, and add the metrics to the history. Every worker calls this.
 
         Example::
 
@@ -474,14 +478,17 @@ class Run:
         return self._measure(keeps_weights=True)
 
     def _evaluate_when_due(self) -> None:
-        """Measure the run between two epochs, or after its last step."""
+        """Evaluate the run between two epochs, or after its last step."""
         if self.own_evaluation is not None:
             self.steps.before_own_evaluation()
         self._measure(keeps_weights=self.own_evaluation is not None)
 
     @torch.no_grad()
     def _measure(self, *, keeps_weights: bool) -> dict[str, float]:
-        """Measure the run. Pass ``keeps_weights`` if the evaluation may be one that swaps weights only meanwhile."""
+        """Evaluate the run, and record the metrics.
+
+        With ``keeps_weights``, the evaluation may swap the weights while it runs, and they are kept for the checkpoint.
+        """
         self.steps.report_start()  # otherwise nobody would read the validation images
         self.steps.check_all("evaluations")
         started = time.perf_counter()
@@ -495,7 +502,7 @@ class Run:
         return measured
 
     def _evaluated(self, *, keeps_weights: bool = False) -> dict[str, float]:
-        """Return the metrics of the images of ``_measured_part``, by the loop's own evaluation if it has one."""
+        """Return the metrics on the images of ``_measured_part``, from the loop's own evaluation if it has one."""
         self.evaluating = True
         with self.models.evaluating(keeps_weights=keeps_weights):
             measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
@@ -503,7 +510,7 @@ class Run:
         return measured
 
     def finish(self) -> Outcome:
-        """End the run, as the loop has returned. Raises UsageError if only some workers' loops have."""
+        """End the run after the loop has returned. Raises UsageError if only some workers' loops have returned."""
         self.leave_batch()
         outcome = self.steps.finish(self._evaluate_when_due)
         if self.has_test and self.steps.test_is_due:
@@ -515,7 +522,7 @@ class Run:
 
     @torch.no_grad()
     def _measure_test(self) -> None:
-        """Measure the test images, once, with the networks of the best checkpoint; nothing is written after it."""
+        """Evaluate the test images, once, with the networks of the best checkpoint. No checkpoint follows."""
         self.steps.load_best()
         self._measured_part, self._has_read = "test", False
         measured = self._evaluated()

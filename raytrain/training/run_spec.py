@@ -1,4 +1,4 @@
-"""Spec of a run: the record that travels to its workers, the same on every one. Imports no torch."""
+"""Spec of a run: the record that is sent to its workers, the same to all of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Spec of a run, the same on every worker. It travels to the workers, and holds no secret."""
+    """Spec of a run, the same on every worker. It is sent to the workers, and holds no secret."""
 
     config: ResolvedConfig
-    loop: Callable[[Run], None] | None  # the caller's own; None: the one that the options name, or the built-in one
-    transforms: Callable[[], Transforms] | None = None  # makes the user's own
+    loop: Callable[[Run], None] | None  # the caller's own; None: the loop that the options name, or the built-in one
+    transforms: Callable[[], Transforms] | None = None  # makes the user's own transforms
     classes: tuple[str, ...]
     manifest_digest: str
     plan: BatchPlan
-    held_out_plans: Mapping[Part, BatchPlan]  # in which the images for validation, and for the test, are measured
+    held_out_plans: Mapping[Part, BatchPlan]  # the batches in which validation images, and test images, are measured
     store: Store  # of the run
     class_weights: tuple[float, ...] | None = None  # in the loss
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
@@ -73,7 +73,7 @@ class RunSpec:
         """Return a spec with the loop and the transforms that the options name, which may import anything."""
         loop = self.loop or load_optional("--loop", self.config.loop)
         transforms = load_optional("--transforms", self.config.transforms)
-        sources = {**source_lines(loop), **source_lines(transforms)}  # a worker's own ones are those of its files
+        sources = {**source_lines(loop), **source_lines(transforms)}  # as in the files of this worker
         loggers = logging_here()  # which the files of these functions may have set up
         return replace(
             self,

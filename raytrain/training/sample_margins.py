@@ -1,15 +1,15 @@
-"""Margin and loss of each training image over the epochs, which tell wrong labels apart from hard images.
+"""Sums the margin and the loss of each training image over the epochs, by which wrong labels are found.
 
 The *margin* of an image in a step is the logit of its label minus the largest logit of any other class. A network
-learns images with right labels from others like them, so their margins grow early. An image with a wrong label has
-others like it that say something else: its margin stays low, and often negative, until the network has memorised it.
-So the mean of the margin over all epochs, the *area under the margin* (Pleiss et al. 2020), ranks the images by how
-wrong their labels look.
+learns images with right labels from similar images, so their margins grow early. An image with a wrong label resembles
+images with another label, so its margin stays low, and often negative, until the network has memorised it. So the mean
+of the margin over all epochs, the *area under the margin* (Pleiss et al. 2020), ranks the images by how wrong their
+labels look. It tells wrong labels apart from hard images.
 
-Nothing is computed twice for it: the logits are those that the loop gives to ``run.loss``, ``run.accuracy`` or
-``run.show``. They belong to an image if the labels that come with them are those of the batch, or a slice of them,
-which their memory shows. Each draw counts once, whichever of the three calls comes first. What comes later in the
-step, and the logits of an evaluation, count as nothing.
+Nothing is computed twice: the logits are those that the loop gives to ``run.loss``, ``run.accuracy`` or ``run.show``.
+They are assigned to images by the labels that come with them, if these share their memory with the labels of the batch
+or a slice of them. Each draw of an image counts once, at the first of the three calls. Later logits in the step, and
+those of an evaluation, are ignored.
 
 A worker keeps the sums of its own draws on its device, 16 bytes for each image of the data set: 19 MB for 1.2 million.
 They are added up over the workers for each checkpoint, which holds them, and for each evaluation, after which worker 0
@@ -35,11 +35,11 @@ from raytrain.training.protocols import Worker
 MARGINS = "margins"
 """Name of the sums in a checkpoint."""
 
-_MOST_SAMPLES = 10_000_000  # of which 160 MB of a device are taken
+_MOST_SAMPLES = 10_000_000  # whose sums take 160 MB of the device
 
 
 class SampleMargins:
-    """Sums over the draws of each of ``num_samples`` training images, of this worker's draws.
+    """Sums for each of ``num_samples`` training images over this worker's draws of it.
 
     Example::
 
@@ -54,35 +54,35 @@ class SampleMargins:
         self._worker = worker
         # Number of draws, sum of the margins, sum of the losses, (3, N).
         self._sums = torch.zeros(3, num_samples, device=worker.device)
-        # Of the latest draw, the epoch and the likeliest class but the label, as epoch * C + class, (N,); -1: no draw.
+        # For the latest draw, its epoch and the likeliest class except the label, as epoch * C + class, (N,); -1: none.
         self._rivals = torch.full((num_samples,), -1, dtype=torch.int32, device=worker.device)
         self._batch: Batch | None = None
-        self._is_counted = np.zeros(0, bool)  # which draws of the batch are, (m,)
+        self._is_counted = np.zeros(0, bool)  # for each draw of the batch, (m,)
 
     @classmethod
     def of(cls, config: TrainConfig, num_samples: int, num_classes: int, worker: Worker) -> SampleMargins:
-        """Return the sums of a run; of no image if its images have no margins, or are too many."""
+        """Return the sums of a run, for 0 images if they have no margins or are too many."""
         has_margins = not (margins_missing(config) or config.is_range_test)
         fits = num_samples <= _MOST_SAMPLES and config.epochs * num_classes < 2**31
         return cls(num_samples if has_margins and fits else 0, num_classes, worker)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the sums of a checkpoint, if it has any: they are those of all workers, so worker 0 does."""
+        """Continue with the sums of a checkpoint, if it has any. Only worker 0 does, as they are of all workers."""
         own = {"sums": self._sums, "rivals": self._rivals}
         if self._worker.rank == 0 and all(name in state and state[name].shape == own[name].shape for name in own):
             for name, values in own.items():
                 values.copy_(state[name])
 
     def begin(self, batch: Batch) -> None:
-        """Take the logits that come from now on for those of ``batch``, unless it has no image."""
+        """Assign logits from now on to the images of ``batch``, unless it has none."""
         self._batch = batch if batch.num_used and len(self._rivals) else None
         self._is_counted = np.zeros(batch.num_used, bool)
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count the draws that ``logits``, (m, C), and ``labels``, (m,), are of, unless they are counted already.
+        """Count the draws to which ``logits``, (m, C), and ``labels``, (m,), belong, unless they are counted already.
 
-        Probabilities in place of labels, (m, C), say that the loop has mixed the images: no more of them are counted.
+        If probabilities, (m, C), come in place of labels, the loop has mixed the images, so the batch is not counted.
         """
         if self._batch is None or not (_is_plain(logits) and _is_plain(labels)):
             return
@@ -94,7 +94,7 @@ class SampleMargins:
             return
         self._is_counted[rows] = True
 
-        # The margin and the cross entropy of each image; float16 may overflow for a step, which a scaler undoes.
+        # Add the margin and the cross entropy of each image. Values that overflow in float16 count as 0.
         scores = logits.detach()[:, : self._num_classes].float()
         index = labels[:, None]
         own = scores.gather(1, index)[:, 0]
@@ -124,7 +124,7 @@ class SampleMargins:
 
 
 def margins_missing(config: TrainConfig) -> str | None:
-    """Return which option leaves the images of a run without margins, as a part of a sentence; None if none does."""
+    """Return why the images of a run have no margins, as a part of a sentence; None if they have."""
     for name in ("mixup", "cutmix"):
         if getattr(config, name):
             return f"{flag(name)} mixes the images, and a mixed one has no margin"
@@ -134,7 +134,7 @@ def margins_missing(config: TrainConfig) -> str | None:
 def lowest_margins(state: Mapping[str, Tensor], num_classes: int, most: int) -> tuple[SuspiciousLabel, ...]:
     """Return up to ``most`` images with the lowest mean margin in the ``state`` of a checkpoint, the lowest first.
 
-    Images that were not drawn have none.
+    Images that were not drawn are left out.
     """
     draws, margins, losses = state["sums"]
     means = torch.where(draws > 0, margins / draws, torch.inf)
@@ -149,7 +149,7 @@ def lowest_margins(state: Mapping[str, Tensor], num_classes: int, most: int) -> 
 
 
 def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
-    """Return which rows of a batch's labels, (M,), the ``labels`` are, by their memory; None if they are others."""
+    """Return the slice of a batch's labels, (M,), whose memory ``labels`` use; None if they are other labels."""
     if labels is of_batch:
         return slice(0, len(labels))
     if labels.ndim != 1 or labels.dtype != of_batch.dtype or labels.stride() != (1,):
@@ -161,6 +161,6 @@ def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether ``tensor`` has values now, which it has not in torch.compile and torch.func."""
+    """Return whether ``tensor`` has values, which it lacks while torch.compile or torch.func traces."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
     return type(tensor) is Tensor and not is_wrapped and not torch.compiler.is_compiling()

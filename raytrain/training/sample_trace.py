@@ -17,7 +17,7 @@ _LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
 
 
 class SampleTrace:
-    """Rows of step (counted from 1) and sample (index into the manifest), in one file for each worker and checkpoint.
+    """Writes rows of step (counted from 1) and sample (index into the manifest), a file per worker and checkpoint.
 
     A file is written before the checkpoint that completes its steps. Files of steps after the newest checkpoint belong
     to steps that a failure has undone; worker 0 deletes them when the run resumes after ``first_step`` steps.

@@ -1,15 +1,15 @@
-"""The one small all-reduce of a step, and the metric rows that its totals become.
+"""Sums each step's counts and metrics over the workers in one small all-reduce, and makes the rows of the history.
 
-The way of a metric: :meth:`StepMetrics.log` adds a numerator and a denominator to ``_logged``; with the next step
-:meth:`~StepMetrics.start` sends them, summed over the workers; :meth:`~StepMetrics.read` adds the sums to those of the
-steps since the last row, and records the row, in which each metric is their quotient.
+The path of a metric: :meth:`StepMetrics.log` adds a numerator and a denominator to ``_logged``. At the next step,
+:meth:`~StepMetrics.start` sums them over the workers. :meth:`~StepMetrics.read` adds these sums to those of the steps
+since the last row, and records the row, in which each metric is the quotient of its sums.
 
-The all-reduce of a step starts before its forward and gives the number of used images to the backward. Its sums are
-copied to the host at once, so that a GPU, which has them before the step, never waits for the host to read them:
+The all-reduce of a step starts before its forward, and gives the backward the number of used images. Its sums are
+copied to the host at once, so that a GPU never waits for the host to read them:
 
-- Several workers read the sums when the step ends, for all of them must stop after the same one. Then the host waits
-  until the GPU begins the step, of which it has handed out all by then.
-- One worker knows its own counts. It reads what was logged a step late, or at once if a row of the history waits.
+- Several workers read the sums when the step ends, because all of them must stop after the same step. The host, which
+  has queued the whole step by then, waits until the GPU begins it.
+- A single worker knows its own counts. It reads what was logged a step late, or at once if a row of the history waits.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from raytrain.training.gradients import own_group
 from raytrain.training.protocols import Worker
 
 _SECOND_RATE = "second_learning_rate"
-_stream = cache(torch.cuda.Stream)  # of each GPU one, on which sums are copied to the host
+_stream = cache(torch.cuda.Stream)  # one for each GPU, on which sums are copied to the host
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of a step that travel beside its metrics: of one worker, or of all workers, added up."""
+    """Counts of a step that are summed together with its metrics: of one worker, or of all workers, added up."""
 
     num_used: float = 0  # images that can be used
     wait_s: float = 0.0  # seconds of waiting for the local batch
     stop_requests: float = 0
     checkpoint_requests: float = 0
     loops_returned: float = 0  # before the end of the run
-    evaluations: float = 0  # that begin
+    evaluations: float = 0  # evaluations that begin
     totals: float = 0  # calls of run.total, run.mean, run.gather and run.prepare
     means: float = 0
     gathers: float = 0
     prepares: float = 0
     optimizer_steps: float = 0  # in the batch before
-    digest: float = 0  # of what must be the same in a call on all workers
+    digest: float = 0  # of the shapes in a call, which must be the same on all workers
     digest_squared: float = 0
 
 
 _NUM_TOTALS = len(dataclasses.fields(StepTotals))
 _FIRST_METRIC = _NUM_TOTALS + 2  # after the totals and the digest of the names
-_ROOM = 32  # for names: what workers send has one size, also if one of them logs what the others do not
+_ROOM = 32  # for names: all workers send tensors of this size, even if one of them logs a name that the others do not
 
 
 @dataclass(frozen=True)
 class _Sums:
     """The sums of one step, on their way to the host."""
 
-    names: tuple[str, ...]  # of what was logged before the step
-    denominators: Mapping[str, float]  # what one worker's host knows of them, in addition to the numbers
+    names: tuple[str, ...]  # of the metrics that were logged before the step
+    denominators: Mapping[str, float]  # the part that a single worker's host knows, in addition to the numbers
     numbers: Tensor  # float64 (n,), on the host; those of several workers begin with totals and a digest of the names
     copied: torch.cuda.Event | None  # None if the numbers were computed on the host
 
@@ -81,36 +81,37 @@ class _OpenRow:
 class StepMetrics:
     """Adds up a step over the workers, and averages the steps between two rows of the history, which ``record`` gets.
 
-    ``samples_seen`` are the used images of the run so far.
+    ``samples_seen`` is the number of images that the run has used so far.
     """
 
     def __init__(self, worker: Worker, record: Callable[[MetricRow], None], samples_seen: int) -> None:
         self.samples_seen = samples_seen
         self._worker = worker
         self._record = record
-        # Gloo ends a process that gets a sum of another size, such as one of batch norm, if workers are out of step.
+        # A group of its own: if workers are out of step, Gloo would end a process that gets a sum of another size, such
+        # as one of batch norm.
         self._group = own_group(worker.device) if worker.world_size > 1 and worker.device.type == "cpu" else None
-        # What travels with the next step: sums of numerators and of denominators, (2, room), in the order of the names.
+        # To be sent with the next step: sums of numerators and of denominators, (2, room), in the order of the names.
         self._names: tuple[str, ...] = ()
         self._logged = torch.zeros(2, _ROOM, dtype=torch.float64, device=worker.device)
-        self._denominators: dict[str, float] = {}  # what the host knows of them; the device has the rest
-        # What travels now: this worker's totals, the sums on the device, and those that the host has not read.
+        self._denominators: dict[str, float] = {}  # the part that the host knows; the device has the rest
+        # Sent with the current step: this worker's totals, the sums on the device, and sums that the host has not read.
         self._own = StepTotals()
         self._sums = torch.zeros(0, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._unread = deque[_Sums]()
-        # The row that the next steps add to, and one that lacks only what was logged in its last step.
+        # The row to which the next steps add, and a row that lacks only the metrics of its last step.
         self._row = _OpenRow()
         self._closed_row: MetricRow | None = None
         self._since = time.perf_counter()
 
     def log(self, values: Mapping[str, tuple[Tensor | float, Tensor | float]], *, counts: bool) -> None:
-        """Add ``values`` to the metrics that travel with the next step: of each name a numerator and its denominator.
+        """Add ``values``, a numerator and a denominator by name, to the metrics that are sent with the next step.
 
         All workers log the same names. Without ``counts``, nothing but the names is added. The host waits only for a
         tensor that is on another device than the worker's.
         """
-        # Names keep their columns for good, so that the sums of several steps have the same.
+        # Names keep their columns for the rest of the run, so that the sums of several steps can be added.
         new = tuple(name for name in values if name not in self._names)
         for name in new:
             if name in (*OWN_COLUMNS, _SECOND_RATE):
@@ -124,7 +125,7 @@ class StepMetrics:
         if not counts or not values:
             return
 
-        # Most are means, whose weights the host knows: few calls for the device.
+        # Usually all values are means whose weights the host knows. Then the device needs only a few calls.
         device = self._worker.device
         of_means = [
             number
@@ -133,9 +134,8 @@ class StepMetrics:
         ]
         if len(of_means) == len(values) and tuple(values) == self._names:
             on_device = [number.detach().to(device) for number in of_means]
-            self._logged[0, : len(values)] += torch.stack(
-                [each.reshape(()) if each.ndim else each for each in on_device]
-            )
+            scalars = [number.reshape(()) if number.ndim else number for number in on_device]
+            self._logged[0, : len(values)] += torch.stack(scalars)
             for name, (_, weight) in values.items():
                 self._denominators[name] = self._denominators.get(name, 0.0) + float(weight)
             return
@@ -153,7 +153,7 @@ class StepMetrics:
             self._logged[:, [self._names.index(name) for name in values]] += columns
 
     def start(self, own: StepTotals) -> None:
-        """Send this worker's totals of a step, and numerators and denominators of the metrics that it logged before."""
+        """Start the all-reduce of a step: of this worker's totals, and of the metrics that it logged before."""
         self._own, self._work, denominators = own, None, self._denominators
         self._sums, self._logged, self._denominators = self._logged.flatten(), torch.zeros_like(self._logged), {}
         if self._worker.world_size > 1:
@@ -164,13 +164,13 @@ class StepMetrics:
         self._unread.append(_Sums(self._names, denominators, *copy_to_host(self._sums, self._work)))
 
     def num_used(self) -> Tensor:
-        """Return the number of used images in the step's global batch of several workers, float64 () on the device."""
+        """Return the number of used images in the step's global batch, float64 () on the device; not for one worker."""
         if self._work is not None:
             self._work.wait()
         return self._sums[0]
 
     def read(self) -> StepTotals:
-        """Return the totals of a step. If a row ended with the step before, record it, now that all of it is known."""
+        """Return the totals of a step. If a row ended with the step before, record it, as it is complete now."""
         num_late = 1 if self._worker.world_size == 1 and self._closed_row is None else 0
         totals = self._own
         while len(self._unread) > num_late:
@@ -192,7 +192,7 @@ class StepMetrics:
         return totals
 
     def _add_to_row(self, sent: _Sums) -> StepTotals:
-        """Add to the row the metrics of the step before that of ``sent``. Return the totals of the latter."""
+        """Add the metrics in ``sent``, which the step before has logged, to the row; return the totals in ``sent``."""
         sums, totals, known = sent.numbers.tolist(), self._own, sent.denominators
         if self._worker.world_size > 1:
             totals, sums, known = self._totals(sums), sums[_FIRST_METRIC:], {}
@@ -206,7 +206,7 @@ class StepMetrics:
     def close_row(self, step: int, epoch: int, learning_rates: Sequence[float | Tensor]) -> None:
         """End the row with ``step`` of ``epoch``, both counted from 1. Only the metrics of that step are missing.
 
-        The history keeps the first of ``learning_rates``, and as a metric the first that is another one.
+        The row has the first of ``learning_rates``, and, as a metric, the first one that differs from it.
         """
         rates = [float(rate) for rate in learning_rates]
         other_rates = [rate for rate in rates if rate != rates[0]]
@@ -229,22 +229,22 @@ class StepMetrics:
         self._since += seconds
 
     def flush(self, own: StepTotals) -> StepTotals:
-        """Reduce the metrics of the last step, which would otherwise travel with the next one."""
+        """Sum the metrics of the last step over the workers now, instead of with the next step."""
         self.start(own)
         return self.read()
 
     def joined(self, own: StepTotals) -> StepTotals:
-        """Return the sum of all workers' ``own`` totals, beside those of the step. Every worker calls this."""
+        """Return the sum of all workers' ``own`` totals, apart from those of the step. Every worker calls this."""
         if self._worker.world_size == 1:
             return own
-        sums = self._counts(own, {})  # of the size of a step's
+        sums = self._counts(own, {})  # of the same size as in a step
         dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
 
     def _counts(self, own: StepTotals, denominators: Mapping[str, float]) -> Tensor:
-        """Return the host's numbers of this worker on the device: its totals, a digest of the names, and denominators.
+        """Return the numbers that this worker's host knows, on the device: totals, digest of the names, denominators.
 
-        There is room for a numerator of each name, and for its denominator.
+        The columns of the metrics' numerators are zeros.
         """
         room = self._logged.shape[1]
         known = [denominators.get(name, 0.0) for name in self._names]
@@ -253,7 +253,7 @@ class StepMetrics:
         return counts.to(self._worker.device, non_blocking=True)
 
     def _totals(self, sums: list[float]) -> StepTotals:
-        """Return the totals in all workers' ``sums``. Raises UsageError, on all of them, if their names differ."""
+        """Return the totals in all workers' ``sums``. Raises UsageError on all workers if their names differ."""
         if not digests_agree(sums[_NUM_TOTALS:_FIRST_METRIC], self._worker.world_size):
             raise UsageError(
                 f"The workers log different names (worker {self._worker.rank}: {', '.join(self._names) or 'none'}); "
@@ -263,9 +263,9 @@ class StepMetrics:
 
 
 def copy_to_host(sums: Tensor, work: dist.Work | None) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return the ``sums`` on the host, valid once ``work`` has ended; on a GPU, a copy that is whole after the event.
+    """Return the ``sums`` on the host, valid once ``work`` has ended; from a GPU, a copy that is valid after the event.
 
-    The copy of several workers' sums has a stream of its own, so that the GPU goes on before the other workers come.
+    Sums of several workers are copied on a stream of their own, so that the GPU does not wait for the other workers.
     """
     if not sums.is_cuda:
         return sums, None

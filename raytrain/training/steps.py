@@ -1,4 +1,4 @@
-"""The steps of a run on one worker: a state machine that counts them, and does what is due after each.
+"""Counts the steps of a run on one worker, and does what is due after each: a state machine.
 
 A step is a batch that the loop gets, whether or not an optimizer steps in it. :class:`Run` calls :class:`Steps` in the
 order in which its methods stand here. ``LoopPhase`` says where the loop is::
@@ -10,15 +10,15 @@ order in which its methods stand here. ``LoopPhase`` says where the loop is::
     end_epoch             BETWEEN_EPOCHS    it asks for the next epoch, and so on
     finish                                  it has returned
 
-The last step, or a stop, leads to OVER, from which no call leads away. Three rules say when something is done:
+The last step, or a stop, leads to OVER, which no call leaves. Three rules say when evaluations and checkpoints are due:
 
-- The last batch of an epoch leaves open what is due. The loop's own code that follows its loop over the batches, such
-  as the step of a scheduler, belongs to that epoch, so ``end_epoch`` evaluates and saves.
+- After the last batch of an epoch, nothing is done yet: the loop's own code after its loop over the batches, such as
+  the step of a scheduler, belongs to the epoch. So ``end_epoch`` evaluates and saves.
 - A loop may add up gradients over several batches. A checkpoint that falls due waits for a batch in which an optimizer
-  steps, as one before would lose the gradients.
-- All workers decide alike. Counts and requests of each of them travel in the one small all-reduce of a step
-  (:mod:`raytrain.training.step_metrics`), and every worker reads the same totals. The same all-reduce shows whether
-  some workers made a call that the others did not make.
+  steps, because an earlier checkpoint would lose the gradients.
+- All workers decide alike. The counts and requests of each are summed in the one small all-reduce of a step
+  (:mod:`raytrain.training.step_metrics`), and every worker reads the same totals. They also show whether only some of
+  the workers made a call.
 """
 
 from __future__ import annotations
@@ -80,17 +80,18 @@ class LoopPhase(Enum):
 
 
 class Due(IntEnum):
-    """Action that waits until no gradients are being added up. A later one includes those before it."""
+    """Action that waits until no gradients are being added up. A later member includes those before it."""
 
     NOTHING = 0
     CHECKPOINT = 1
-    STOP = 2  # after a checkpoint
+    STOP = 2  # a checkpoint, and then the end of the loop
 
 
 class Steps:
     """Counts the steps of a run on one worker, and does what is due after each: checkpoints, evaluations, rows, stops.
 
-    ``progress`` is how far the run is, and ``phase`` where its loop is. Between steps all workers have the same.
+    ``progress`` is how far the run has come, and ``phase`` where its loop is. Between steps they are the same on all
+    workers.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class Steps:
     ) -> None:
         self._config, self._plan, self._models, self._state = config, plan, models, state
         self._checkpoints, self._reporter, self._worker = checkpoints, reporter, worker
-        # Where the run is.
+        # The state of the run.
         self.progress = progress
         self.phase = LoopPhase.BETWEEN_EPOCHS
         self._due = Due.NOTHING
-        # Who is asked in each step.
+        # Objects that are asked or told in each step.
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, progress.step if resumes else None)
         self._early_stop = EarlyStop(config)
         self._trace = SampleTrace(checkpoints.store, worker.rank, progress.step) if config.trace else None
@@ -121,15 +122,15 @@ class Steps:
         self.optimizers = OptimizerSteps(config, models, state, worker, self.share, plan.num_steps)
         self.watch = LoopWatch(config, worker, models, self.report_once)
         self.unprepared = UnpreparedNetworks(state, self.report_once)
-        self.notes: Callable[[], Iterable[str]] = tuple  # returns what to report of the loop after its first step
-        # Counts of this worker: its images in the batch, and those of them whose loss the loop computes (all, or those
-        # of a microbatch).
+        self.notes: Callable[[], Iterable[str]] = tuple  # returns notes on the loop, reported after its first step
+        # Counts of this worker: its images in the batch, and the images whose loss the loop computes, which are all of
+        # them or those of a microbatch.
         self._num_local = self._num_images = 0
         # Counts of this attempt, the same on all workers.
         self._num_steps_done = 0
         self._num_accumulated = 0  # batches since an optimizer has stepped
-        self.num_calls = 0  # of the run, which all workers make together
-        # What this attempt has done once.
+        self.num_calls = 0  # calls of the run that all workers make together
+        # Things that an attempt does once.
         self._start_is_reported = False
         self._reported_notes: set[str] = set()
         self._has_tried_own_evaluation = False
@@ -146,7 +147,7 @@ class Steps:
         return self.phase is LoopPhase.OVER
 
     def open(self, evaluate: Callable[[], object]) -> None:
-        """Begin with epochs: end what the loop has left open, or ``evaluate`` a run that was stopped before that."""
+        """Prepare for epochs: end a batch or an epoch left open, or ``evaluate`` if a stop had prevented that."""
         if self.in_batch:
             self.end_batch()
         if self.phase is LoopPhase.BETWEEN_BATCHES and self._is_at_end_of_epoch():
@@ -164,7 +165,7 @@ class Steps:
             self._trace.add(self.progress.step + 1, local.samples)
         self._machine.step(len(local.labels), wait_s, self.progress.step)
 
-        # The all-reduce starts before the forward. It tells all workers what each of them was asked for by now.
+        # The all-reduce starts before the forward. It tells all workers the requests that any of them has got.
         has_stepped = self.optimizers.has_stepped
         self.optimizers.begin(local.batch.step)
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
@@ -246,7 +247,7 @@ class Steps:
             self.phase = LoopPhase.OVER
 
     def finish(self, evaluate: Callable[[], object]) -> Outcome:
-        """End the run, as the loop has returned: record the last metrics, evaluate if that is due, and save.
+        """End the run after the loop has returned: record the last metrics, evaluate if that is due, and save.
 
         Raises UsageError if only some workers' loops have returned, or if the run has no step.
         """
@@ -265,8 +266,8 @@ class Steps:
         self._flush_metrics(loop_returned=not self.is_over)
         self._models.join_statistics()
 
-        # A run that has all its steps may have changed its networks after the last of them, which its checkpoint lacks.
-        # What a loop does after a stop is done again by a resume.
+        # A loop may have changed its networks after the last step of the run, so that its checkpoint lacks the change.
+        # After a stop that does not matter, because a resume does the same again.
         if self._models.trained:
             needs_checkpoint = self._schedule.due_at_end(self.progress.step)
             if not needs_checkpoint and self._saved_digest is not None:
@@ -280,7 +281,7 @@ class Steps:
         checkpoint = self._checkpoints.newest
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
-        # A search for a learning rate has found its end once the loss explodes.
+        # A search for a learning rate is finished once the loss explodes.
         reason = self._early_stop.reason
         has_exploded = self._config.is_range_test and reason is not None and reason.kind == "diverged"
         has_ended = has_exploded or self.progress.step >= self._plan.num_steps
@@ -295,7 +296,7 @@ class Steps:
     # Within a step.
 
     def _complete_and_note_what_is_due(self) -> None:
-        """Complete the step, and note which requests and which options ask for something after it."""
+        """Complete the step, and note whether a request or an option asks for a checkpoint or a stop after it."""
         self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
         totals = self._complete_step()
         if totals.stop_requests and self.progress.step < self._plan.num_steps:
@@ -317,14 +318,14 @@ class Steps:
             epoch = epoch_of(step, self._plan.steps_per_epoch)
             self.metrics.close_row(step, epoch, self.optimizers.learning_rates)
 
-        # The first step shows what the loop makes of its options.
+        # After the first step it is known which options and outputs of the network the loop uses.
         if self._num_steps_done == 1:
             for note in self.notes():
                 self.report_once(note)
 
         # Compare the workers after steps 1, 2, 4, 8, … of this attempt: most mistakes show at once.
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
-            self._flush_metrics()  # whoever starts a run waits for its first loss
+            self._flush_metrics()  # at once, because whoever starts a run waits for its first loss
             self._models.check_agreement(step)
             self.optimizers.check_agreement(step)
             self.watch.compare()
@@ -336,11 +337,13 @@ class Steps:
         _check_together(totals, self._worker.world_size, self.progress.step)
 
     def _is_at_end_of_epoch(self) -> bool:
+        """Return whether the last completed step ends an epoch or the run."""
         return self.progress.step % self._plan.steps_per_epoch == 0 or self.progress.step == self._plan.num_steps
 
     # Evaluations.
 
     def _evaluation_is_due(self) -> bool:
+        """Return whether an evaluation is due after the last completed step, by ``--evaluate-every``."""
         every = self._config.evaluate_every * self._plan.steps_per_epoch
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
@@ -352,7 +355,7 @@ class Steps:
         self._has_tried_own_evaluation = True
 
     def record_evaluation(self, measured: Mapping[str, Any], thresholds: tuple[float, ...] | None) -> int:
-        """Record the metrics that an evaluation has ``measured``. Return the number of steps before it."""
+        """Record the metrics that an evaluation has ``measured``; return the number of steps before it."""
         metrics = agreed(measured, self._worker.world_size)
         step = self.progress.step + (self.in_batch and self.optimizers.has_stepped)
         progress = replace(
@@ -374,7 +377,7 @@ class Steps:
 
     @property
     def test_is_due(self) -> bool:
-        """True at the end of a run: it has all its steps, or --until or --patience has ended it. A stop is no end."""
+        """True at the end of a run: after all steps, or ended by --until or --patience. A stop is not the end."""
         reason = self._early_stop.reason
         has_converged = reason is not None and reason.kind in ("target", "patience")
         is_complete = self.progress.step >= self._plan.num_steps
@@ -411,7 +414,7 @@ class Steps:
         self._due = Due.NOTHING
 
     def _save(self, *, is_measured: bool = True) -> None:
-        """Write a checkpoint; one that ``is_measured`` is the last that this step needs."""
+        """Write a checkpoint. One before an evaluation (not ``is_measured``) is replaced after it."""
         step = self.progress.step
         if self._config.is_range_test:
             self._schedule.attempted(step)
@@ -425,7 +428,7 @@ class Steps:
             self._schedule.attempted(step, not_finite)
         self._saved_digest = self._models.digest() if step == self._plan.num_steps else None
 
-        # Every worker's part must be there before the checkpoint: its trace in storage, its metrics on worker 0.
+        # Every worker's part must arrive before the checkpoint: its trace in storage, its metrics on worker 0.
         if self._trace is not None:
             self._trace.write()
             if self._worker.world_size > 1:
@@ -446,19 +449,19 @@ class Steps:
     # What is reported and recorded.
 
     def report_start(self) -> None:
-        """Report, once, that the workers train: from now on the driver reads ahead."""
+        """Report, once, that the workers train; then the driver begins to read ahead."""
         if self._worker.rank == 0 and not self._start_is_reported:
             self._reporter.started(self._worker.world_size, self.progress.step)
         self._start_is_reported = True
 
     def report_once(self, note: str) -> None:
-        """Report a ``note`` for whoever watches the run, unless this attempt has."""
+        """Report a ``note`` to whoever watches the run, unless this attempt has reported it."""
         if self._worker.rank == 0 and note not in self._reported_notes:
             self._reported_notes.add(note)
             self._reporter.event(Note(note))
 
     def _record(self, row: MetricRow) -> None:
-        """Add a ``row`` to the history. Every worker has the same row, and learns from it; worker 0 sends it."""
+        """Add a ``row`` to the history. All workers have the same row, and check its loss; worker 0 sends it."""
         if row.kind == "step":
             self._early_stop.trained(row)
         if self._worker.rank == 0:
@@ -466,7 +469,7 @@ class Steps:
 
 
 def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
-    """Raise UsageError if only some workers did one of ``_CALLS`` after ``step`` steps, told by all workers' totals."""
+    """Raise UsageError if, by the ``totals``, only some workers made one of ``_CALLS`` after ``step`` steps."""
     for call, sentence in _CALLS.items():
         number: float = getattr(totals, call)
         if 0 < number < num_workers:

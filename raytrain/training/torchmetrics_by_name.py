@@ -1,4 +1,4 @@
-"""Classes of ``torchmetrics`` that options name: whether there are such ones, and objects of them. Imports no torch."""
+"""Checks and builds objects of ``torchmetrics`` by the names in options. Imports torch only to build them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Torchmetric(NamedTuple):
 
 
 def torchmetrics_of(name: str) -> Torchmetric | None:
-    """Return class and arguments of ``torchmetrics:NAME`` or ``torchmetrics:NAME(arguments)``; None for another metric.
+    """Return the class and arguments in ``torchmetrics:NAME`` or ``torchmetrics:NAME(arguments)``; None for others.
 
     Example: ``torchmetrics_of("torchmetrics:FBetaScore(beta=2.0)") == ("FBetaScore", "beta=2.0")``
     """
@@ -49,7 +49,7 @@ def check_torchmetric(wanted: Torchmetric) -> None:
 
 @cache
 def _classes_of_torchmetrics() -> frozenset[str]:
-    """Return the classes that torchmetrics lists in its files: it is not imported, since it imports torch."""
+    """Return the classes that torchmetrics lists in its files, without importing it, because it imports torch."""
     package = importlib.util.find_spec("torchmetrics")
     folders = (package and package.submodule_search_locations) or []
     files = [
@@ -62,7 +62,7 @@ def _classes_of_torchmetrics() -> frozenset[str]:
 def build_torchmetric(name: str, arguments: str, num_classes: int, *, multi_label: bool) -> Any:
     """Return an object of the class ``name`` of torchmetrics; ``arguments`` are as in Python, such as ``beta=2.0``.
 
-    What it needs to know of the run (task, num_classes, num_labels) is filled in. Raises UsageError if that fails.
+    Arguments that follow from the run (task, num_classes, num_labels) are filled in. Raises UsageError if it fails.
 
     Example: ``build_torchmetric("MulticlassFBetaScore", "beta=2.0", 10, multi_label=False)``
     """
@@ -90,8 +90,8 @@ def build_torchmetric(name: str, arguments: str, num_classes: int, *, multi_labe
 
 @cache
 def is_lower_better_to_torchmetrics(wanted: Torchmetric, multi_label: bool) -> bool:
-    """Return whether a smaller value is better; raise UsageError if torchmetrics does not say it. Imports torch."""
-    num_classes = 2 if wanted.name.startswith("Binary") else 6  # any number will do
+    """Return whether a smaller value is better; raise UsageError if torchmetrics does not say so. Imports torch."""
+    num_classes = 2 if wanted.name.startswith("Binary") else 6  # the answer does not depend on this number
     is_higher_better = build_torchmetric(*wanted, num_classes, multi_label=multi_label).higher_is_better
     if is_higher_better is None:
         raise UsageError(

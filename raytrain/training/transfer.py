@@ -1,9 +1,9 @@
 """Transfer learning: initial weights from a file or a run, frozen layers, and a head that learns faster.
 
-Weights come from many places, whose files differ: a plain state_dict, one inside of a dictionary, or one with other
-names (see :mod:`raytrain.training.weight_names`). :func:`initial_weights` finds the tensors and gives them the names of
-the network, if it can. :func:`initial_model` then refuses whatever does not fit, except for the head, which is for
-other classes in most cases.
+Files of weights differ: they hold a plain state_dict, one inside of a dictionary, or one with other names (see
+:mod:`raytrain.training.weight_names`). :func:`initial_weights` finds the tensors and gives them the names of the
+network, if it can. :func:`initial_model` then refuses tensors that do not fit, except for those of the head, which is
+usually for other classes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CLASSES_IN = ("classes", "class_names", "class_to_idx")
 
 
 class GivenWeights(dict[str, Tensor]):
-    """Weights from outside, by the names of the network's parameters and buffers; they travel to the workers.
+    """Weights from outside, by the names of the network's parameters and buffers, as they are sent to the workers.
 
-    ``name_classes`` tells whether they say which class each output of their head stands for. ``note`` says what was
-    done to give them these names, if that is no matter of course.
+    ``name_classes``: their file names the class of each output of the head. ``note`` says how they got these names,
+    if some were guessed.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], name_classes: bool, note: str | None = None) -> None:
@@ -56,8 +56,8 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
 
     ``DEFAULT`` means the weights that torchvision or timm has for it. A file, an s3:// object or hf://owner/name[/file]
     holds a state_dict, written by torch.save or as safetensors, or is a checkpoint of a run; code in it is never run.
-    If a file says that it is for other classes than ``classes``, or has them in another order, its head is left out.
-    A file with other names than the network's is taken if it is certain which tensor is which.
+    If a file says that it is for other classes than ``classes``, or for another order of them, its head is left out.
+    If its names differ from the network's, it is used only if it is certain which tensor is which.
 
     Returns None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps
     needs no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
@@ -71,7 +71,7 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
         return None
     if config.weights == DEFAULT:
         weights = build_pretrained(config.model, config.channels, config.full_image_size).state_dict()
-        # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
+        # Networks are built without an auxiliary classifier here, but the weights of inception_v3 have one.
         plain = {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
         return GivenWeights(plain, name_classes=False)
     weights, old_classes = _read_weights(config.weights)
@@ -106,7 +106,7 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
             ) from None
         try:
             content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception:  # of many kinds, some of which advise to run the code in the file
+        except Exception:  # errors of many kinds, some of which advise to run the code in the file
             content = None
         checkpoint = checkpoint_in(content)
         weights = checkpoint.weights if checkpoint else _find_state_dict(content, location)
@@ -120,9 +120,9 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
 
 
 def _find_state_dict(content: Any, location: str) -> dict[str, Tensor]:
-    """Return the weights in a file of another trainer, which may hold them in a dictionary of more; empty without any.
+    """Return the weights in the ``content`` of another trainer's file; empty if there are none.
 
-    Raises UsageError if it holds several, none of which has a usual name.
+    They may be anywhere in nested dictionaries. Raises UsageError if there are several and none has a usual name.
     """
     # Descend until all values are tensors: a file may hold {"model": {"state_dict": ...}}.
     while isinstance(content, Mapping) and not _holds_tensors(content):
@@ -160,7 +160,7 @@ def _find_classes(content: Any) -> tuple[str, ...] | None:
 
 
 def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> list[str]:
-    """Return the notes on a run's initial weights: names that were guessed, and the order of classes without names."""
+    """Return notes on a run's initial weights: on guessed names, and on a kept head that does not name its classes."""
     if not isinstance(weights, GivenWeights):
         return []
     notes = [weights.note] if weights.note else []
@@ -192,13 +192,13 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     )
     if weights is None:
         return model
-    # The head is new if the weights are for other classes. All else must fit, or the run would train another network
-    # than the user believes.
+    # The head is new if the weights are for other classes. All other weights must fit, because otherwise the run would
+    # train another network than the user believes.
     expected = model.state_dict()
     head = _head_weights(model, num_classes)
     if any(name not in weights or weights[name].shape != expected[name].shape for name in head):
-        # A head that learns alone begins near 0, where all classes are as likely: some networks of timm, which were
-        # made for a thousand classes, have a loss of 8 for three at first, and need the epoch to unlearn it.
+        # A head that learns alone begins near 0, where all classes are equally likely. Otherwise some networks of timm,
+        # made for a thousand classes, have a loss of 8 for three classes at first, and need the epoch to unlearn it.
         scale = _SCALE_OF_FIRST_HEAD if config.head_epochs else 1
         weights = {**weights, **{name: expected[name] * scale for name in head}}
     if difference := _difference(weights, expected):
@@ -208,7 +208,7 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
 
 
 def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return a text on the names and shapes in which ``weights`` are not as ``expected``, and what to do; or None."""
+    """Return a text on the names and shapes in which ``weights`` differ from ``expected``, with advice; or None."""
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     reshaped = [name for name, value in expected.items() if name in weights and weights[name].shape != value.shape]
@@ -232,6 +232,7 @@ def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def _shape_text(value: Tensor) -> str:
+    """Return the shape of a tensor as text, such as 64×3×7×7."""
     return "×".join(map(str, value.shape)) or "a number"
 
 
@@ -244,8 +245,8 @@ def _head_weights(model: nn.Module, num_classes: int) -> list[str]:
 def find_heads(model: nn.Module, num_classes: int) -> list[str]:
     """Return the names of the layers that give the logits, whatever the network calls them; empty if there are none.
 
-    Networks of timm know: mostly one layer, two if they were distilled. Of others it is the last fully connected layer
-    or convolution with ``num_classes`` outputs, in the order in which layers were made.
+    Networks of timm say which they are: usually one layer, two if they were distilled. In others it is the last fully
+    connected layer or convolution with ``num_classes`` outputs, in the order in which the layers were made.
 
     Example::
 
@@ -265,7 +266,7 @@ def find_heads(model: nn.Module, num_classes: int) -> list[str]:
 
 
 def head_parameters(model: nn.Module, num_classes: int, option: str) -> set[Tensor]:
-    """Return the parameters of the head, which learns differently because of ``option``, such as --head-epochs 1.
+    """Return the parameters of the head, to which ``option`` applies, such as --head-epochs 1.
 
     Raises UsageError if the network has no head.
     """
@@ -279,7 +280,7 @@ def head_parameters(model: nn.Module, num_classes: int, option: str) -> set[Tens
 
 
 def hold_body(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
-    """Exclude all layers but the head from training for now, and return the parameters that :func:`release` trains.
+    """Exclude all layers but the head from training, and return their parameters, which :func:`release` takes.
 
     The layers are in evaluation mode until then, so that batch norm normalises with its running statistics.
     """
@@ -294,7 +295,7 @@ def hold_body(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
 
 
 def release(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
-    """Train again the parameters that :func:`hold_body` has returned, with all layers in training mode."""
+    """Let the parameters that :func:`hold_body` has returned be trained again, with all layers in training mode."""
     for parameter in held:
         parameter.requires_grad_(True)
         parameter.grad = None
@@ -323,11 +324,11 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
         model.requires_grad_(False)
         for layer in in_head:
             layer.requires_grad_(True)
-        # A layer around the head stays as it is: the batch norm of its other layers comes one by one.
+        # A layer that contains the head is not frozen itself; the layers in it are visited one by one.
         for layer in model.modules():
             if in_head.isdisjoint(layer.modules()):
                 batchnorm.freeze(layer)
-    # Named layers, also those of the head after ``all``.
+    # Freeze the named layers, which may be in the head, too.
     for name in (name for name in names if name != ALL):
         if name not in layers:
             top = ", ".join(child for child, _ in model.named_children())

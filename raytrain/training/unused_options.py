@@ -1,4 +1,4 @@
-"""Options of the built-in loop that a loop of the user's own leaves unused, found by the names in its code."""
+"""Finds options of the built-in loop that the user's own loop does not use, by the names in its code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_SCALED = (
 
 
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
-    """Yield a sentence for each call that ``loop`` lacks, if an option that it takes is not its recipe's."""
+    """Yield a sentence for each call that ``loop`` lacks, if the user has changed an option that the call takes."""
     config, of_recipe = run.config, RECIPES[run.config.recipe]()
     recipe = of_recipe.scaled_to(run.world_size)
     options = [option.name for option in fields(recipe)]
@@ -42,7 +42,7 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
             flags, takes = ", ".join(map(flag, unused)), "takes" if len(unused) == 1 else "take"
             yield f"{flags} {takes} effect in {call}, which the loop does not call"
 
-    # These two take effect in every loop, but a loss must know of them.
+    # Mixed images and float16 take effect in every loop, but its loss or its optimizer must handle them.
     mixing = [name for name in ("mixup", "cutmix") if name in changed]
     if mixing and not {"loss", "targets"} & names:
         yield _MIXED.format(options=" and ".join(map(flag, mixing)))
@@ -51,9 +51,9 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
 
 
 def options_without_effect(run: Run, loop: Callable[..., Any]) -> dict[str, list[str]]:
-    """Return the options that change nothing in ``loop``, by the call that takes them, which the loop lacks."""
-    # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate decides
-    # the schedule itself, and a loop that was given no learning rate has one of its own.
+    """Return the options that have no effect in ``loop``, by the missing call that would take them."""
+    # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate sets the
+    # schedule itself, and a loop for which no learning rate was given has one of its own.
     config, names = run.config, names_in_code(loop)
     decided = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
     if not config.learning_rate:

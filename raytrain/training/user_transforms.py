@@ -1,4 +1,4 @@
-"""Transforms of the user's own, which take one image, applied to a batch with random numbers of each image's own."""
+"""Applies the user's own transforms, which take one image, to a batch, with each image's own random numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEY = 2  # keeps these random numbers apart from those of other augmentation
 
 
 class UserTransforms:
-    """The user's transforms, which ``own`` makes, as :func:`own_transforms` says, with all that comes before them.
+    """The user's transforms, made by ``own`` (see :func:`own_transforms`), with the cropping and resizing before them.
 
     Example:
         >>> transforms = UserTransforms(config, lambda: v2.RandomInvert(0.5))
@@ -50,19 +50,23 @@ class UserTransforms:
 
 
 def subject(config: ResolvedConfig) -> str:
-    """Return how sentences call the user's transforms: by the option, or ``transforms`` of a call in Python."""
+    """Return the name of the user's transforms in messages: the option, or ``transforms`` of a call in Python."""
     return "transforms" if config.transforms is None else f"--transforms {config.transforms}"
 
 
 def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transforms:
-    """Return the user's transforms as one: those that ``own``, the function of ``--transforms``, makes.
+    """Return the user's transforms as one function; ``own``, the function of ``--transforms``, makes them.
 
-    It makes one or a list, or is one itself. Raises UsageError if something in them is none.
+    It returns a transform or a list of them, or is a transform itself. Raises UsageError if something is no transform.
     """
     with in_one_sentence(f"{subject(config)} cannot be made"):
-        # A transform of torchvision, or a function that needs an argument, makes none: it is one.
+        # A module of torchvision, or a function that needs an argument, is a transform itself.
         parameters = signature(own).parameters.values()
-        needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+        needed = [
+            parameter
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+        ]
         made = own if isinstance(own, torch.nn.Module) or needed else own()
     chain = list(made) if isinstance(made, (list, tuple)) else [made]
     if unfit := [transform for transform in chain if not callable(transform)]:
@@ -80,12 +84,12 @@ def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transform
 def transform_each(
     transforms: Transforms, images: Tensor, draws: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
 ) -> Tensor:
-    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), which show ``draws``, int64 (B,).
+    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), of the ``draws``, int64 (B,).
 
-    The random numbers of torch, NumPy and Python, and of the ``generators`` that the transforms hold, depend on
-    ``seed``, ``epoch`` and the draw alone while an image is transformed, so that it looks the same in any batch and
-    on any worker. Afterwards those of the libraries continue as before. Raises UsageError if a transform changes an
-    image's shape or type.
+    While an image is transformed, the random numbers of torch, NumPy and Python, and of the ``generators`` that the
+    transforms hold, depend on ``seed``, ``epoch`` and the draw alone, so that it looks the same in any batch and on any
+    worker. Afterwards the libraries' generators continue as before. Raises UsageError if a transform changes an image's
+    shape or type.
     """
     transformed: list[Tensor] = []
     with kept_generators(images.device):

@@ -1,4 +1,4 @@
-"""Reports where a worker waits for the others, if it waits long: those that wait in different places wait for ever."""
+"""Reports where a worker waits long for the others, because workers that wait in different places wait for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.steps import Steps
 
 _POLL_EVERY_S = 2.0
-_NUM_POLLS = 8  # in a row that see a worker wait in the same place, before that is reported
+_NUM_POLLS = 8  # a wait is reported if so many polls in a row see it in the same place
 _COLLECTIVES = dist.distributed_c10d.__file__  # torch's file of collectives
 _WAITS = {call.__code__ for call in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)}
 
@@ -29,9 +29,9 @@ _WAITS = {call.__code__ for call in (Bucket.receive, StepMetrics.num_used, StepM
 def report_long_waits(
     steps: Steps, reporter: Reporter, worker: Worker, poll_every_s: float = _POLL_EVERY_S
 ) -> Iterator[None]:
-    """Poll, in this context, where the calling thread waits for other workers, and report it if that lasts.
+    """Poll, in this context, where the calling thread waits for other workers, and report a long wait.
 
-    It costs the loop nothing: another thread reads all of it from the stack of this one.
+    It costs the loop nothing, because another thread reads the stack of this one.
     """
     ended = threading.Event()
     arguments = steps, reporter, worker, threading.get_ident(), ended, poll_every_s
@@ -46,21 +46,22 @@ def report_long_waits(
 def _poll(
     steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended: threading.Event, poll_every_s: float
 ) -> None:
+    """Look at the stack of ``thread`` every few seconds until ``ended``, and report long waits and their end."""
     location, num_polls = None, 0
-    with suppress(OSError, EOFError):  # whoever takes the reports may be gone first
+    with suppress(OSError, EOFError):  # the process that takes the reports may end first
         while not ended.wait(poll_every_s):
             current = _wait_location(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
             if location is not None and current != location and num_polls >= _NUM_POLLS:
                 reporter.waits(worker.rank, worker.world_size, None)
             num_polls = num_polls + 1 if current == location else 0
             location = current
-            if location is not None and num_polls >= _NUM_POLLS:  # each time, which shows that it is still so
+            if location is not None and num_polls >= _NUM_POLLS:  # repeated, to show that the worker still waits
                 reporter.waits(worker.rank, worker.world_size, location)
 
 
 def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:
     """Return where in the run ``frame`` waits for other workers; None if it does something else."""
-    innermost = islice(traceback.walk_stack(frame), 3) if frame else ()  # torch's own, and what calls it
+    innermost = islice(traceback.walk_stack(frame), 3) if frame else ()  # torch's frames, and their caller
     if not any(caller.f_code in _WAITS or caller.f_code.co_filename == _COLLECTIVES for caller, _ in innermost):
         return None
     line = users_line(traceback.extract_stack(frame))

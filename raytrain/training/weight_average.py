@@ -1,7 +1,7 @@
 """Moving average of a network's weights (EMA), with which a run is evaluated.
 
-Torch's AveragedModel would not do in its place: it counts its updates itself, where the decay depends here on the step
-of the run, and its first update forgets the initial weights.
+Torch's AveragedModel is not used, because it counts its updates itself, while the decay depends on the step of the run
+here, and because its first update forgets the initial weights.
 """
 
 from __future__ import annotations

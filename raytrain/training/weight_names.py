@@ -1,15 +1,16 @@
-"""Names of tensors: finds those of a network in files whose trainers call them otherwise.
+"""Finds the tensors of a network in files of weights that have other names for them.
 
-Two programs rarely give the layers of one architecture the same names. Often something stands before all names of a
-file, such as ``module.``, or before the network's own; what is behind it tells which tensor is which. Otherwise the
-order is left: a state_dict lists layers as they were defined, mostly as an image passes them, and shapes change on the
-way. A false match would train on without an error. So a file is taken by order only if
+Two programs rarely give the layers of one architecture the same names. Often all names in the file, or all names in the
+network, have a prefix, such as ``module.``, and the rest of the name tells which tensor is which. Otherwise only the
+order is left: a state_dict lists layers as they were defined, usually in the order in which an image passes them, and
+shapes change on the way. A wrong match would train without an error. So tensors are matched by order only if
 
-- all tensors have the shapes of the network's, and the same last part of the name: weight, bias, running_mean;
-- the layers begin at the same tensors, and
-- no word of the layers' names, such as ``conv`` or ``q``, that both use, is that of another layer of the network.
+- all of them have the shapes of the network's tensors, and the same last part of the name (weight, bias, running_mean);
+- layers begin at the same tensors in both; and
+- if a word in the name of a layer, such as ``conv`` or ``q``, occurs in the network, too, it occurs in the same layer.
 
-What is matched by order is said, and what is not matched is left as it is, for whoever compares the names then.
+A note says what was matched by order. Tensors without a match keep their names, so that the check of the names refuses
+them.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from raytrain.errors import UsageError, some_of
 
 _COUNTER = ".num_batches_tracked"  # of batch norm
 _WORDS = re.compile(r"[a-z]+")
-_PROJECTIONS = {"query": "q", "key": "k", "value": "v"}  # of attention: of one shape, and defined in any order
+_PROJECTIONS = {"query": "q", "key": "k", "value": "v"}  # of attention: same shape, defined in any order
 
 
 def named_as_in_network(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], head: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the weights of a file by the names of a network's state_dict, and a note if others are left or guessed.
+    """Return the weights of a file by the names of a network's state_dict, and a note if some are unused or guessed.
 
-    Without a certain match, they are returned as they are. Of the tensors ``head`` the file may lack all, or have some
-    of other shapes. ``source`` says in messages where the weights come from.
+    Without a certain match, they are returned unchanged. The file may lack the tensors ``head``, or have them in other
+    shapes. ``source`` says in messages where the weights come from.
 
     Raises UsageError if the file has several sets of the network's tensors.
 
@@ -50,7 +51,7 @@ def named_as_in_network(
 
 
 def _with_counters(weights: Mapping[str, Tensor], network: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with the network's counters of batches if they have none: files from before 2018 lack them."""
+    """Return the weights, with the network's counters of batches if they have none, as in files from before 2018."""
     if any(name.endswith(_COUNTER) for name in weights):
         return dict(weights)
     return {**weights, **{name: value for name, value in network.items() if name.endswith(_COUNTER)}}
@@ -59,7 +60,7 @@ def _with_counters(weights: Mapping[str, Tensor], network: Mapping[str, Tensor])
 def _by_prefix(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], body: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str | None] | None:
-    """Return the weights if something stands before all names of the file, or else before all of the network."""
+    """Return the weights, and a note, if all names in the file, or all names in the network, have a prefix."""
     first = body[0]
     theirs = [name.removesuffix(first) for name in weights if name.endswith(f".{first}")]
     theirs = [prefix for prefix in theirs if all(prefix + name in weights for name in body)]
@@ -88,12 +89,12 @@ def _by_prefix(
 def _by_order(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], head: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str] | None:
-    """Return the weights if their order, shapes and layers are those of the network; None if there is any doubt."""
+    """Return the weights, and a note, if order, shapes and layers agree with the network's; None if in doubt."""
     has_counters = any(name.endswith(_COUNTER) for name in weights)
     ours = [name for name in network if has_counters or not name.endswith(_COUNTER)]
     if len(weights) == len(ours) - len(head):
         ours = [name for name in ours if name not in head]
-    # safetensors sorts the names, so that their order says nothing.
+    # safetensors sorts the names, so that their order tells nothing.
     theirs = list(weights)
     if len(theirs) != len(ours) or theirs == sorted(theirs):
         return None
@@ -110,7 +111,7 @@ def _by_order(
         if (other[0] == before[0][0]) != (name[0] == before[1][0]):
             return None
 
-    # The words of a layer are those of the last part of its name: _depthwise_conv has depthwise and conv.
+    # Compare the words in the last part of each layer's name: _depthwise_conv has depthwise and conv.
     words = [(_words(other[0]), _words(name[0])) for other, name in layers if ".".join(name[::2]) not in head]
     all_of_ours = {word for _, ours_of_layer in words for word in ours_of_layer}
     if any((their_words & all_of_ours) - our_words for their_words, our_words in words):
@@ -126,5 +127,6 @@ def _by_order(
 
 
 def _words(layer: str) -> set[str]:
+    """Return the words in the last part of a layer's name, with short names for the projections of attention."""
     words: list[str] = _WORDS.findall(layer.rpartition(".")[2].lower())
     return {_PROJECTIONS.get(word, word) for word in words}

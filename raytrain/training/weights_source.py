@@ -1,4 +1,4 @@
-"""Files of weights in a folder, a bucket or at Hugging Face, and safetensors."""
+"""Reads files of weights from a folder, a bucket or Hugging Face, and checks them; reads and writes safetensors."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 DEFAULT = "DEFAULT"
 SUFFIX = ".safetensors"
-_CLASSES = "classes"  # their key in the metadata
+_CLASSES = "classes"  # key of the class names in the metadata
 _HUB = "hf://"
 _IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?")
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository, the better kind first
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # usual files of a repository, the safer kind first
 _ANSWERS_WITHIN_S = 4.0
 _MAX_RATIO = 10
 """torch.save does not compress, and compressed weights lose some ten percent. A zip bomb grows a thousand times."""
-# The records of a zip archive, by their first four bytes, and the length of those at its end.
+# The first four bytes of the records of a zip archive, and the lengths of the records at its end.
 ZIP, _END, _END64, _LOCATOR = b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
-_SIZES64 = 1  # kind of an extra field
+_SIZES64 = 1  # kind of an extra field that holds sizes of 64 bits
 _DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOFError, OSError, struct.error)
-"""What zipfile raises for damaged archives; those that are encrypted or packed in unknown ways are RuntimeErrors."""
+"""What zipfile raises for damaged archives; encrypted ones, and unknown methods of compression, are RuntimeErrors."""
 
 
 def check_weights_source(location: str) -> None:
@@ -58,10 +58,10 @@ def check_weights_source(location: str) -> None:
 
 
 def check_downloads(model: str, location: str) -> None:
-    """Raise UsageError or StorageError if the weights at ``location`` for ``model`` surely cannot be had.
+    """Raise UsageError or StorageError if the weights at ``location`` for ``model`` surely cannot be loaded.
 
-    That is so if a bucket has no such object, and if they are neither kept on this machine nor does the server answer
-    from which they would be downloaded. Asked before a worker starts, it takes seconds at most.
+    That is the case if a bucket has no such object, or if they are not kept on this machine and the server from which
+    they would be downloaded does not answer. Called before a worker starts, it takes a few seconds at most.
     """
     if location.startswith(_HUB):
         address = _parse_hub(location)
@@ -77,7 +77,8 @@ def check_downloads(model: str, location: str) -> None:
         if "://" in location and not open_store(folder + slash).exists(name):
             raise _no_file(location)
     elif ":" not in model:
-        # torchvision's files are called after its networks, but resnet18-f37072fd.pth: their names are compared.
+        # torchvision's files have the names of its networks and a hash (resnet18-f37072fd.pth), so names are compared
+        # by how they begin.
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         home = Path(os.environ.get("TORCH_HOME") or f"{cache}/torch").expanduser()
         begins = _letters(model).rstrip("0")
@@ -90,7 +91,8 @@ def check_downloads(model: str, location: str) -> None:
     elif (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
         from huggingface_hub import constants
 
-        # Only timm knows from which repository they come, and its import takes seconds.
+        # Only timm knows the repository of its weights, and its import takes seconds, so it is asked only if any
+        # repository is kept on this machine.
         if any(Path(constants.HF_HUB_CACHE).glob("models--*")):
             from timm.models import get_pretrained_cfg
 
@@ -102,7 +104,7 @@ def check_downloads(model: str, location: str) -> None:
 
 
 def not_downloaded(library: str, name: str, reason: object) -> StorageError:
-    """Return the error for the weights of a ``library``'s network that are not here and cannot be downloaded."""
+    """Return the error for weights of a ``library``'s network that are not on this machine and cannot be downloaded."""
     return StorageError(
         f"{library}'s weights for {name} cannot be downloaded ({reason}); save them on a machine with a network "
         "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
@@ -110,10 +112,12 @@ def not_downloaded(library: str, name: str, reason: object) -> StorageError:
 
 
 def _letters(name: str) -> str:
+    """Return a name without its separators, which differ between networks and their files."""
     return re.sub(r"[._-]", "", name)
 
 
 def _hub_server() -> str:
+    """Return the address of Hugging Face's server; empty if the user forbids connections."""
     from huggingface_hub import constants
 
     return "" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
@@ -127,9 +131,10 @@ def _is_in_hub_cache(repository: str, *names: str) -> bool:
 
 
 def _silent_server(url: str) -> str | None:
-    """Return why the server of ``url`` cannot be reached; None if it answers anything. Empty: the user forbids to ask.
+    """Return why the server of ``url`` cannot be reached; None if it answers. The URL is empty if it may not be asked.
 
-    Proxies of the environment are used. A certificate that only this check does not trust is an answer.
+    The environment's proxies are used. An error of its certificate counts as an answer, because the actual download may
+    trust it.
     """
     if not url:
         return "HF_HUB_OFFLINE is set"
@@ -145,7 +150,7 @@ def _silent_server(url: str) -> str | None:
             reason = getattr(error, "reason", error)
             answer.set_result(None if isinstance(reason, ssl.SSLError) else f"{urlsplit(url).hostname}: {reason}")
 
-    # To look up a name may take longer than any limit of a connection, and cannot be interrupted.
+    # In a thread, because looking up a name may take longer than the limit of a connection, and cannot be interrupted.
     Thread(target=ask, daemon=True, name="weights").start()
     try:
         return answer.result(_ANSWERS_WITHIN_S)
@@ -154,9 +159,9 @@ def _silent_server(url: str) -> str | None:
 
 
 def read_weights_file(location: str) -> tuple[str, bytes]:
-    """Return name and content of the file at ``location``. Raises UsageError if there is none.
+    """Return the name and the content of the file at ``location``. Raises UsageError if there is none.
 
-    Hugging Face's client keeps what it downloads below HF_HOME. Raises StorageError if it cannot be downloaded.
+    Hugging Face's client keeps its downloads below HF_HOME. Raises StorageError if the file cannot be downloaded.
 
     Example::
 
@@ -172,7 +177,7 @@ def read_weights_file(location: str) -> tuple[str, bytes]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    # Without the name of a file, those that repositories usually have are tried, one after the other.
+    # If no file is named, the usual ones are tried in turn.
     reason = ""
     for name in (address["file"],) if address["file"] else _HUB_FILES:
         try:
@@ -180,7 +185,7 @@ def read_weights_file(location: str) -> tuple[str, bytes]:
             return file.name, file.read_bytes()
         except (OSError, EntryNotFoundError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            # Without a connection, or without such a repository, there is no other file either.
+            # If the connection or the repository is missing, the other files cannot be had either.
             if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
                 break
     raise StorageError(
@@ -190,7 +195,7 @@ def read_weights_file(location: str) -> tuple[str, bytes]:
 
 
 def _parse_hub(location: str) -> re.Match[str]:
-    """Return the repository and the file, if any, of hf://owner/name/file. Raises UsageError if it is none."""
+    """Return the repository and the file, if any, in hf://owner/name/file. Raises UsageError for another form."""
     address = _IN_HUB.fullmatch(location)
     if address is None:
         raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
@@ -200,13 +205,14 @@ def _parse_hub(location: str) -> re.Match[str]:
 
 
 def _no_file(location: str) -> UsageError:
+    """Return the error for a ``location`` that is a folder, or does not exist."""
     is_folder = "://" not in location and Path(location).expanduser().is_dir()
     problem = "that is a folder" if is_folder else "there is no such file"
     return UsageError(f"--weights {location}: {problem}; give {DEFAULT}, a file, an s3:// object or hf://owner/name.")
 
 
 def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> bytes:
-    """Return the content of a file with ``weights``; its metadata hold the names of the classes as JSON.
+    """Return the content of a safetensors file with ``weights``; its metadata hold the names of the classes as JSON.
 
     Example::
 
@@ -214,20 +220,20 @@ def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> byt
     """
     from safetensors.torch import save  # imports torch
 
-    # Each tensor gets memory of its own, for the format knows no shared weights.
+    # Each tensor gets memory of its own, because the format cannot express shared weights.
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     return save(copies, {_CLASSES: json.dumps(list(classes)), "format": "pt"})
 
 
 def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, ...] | None]:
-    """Return the weights in a file, None if it is damaged, and their classes, None if it does not say."""
+    """Return the weights in a safetensors file, None if it is damaged, and their classes, None if it names none."""
     from safetensors.torch import load
 
     try:
         weights = load(data)
     except SafetensorError:
         return None, None
-    # A file begins with the length of its header in 8 bytes, and the header as JSON.
+    # The file begins with the length of its header, in 8 bytes, and the header, as JSON.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     try:
         classes: object = json.loads(header.get("__metadata__", {})[_CLASSES])
@@ -237,9 +243,9 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, 
 
 
 def check_archive(data: bytes) -> None:
-    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged or unpacks to too much.
+    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged or too large when unpacked.
 
-    torch itself checks no CRCs: it would return weights with a flipped bit as they are.
+    torch itself does not check CRCs: it would return weights with a flipped bit.
     """
     check_unpacked_size(data)
     if data.startswith(ZIP):
@@ -255,9 +261,9 @@ def check_archive(data: bytes) -> None:
 def check_unpacked_size(data: bytes) -> None:
     """Raise ValueError if ``data`` is a zip archive, as torch writes them, that unpacks to over 10 times its size.
 
-    torch allocates what the directory of an archive asks for before it reads the rest.
+    torch allocates the sizes in the archive's directory before it reads the rest.
     """
-    if not data.startswith(ZIP):  # by this torch, too, decides how to read the file
+    if not data.startswith(ZIP):  # torch decides by the same bytes how to read the file
         return
     _check_directory(data)
     try:
@@ -268,16 +274,17 @@ def check_unpacked_size(data: bytes) -> None:
     unpacked = sum(entry.file_size for entry in entries)
     if unpacked > _MAX_RATIO * len(data):
         raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
-    # Of two fields with sizes of 64 bits, Python may take the last and torch the first.
+    # If there are two fields with sizes of 64 bits, Python may use the last one and torch the first one.
     if any(_count_zip64(entry.extra) > 1 for entry in entries):
         raise ValueError("it is a damaged archive (it says the size of a part twice)")
 
 
 def _check_directory(data: bytes) -> None:
-    """Raise ValueError unless an archive ends with one directory, where its last record says.
+    """Raise ValueError unless the directory of an archive is directly before its last record, as that record says.
 
-    Python looks for the directory directly before the last record, torch where that record says. An archive with a
-    harmless directory in the one place and a huge one in the other would be checked by the one, and read by the other.
+    Python reads the directory that is directly before the last record, torch the one to which that record points. An
+    archive with a harmless directory in one place and a huge one in the other would pass Python's check and be read by
+    torch.
     """
     end = len(data) - _END_BYTES
     if end < 0 or data[end : end + 4] != _END or data[-2:] != b"\0\0":
