@@ -101,12 +101,12 @@ def export_history(storage: str, name: str, output: str) -> int:
     num_left = num_rows
     with new_output(output) as file, table_writer(file, output, schema) as write:
         for rows in read_rows(store):
-            write(_table(rows[:num_left], schema))
+            write(_as_table(rows[:num_left], schema))
             num_left -= len(rows[:num_left])
     return num_rows
 
 
-def _table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
+def _as_table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
     """Return rows of a history as a table with all columns of ``schema``, and nulls in those that they lack."""
     if isinstance(rows, StoredRows):
         present = rows.table.column_names

@@ -162,7 +162,7 @@ def pack(
         read = partial(_fetch_unchanged, images_store)
         if shorter_side is not None:
             shrinking = Shrinking(shorter_side, quality)
-            read, images = _shrunk(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
+            read, images = _shrink_images(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
         shards = assign_shards(images)
         paths, num_written = _write_missing(read, packed_store, shards, console)
         packed = packed_manifest(images, shards, paths, packed_store.url)
@@ -196,7 +196,7 @@ def _refuse_other_images(destination: Store) -> None:
             )
 
 
-def _shrunk(
+def _shrink_images(
     read: _ReadFiles, images: Manifest, shrinking: Shrinking, folder: Path, console: Console
 ) -> tuple[_ReadFiles, Manifest]:
     """Write smaller files of the images into ``folder``; return how to read these, and the images with their sizes."""

@@ -87,7 +87,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
             table = _unpack(source, opened, folder / "images")
             store = open_store(str(folder / "images"))
             images = replace(list_images(store), url=source)  # so that messages name the source
-            yield store, _by_table(images, table, labels)
+            yield store, _label_by_table(images, table, labels)
         return
 
     # Images in folders are labelled by a pattern, a label file, or their folders.
@@ -99,7 +99,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
     else:
         table = read_label_file(labels.file, labels.columns, [store.url])
     if table is not None:
-        yield store, _by_table(table.images or list_images(store), table, labels)
+        yield store, _label_by_table(table.images or list_images(store), table, labels)
     elif labels.split is not None or labels.columns != LabelColumns():
         raise UsageError(
             "--split, --key-column, --label-column and --label-separator are for a label file, and none is beside "
@@ -109,7 +109,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
         yield store, build_manifest(store)
 
 
-def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
+def _label_by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
     """Return the images labelled by ``table``. Shards contain the labels, so the manifest forgets the table."""
     # A shard has one label for each image, so several classes are joined into one text.
     are_joined = table.classes is not None

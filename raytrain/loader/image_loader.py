@@ -122,7 +122,7 @@ class ImageLoader:
             )
         asked = _options(data, batch_size, options)
         self._asked_decoder = asked.decoder
-        self._open_nothing()
+        self._reset_open_resources()
         try:
             self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._opened))
             self._config, self._data = _list_together(asked, self._group)
@@ -144,7 +144,7 @@ class ImageLoader:
         self.test = HeldOutImages(self, "test") if self._data.test is not None else None
         """The same of the test images; None if the images have two parts."""
 
-    def _open_nothing(self) -> None:
+    def _reset_open_resources(self) -> None:
         """Set the attributes of a loader that has no open processes and reads nothing ahead yet."""
         self._processes: list[NewProcess] = []  # that wait for the first batch
         self._source: ProcessImages | None = None
@@ -159,7 +159,7 @@ class ImageLoader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._open_nothing()
+        self._reset_open_resources()
 
     # What is read.
 
@@ -284,7 +284,7 @@ class ImageLoader:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
         if self._opened_by != os.getpid():  # a fork: the threads and the ends of the pipes are in the other process
             self._close.detach()
-            self._open_nothing()
+            self._reset_open_resources()
         if self._source is not None:
             return self._batches
 

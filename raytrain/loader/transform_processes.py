@@ -105,9 +105,9 @@ class TransformedBatches:
             num_pieces += len(pieces)
             while num_pieces > 2 * self._num_processes and len(under_way) > 1:
                 num_pieces -= len(under_way[0][1])
-                yield _together(*under_way.popleft())
+                yield _joined_batch(*under_way.popleft())
         while under_way:
-            yield _together(*under_way.popleft())
+            yield _joined_batch(*under_way.popleft())
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         """Yield the batches of the source as they are."""
@@ -129,7 +129,7 @@ class TransformedBatches:
             report(f"{subject(self._config)} {_UNSEEDED}")
 
 
-def _together(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
+def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
     """Return a batch with the transformed images of its pieces; wait for them."""
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local

@@ -63,7 +63,7 @@ class CostMeter:
 
         # Until workers report, show the cost of one machine without counting it: all of the time since the start is
         # counted at the right rate later.
-        self._dollars_per_hour = self._rate(self._prices, snapshot.machines) or self._dollars_per_hour
+        self._dollars_per_hour = self._dollars_per_hour_of(self._prices, snapshot.machines) or self._dollars_per_hour
         if not snapshot.over:
             now = self._clock()
             rate = self._dollars_per_hour or self._prices.per_machine or 0.0
@@ -72,7 +72,7 @@ class CostMeter:
                 self._dollars, self._since = self._shown, now
         return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown, 6))
 
-    def _rate(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
+    def _dollars_per_hour_of(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
         """Return the dollars per hour of the machines, or of those GPUs whose price is known."""
         if prices.per_machine is not None:
             return prices.per_machine * len({use.node for use in machines})

@@ -194,16 +194,16 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
     lines = Sample[bytes](lambda line: b'"evaluation"' in line or b'"test"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
-    return _whole(lines.rows, METRICS, MetricRow.from_json, report)
+    return _parse_undamaged(lines.rows, METRICS, MetricRow.from_json, report)
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
     """Return the images that a run skipped; ``report`` gets a sentence about damaged lines."""
     lines = [line for block in StoredLines(store, SKIPPED).blocks() for line in block.splitlines()]
-    return _whole(lines, SKIPPED, SkippedImage.from_json, report)
+    return _parse_undamaged(lines, SKIPPED, SkippedImage.from_json, report)
 
 
-def _whole(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
+def _parse_undamaged(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
     """Return the results of ``parse`` for the undamaged lines; ``report`` gets the number of the others."""
     parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):

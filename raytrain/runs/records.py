@@ -154,19 +154,21 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
     # Parse each document by itself, because one may be damaged and the others not.
     problems: list[str] = []
-    options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
-    result = _parsed(SUMMARY, summary, parse_object, problems.append) or {}
+    options = _parse_document(
+        CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append
+    )
+    result = _parse_document(SUMMARY, summary, parse_object, problems.append) or {}
     numbers = {key: plain(result.get(key)) for key in ("validation_accuracy", "best_value", "seconds")}
     return RunInfo(
         name=name,
         config=options,
-        status=parse_status(_parsed(STATUS, status, parse_object, problems.append) or {}, problems.append),
+        status=parse_status(_parse_document(STATUS, status, parse_object, problems.append) or {}, problems.append),
         problems=tuple(problems),
         **{key: value for key, value in numbers.items() if isinstance(value, float)},
     )
 
 
-def _parsed(path: str, content: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
+def _parse_document(path: str, content: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
     """Return the result of ``parse`` for a document; None if it does not exist, or cannot be used.
 
     ``report`` gets a sentence about a document that cannot be used.

@@ -159,12 +159,12 @@ class Concurrency:
             self._calls_left -= 1
             rate = num / seconds
             if self._rate_before is not None and rate < _MIN_GAIN * self._rate_before:
-                self._try(limit // 2, None)
+                self._set_limit(limit // 2, None)
             elif self._rate_before is not None or self._calls_left <= 0:
                 doubles = 2 * limit <= min(num, _LAST_LIMIT)
-                self._try(*((2 * limit, rate) if doubles else (limit, None)))
+                self._set_limit(*((2 * limit, rate) if doubles else (limit, None)))
 
-    def _try(self, limit: int, rate_before: float | None) -> None:
+    def _set_limit(self, limit: int, rate_before: float | None) -> None:
         """Use ``limit`` requests from now on; ``rate_before`` is the rate to beat, if they are a trial."""
         self._is_connected = limit <= self.limit
         self.limit, self._rate_before, self._calls_left = limit, rate_before, _TRY_EVERY

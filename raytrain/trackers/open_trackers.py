@@ -48,13 +48,13 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
     for index, tracker in enumerate(trackers):
         if isinstance(tracker, str) and tracker in trackers[:index]:
             continue
-        named = _named(tracker)
+        named = _named_tracker(tracker)
         number = sum(earlier.name.partition("#")[0] == named.name for earlier in opened) + 1
         opened.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
     return opened
 
 
-def _named(tracker: object) -> NamedTracker:
+def _named_tracker(tracker: object) -> NamedTracker:
     """Return a tracker with its name; raise UsageError if ``tracker`` is neither a tracker nor the name of one."""
     # An object of the user's.
     if not isinstance(tracker, str):
@@ -78,10 +78,10 @@ def _named(tracker: object) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {tracker!r}{hint}; give {known}, or package.module:Class.")
     make = load_function("--track", tracker)
-    return NamedTracker(tracker, lambda run: _made_by(make))
+    return NamedTracker(tracker, lambda run: _make_tracker(make))
 
 
-def _made_by(make: Callable[[], object]) -> Tracker:
+def _make_tracker(make: Callable[[], object]) -> Tracker:
     """Call a class or a function of the user's; raise UsageError unless it returns a tracker."""
     made = make()
     if isinstance(made, type) or not isinstance(made, Tracker):

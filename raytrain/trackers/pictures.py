@@ -54,7 +54,7 @@ def contact_sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
         tile = ImageOps.pad(Image.fromarray(pixels), (_TILE, _TILE), Image.Resampling.NEAREST, _WHITE)
         page.paste(tile, (left, top))
         for line, text in enumerate(caption.split("\n")[:2]):
-            draw.text((left, top + _TILE + 2 + 14 * line), _cut(text, _TILE, font), _BLACK, font)
+            draw.text((left, top + _TILE + 2 + 14 * line), _cut_to_width(text, _TILE, font), _BLACK, font)
     return np.asarray(page)
 
 
@@ -125,7 +125,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     return figure
 
 
-def _cut(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
+def _cut_to_width(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
     """Return as much of ``text`` as fits into ``width`` pixels."""
     if font.getlength(text) <= width:
         return text

@@ -233,7 +233,7 @@ class TrackerThread:
                     last_evaluation = self._position.evaluation_step
                     self._send_pictures(tracker)
                 self._send_rows(tracker)
-                self._look_for_stop(tracker)
+                self._poll_for_stop(tracker)
                 pause_s = gather_s(time.thread_time() - cpu_before_s)
 
             # Send what has arrived since the last group, and finish.
@@ -250,7 +250,7 @@ class TrackerThread:
                 reason = f"{reason[: _MAX_REASON // 2]} … {reason[-_MAX_REASON // 2 :]}"
             self._fail(f"failed ({reason})")
 
-    def _look_for_stop(self, tracker: Any) -> None:
+    def _poll_for_stop(self, tracker: Any) -> None:
         """Ask the run to stop if somebody has requested that in the tracker, if the tracker supports it."""
         if hasattr(tracker, "stop_requested") and self._throttle.due("stop", _STOP_EVERY_S):
             with suppress(Exception):  # it may be out of reach for a while

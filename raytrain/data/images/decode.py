@@ -206,16 +206,16 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
         image = _with_transparent_colour(image, data)
     if image.format in ("PNG", "WEBP"):
         orientation = _exif_orientation(image.info.get("exif"))
-    return _turn(image, orientation)
+    return _rotated(image, orientation)
 
 
 def turn_upright(image: Any) -> Any:
     """Return an image of Pillow upright, as :func:`decode` turns its file: by EXIF, or the tags of a TIFF."""
     tags = getattr(image, "tag_v2", None)
-    return _turn(image, _exif_orientation(image.info.get("exif")) if tags is None else tags.get(_ORIENTATION, 1))
+    return _rotated(image, _exif_orientation(image.info.get("exif")) if tags is None else tags.get(_ORIENTATION, 1))
 
 
-def _turn(image: Any, orientation: int) -> Any:
+def _rotated(image: Any, orientation: int) -> Any:
     """Return an image of Pillow as it is upright, by the ``orientation`` that EXIF gives it."""
     from PIL import Image
 

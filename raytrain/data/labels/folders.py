@@ -61,12 +61,14 @@ def build_manifests(store: Store) -> dict[Part, Manifest]:
     _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
-        return {"train": _by_folder(files, folders, None, None)}
+        return {"train": _label_by_folder(files, folders, None, None)}
 
     # The classes are those of the training images. Say which folder was taken for which part: it is a guess.
-    train = _by_folder(files, folders, None, "train")
+    train = _label_by_folder(files, folders, None, "train")
     parts: dict[Part, Manifest] = {"train": train}
-    parts |= {part: _by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of}
+    parts |= {
+        part: _label_by_folder(files, folders, train.classes, part) for part in HELD_OUT if part in folders.folder_of
+    }
     uses: dict[Part, str] = {"train": "training", "validation": "validating", "test": "testing at the end"}
     if len(parts) == 2:
         uses["test"] = "validating"  # they choose the best checkpoint, and so are no test
@@ -98,7 +100,7 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
     _check_tables_below(files)
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
-        return _by_folder(files, folders, classes, part)
+        return _label_by_folder(files, folders, classes, part)
     used = folders.part_like(part)
     if part is None or used is None:
         url, (first, second, *_) = store.url.rstrip("/"), folders.folder_of.values()
@@ -107,7 +109,7 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
             f"{url}/{first}."
         )
     _log.warning("Of %s, only the images in %s/ are used.", store.url, folders.folder_of[used])
-    return _by_folder(files, folders, classes, used)
+    return _label_by_folder(files, folders, classes, used)
 
 
 def _check_tables_below(files: Listing) -> None:
@@ -346,7 +348,9 @@ def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
         _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
 
 
-def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None) -> Manifest:
+def _label_by_folder(
+    files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None
+) -> Manifest:
     """Return the images of one part, or of all parts, labelled by their folders."""
     # Images in no class folder, and those of other parts, are left out.
     chosen = np.array(folders.classes, object) != ""

@@ -239,7 +239,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     """Return the rows of a document in any form in which programs write tables."""
     if isinstance(document, list):
-        return _listed(document)
+        return _records_of_list(document)
     if not isinstance(document, dict) or not document:
         raise ValueError("it has no records")
     if {"images", "annotations"} <= document.keys():
@@ -254,7 +254,7 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
     for rows in lists.values():
-        return _listed(rows)
+        return _records_of_list(rows)
     by_image = [value for value in document.values() if _is_by_image(value)]
     return _keyed_records(by_image[0] if len(by_image) == 1 else document, key_names)
 
@@ -292,7 +292,7 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
     return [{**image, "label": labels[image["id"]]} for image in images]
 
 
-def _listed(rows: list[Any]) -> list[_Record]:
+def _records_of_list(rows: list[Any]) -> list[_Record]:
     """Return a list of records as it is, and the records of a list of lists, each with a value for every column."""
     if _is_list_of(rows, list):
         names = _invented_names(rows[0])

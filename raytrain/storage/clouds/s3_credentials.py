@@ -45,10 +45,10 @@ def resolve_credentials() -> Credentials | None:
     Raises botocore's exceptions if it is broken, and StorageError if a program or file that it names is.
     """
     with _source_named():
-        credentials = _chain(aws_configuration())
+        credentials = _chain_credentials(aws_configuration())
         if not hasattr(credentials, "refresh_needed"):
-            _chain.cache_clear()  # static credentials are read again each time: their file may have been rewritten
-        return _frozen(credentials)
+            _chain_credentials.cache_clear()  # static ones are read again each time: their file may change
+        return _current_keys(credentials)
 
 
 def credential_method() -> str:
@@ -68,8 +68,8 @@ def own_role() -> Credentials | None:
     if os.environ.keys().isdisjoint(_ROLE_VARIABLES) and (is_disabled or not _is_on_ec2()):
         return None
     with _source_named():
-        credentials = _chain(aws_configuration())
-        return _frozen(credentials) if credentials is not None and credentials.method in _ROLES else None
+        credentials = _chain_credentials(aws_configuration())
+        return _current_keys(credentials) if credentials is not None and credentials.method in _ROLES else None
 
 
 def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
@@ -78,12 +78,12 @@ def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
 
 
 @lru_cache(maxsize=1)
-def _chain(_: object) -> Any:
+def _chain_credentials(_: object) -> Any:
     """Return boto3's credentials, which renew themselves. The argument is the configuration, by which it is cached."""
     return aws_session().get_credentials()
 
 
-def _frozen(credentials: Any) -> Credentials | None:
+def _current_keys(credentials: Any) -> Credentials | None:
     """Return the keys that boto3's ``credentials`` have at present; None if there are none."""
     if credentials is None:
         return None
