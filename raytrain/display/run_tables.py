@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +43,7 @@ from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 
 LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
+_NUM_FILES_SHOWN = 20
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
 _LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
@@ -228,12 +230,13 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.summary and record.summary.get("status") == status.status:
         parts.append(key_value_table(shown_summary(record.summary)))
 
-    # The checkpoints, and the first images that could not be used.
-    if record.checkpoints:
-        rows = [
-            (file.path, f"{file.size_bytes / 1e6:,.1f} MB", format_time(file.modified)) for file in record.checkpoints
-        ]
-        parts.append(headed_table(["checkpoint"], ("size", "written"), rows))
+    # The checkpoints, the newest files of the loop's own, and the first images that could not be used.
+    newest = sorted(record.files, key=lambda file: file.modified)[-_NUM_FILES_SHOWN:]
+    more = f" (the newest {len(newest)} of {len(record.files):,})" if len(newest) < len(record.files) else ""
+    for heading, files in (("checkpoint", record.checkpoints), (f"file of the loop{more}", newest)):
+        rows = [(one_line(file.path), decimal(file.size_bytes), format_time(file.modified)) for file in files]
+        if rows:
+            parts.append(headed_table([heading], ("size", "written"), rows))
     if record.skipped:
         lines = [f"{image.key}: {image.reason}" for image in record.skipped[:_NUM_SKIPPED_SHOWN]]
         if num_more := len(record.skipped) - len(lines):

@@ -15,6 +15,7 @@ from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import (
     CLAIM,
     CONFIG,
+    FILES,
     IMAGES,
     STATUS,
     SUMMARY,
@@ -85,6 +86,8 @@ class RunRecord(RunInfo):
     skipped: list[SkippedImage]
     unused_options: tuple[str, ...] = ()
     """Options that change nothing, because the run's own loop does not use them."""
+    files: list[StoredObject] = field(default_factory=list[StoredObject])
+    """What the run's own loop has written into its folder."""
     provenance: tuple[Provenance, ...] = ()
     """Commit, packages, command and code of its attempts, the newest last."""
     sweep: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -136,6 +139,7 @@ def read_run(storage: str, name: str) -> RunRecord:
         "sweep": read_json(store, SWEEP),
         "metrics": read_metrics(store, problems.append),
         "checkpoints": list_checkpoints(store),
+        "files": [*store.list(FILES)],
         "skipped": read_skipped(store, problems.append),
         "unused_options": read_unused_options(store),
         "provenance": read_provenance(store, problems.append),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import StopReason, shell_command
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
+from raytrain.storage.store import StoredObject
 from tests.helpers.snapshots import train_result
 
 
@@ -98,6 +100,17 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
         seen.split()
     )
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
+
+
+def test_the_page_of_a_run_has_its_checkpoints_and_the_newest_files_of_its_loop() -> None:
+    def stored(path: str, hour: int) -> StoredObject:
+        return StoredObject(path, 1_500, "", datetime(2026, 1, 2, hour, tzinfo=timezone.utc))
+
+    files = [stored(f"files/of-{hour:02}.png", hour) for hour in range(22)]
+    seen = text(run_page(dataclasses.replace(record(), checkpoints=[stored("checkpoints/a.pt", 1)], files=files)))
+    assert "checkpoints/a.pt 1.5 kB" in seen
+    assert "file of the loop (the newest 20 of 22)" in seen
+    assert "of-21.png" in seen and "of-02.png" in seen and "of-01.png" not in seen
 
 
 def test_the_page_of_a_resumed_run_does_not_show_how_the_attempt_before_it_ended() -> None:
