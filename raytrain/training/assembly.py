@@ -29,8 +29,9 @@ from raytrain.training.evaluation import check_evaluation, evaluate_prepared
 from raytrain.training.gallery import Gallery
 from raytrain.training.left_behind import note_on_changes, states_of_variables
 from raytrain.training.loop_source import remember_source_lines
+from raytrain.training.loss import Loss
 from raytrain.training.model import check_growing_size
-from raytrain.training.optimisation import Loss, parameter_groups
+from raytrain.training.optimisation import parameter_groups
 from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels, checkpoint_gradients
 from raytrain.training.protocols import BatchSource, Reporter, Worker

@@ -25,8 +25,8 @@ from raytrain.training.evaluation_metrics import (
     mean_of_known,
     measured_metrics,
 )
+from raytrain.training.loss import check_logits
 from raytrain.training.named_metrics import NamedMetrics
-from raytrain.training.optimisation import check_logits
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

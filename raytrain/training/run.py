@@ -48,7 +48,8 @@ from raytrain.training.device_batches import DeviceBatches, HostTensors
 from raytrain.training.gallery import Gallery
 from raytrain.training.gather import gather_rows
 from raytrain.training.logged_values import logged_fractions
-from raytrain.training.optimisation import Loss, build_optimizer, build_scheduler, check_answers, check_logits
+from raytrain.training.loss import Loss, check_answers, check_logits
+from raytrain.training.optimisation import build_optimizer, build_scheduler
 from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, shapes_of
 from raytrain.training.protocols import Reporter, Worker

@@ -32,9 +32,9 @@ from raytrain.training.augment import Augment
 from raytrain.training.augmentation import Augmentation
 from raytrain.training.batch import Batch
 from raytrain.training.device_batches import HostTensors, on_host
+from raytrain.training.loss import Loss
 from raytrain.training.mixup import mix_batch
 from raytrain.training.model import build_model
-from raytrain.training.optimisation import Loss
 from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
 from raytrain.training.step_metrics import StepMetrics, StepTotals
