@@ -387,6 +387,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     """Return the label in a .cls or .json file; empty if it has none. Raise UsageError for several, or invalid text."""
+    # A .cls file is nothing but the label.
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
         try:
@@ -396,6 +397,8 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
                 f"The label in {member.name!r} is {content[:80]!r}, which is not text in UTF-8; write it in UTF-8."
             )
             raise UsageError(sentence) from error
+
+    # A .json file may have a label; a damaged one counts as one without.
     document: Any = None
     with suppress(ValueError, RecursionError):
         document = json.loads(content)
@@ -405,6 +408,7 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
             f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the "
             "images, and give their classes with --labels and --label-separator."
         )
+
     # 3.0 is 3, as in label files, and a missing label is empty.
     if label is None or isinstance(label, bool):
         return "" if label is None else str(label).lower()

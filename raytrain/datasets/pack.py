@@ -245,6 +245,7 @@ def _write_missing(
     for stored in packed_store.list("shards"):
         existing.setdefault(stored.path.partition("-")[0], []).append(stored.path)
 
+    # A shard that is there already, from an interrupted or an earlier packing, stays if it is whole and the same.
     def write(number: int) -> tuple[str, bool]:
         for path in existing.get(shard_path(number, b"").partition("-")[0], []):
             if is_shard_of(shards[number], path, packed_store.get(path)):

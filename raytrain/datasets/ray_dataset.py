@@ -49,6 +49,7 @@ class RayDatasetRows(Archive):
         num_of_name: dict[str, int] = {}
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack") as pool:
             for batch in self._batches(source):
+                # Encode the images in threads, while the other columns are made texts.
                 image, label, key, split = self._columns_of(batch)
                 contents = [self._content(image, value) for value in batch[image]]
                 files = pool.map(_as_file, contents)

@@ -61,6 +61,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
     ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
     ``*``; or a ``ray.data.Dataset``, whose rows are written into a temporary folder, too.
     """
+    # The rows of a Ray dataset are read like an archive.
     opened: Sequence[_OpenedArchive]
     if isinstance(source, str):
         source = source if "://" in source else os.path.expanduser(source)

@@ -119,6 +119,7 @@ def choose_cache(
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     """Return the cache that ``--cache disk`` asks for; raise UsageError if it cannot be used on this machine."""
+    # Only files of a bucket are kept, in a folder of this user's.
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
     folder = os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
@@ -130,9 +131,11 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
         raise UsageError(
             f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
         ) from None
+
+    # The limit is the user's, or a part of the disk. The files of earlier runs count as free space there, because they
+    # are evicted for this run.
     if config.cache_limit_gb is not None:
         return DiskCache(folder, int(config.cache_limit_gb * 1e9), time.time())
-    # The files of earlier runs count as free space, because they are evicted for this run.
     room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
     if room_bytes < _LEAST_DISK_BYTES:
         raise UsageError(

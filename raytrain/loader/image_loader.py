@@ -109,6 +109,7 @@ class ImageLoader:
         transforms: Callable[..., Any] | str | None = None,
         **options: Any,
     ) -> None:
+        # Refuse wrong arguments before any process starts.
         self._group = ProcessGroup(_given_rank_and_size(rank, world_size))
         self._device = _given_device(device)
         self._drop_last = drop_last
@@ -122,6 +123,8 @@ class ImageLoader:
             )
         asked = _options(data, batch_size, options)
         self._asked_decoder = asked.decoder
+
+        # Start the processes, and list the images meanwhile. A failure on one process is raised on all.
         self._reset_open_resources()
         try:
             self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._opened))
@@ -135,6 +138,8 @@ class ImageLoader:
         except BaseException:
             self.close()
             raise
+
+        # The state of the loops over this loader, and the other parts of the images.
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
         self._loops = 0  # number of loops so far, and of loaded states; only the newest loop may go on

@@ -55,6 +55,8 @@ def gpu_decoder_problem(device: str) -> str | None:
     """
     if device != "cuda":
         return "the device is a CPU"
+
+    # Read which version of torchcodec there is.
     try:
         torch, torchcodec = (
             Path(str(distribution(name).locate_file(f"{name}/version.py"))).read_text()
@@ -62,15 +64,15 @@ def gpu_decoder_problem(device: str) -> str | None:
         )
     except (PackageNotFoundError, OSError):
         return f"torchcodec is not installed (install {extra('gpu-decoder')})"
-    found = re.search(r"(\d+)\.(\d+)[^'\"]*", torchcodec)
-    if found is None or (int(found[1]), int(found[2])) < _TORCHCODEC:
-        return f"torchcodec {found and found[0]} decodes no images (install {extra('gpu-decoder')})"
+    version = re.search(r"(\d+)\.(\d+)[^'\"]*", torchcodec)
+    if version is None or (int(version[1]), int(version[2])) < _TORCHCODEC:
+        return f"torchcodec {version and version[0]} decodes no images (install {extra('gpu-decoder')})"
 
     # Both packages are built for a version of CUDA, whose first number must be the same.
     ours, theirs = re.search(r"^cuda\b.*?(\d+)", torch, re.M), re.search(r"\+cu(\d+)\d\b", torchcodec)
     if ours is None or theirs is None or ours[1] != theirs[1]:
         return (
-            f"torchcodec {found[0]} is built for {f'CUDA {theirs[1]}' if theirs else 'CPUs'}, and torch for "
+            f"torchcodec {version[0]} is built for {f'CUDA {theirs[1]}' if theirs else 'CPUs'}, and torch for "
             f"{f'CUDA {ours[1]}' if ours else 'CPUs'} (install both from one index of PyTorch)"
         )
     return None

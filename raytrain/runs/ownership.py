@@ -215,6 +215,7 @@ def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
         claim.pid,
         claim.host,
     )
+    # Any change of the claim is a sign of life of its owner, except its release.
     deadline = time.monotonic() + LEASE_S
     while True:
         is_over = time.monotonic() >= deadline  # before the claim is read: this machine may have slept in between

@@ -296,6 +296,8 @@ class BucketStore(Store):
         if not isinstance(self.cloud, S3) or client.pages_are_checked:
             return
         try:
+            # list_pages raises StorageError for such a server. A page that another one follows shows how many names the
+            # server puts into one.
             keys = self._s3_keys()
             for delimiter in ("", "/"):
                 pages = self.cloud.list_pages(

@@ -346,6 +346,7 @@ def dead_ends(store: Store) -> list[str]:
         identity = (folder_status.st_dev, folder_status.st_ino)
         if identity in parents:  # a link to a folder that contains it
             return
+        # Below a folder that is not empty, look for the same in each of its folders.
         with os.scandir(folder) as scan:
             entries = list(scan)
         if not entries:

@@ -181,11 +181,13 @@ def _request_scoped_keys(unscoped: Credentials, scope: Scope, region: str) -> Cr
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
+        # The ARN of the caller says its account, and whether it is a user or a role.
         sts = boto3.Session().client("sts", region, **unscoped.for_boto3())
         arn: str = sts.get_caller_identity()["Arn"]
         _, partition, _, _, account, identity = arn.split(":", 5)
         policy = json.dumps(scope.policy(partition), separators=(",", ":"))  # it may have 2,048 characters
-        # A role assumes itself, since only a user may ask for a federation token.
+
+        # A role must assume itself, because only a user may ask for a federation token.
         if role := re.match(r"assumed-role/([^/]+)/", identity):
             role_arn = f"arn:{partition}:iam::{account}:role/{role[1]}"
             answer = sts.assume_role(RoleArn=role_arn, RoleSessionName=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)

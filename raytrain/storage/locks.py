@@ -45,6 +45,7 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
     name, waited = os.fspath(path), False
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     while True:
+        # Lock the file, waiting for its holder only if that is wanted.
         descriptor = os.open(name, flags, 0o666)
         try:
             try:
@@ -57,7 +58,9 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
                 exclusive = waited = True
             except OSError:  # the disk knows no locks
                 exclusive = False
-            # The holder may have deleted the file before its release, and another process may have made a new one.
+
+            # The holder may have deleted the file before its release, and another process may have made a new one: then
+            # begin again with that.
             try:
                 is_in_place = os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
             except FileNotFoundError:

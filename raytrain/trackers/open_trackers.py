@@ -120,6 +120,8 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     """
     if not trackers:
         raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")
+
+    # A run is sent by itself.
     storage = os.fspath(storage)
     store = open_run(storage, run)
     if not store.exists(SWEEP):

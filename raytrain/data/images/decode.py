@@ -349,8 +349,11 @@ def plain_jpeg_size(data: bytes) -> Size | str:
 
     Example: ``plain_jpeg_size(Path("cat.png").read_bytes()) == "PNG"``
     """
+    # The first bytes tell other formats apart.
     if not data.startswith(_JPEG):
         return next((kind for start, kind in _OTHER_FORMATS.items() if data.startswith(start)), "no image")
+
+    # Collect the EXIF block and the frame. The first scan comes after both: then all that matters is known.
     frame = exif = None
     for marker, content in _segments(data):
         if marker == _APP1 and exif is None and content.startswith(_EXIF):

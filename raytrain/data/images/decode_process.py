@@ -45,8 +45,9 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
 
     def decode(self, data: bytes, crop: Crop = STRETCH) -> Pixels:
         """Decode as ``decode`` does. An image that kills the process twice, or takes over a minute, is a BadImage."""
+        # Try twice, because the first time something else than the image may have killed the process.
         ended = ""
-        for _ in range(2):  # the first time, something else may have killed it
+        for _ in range(2):
             process = self._process or self._start()
             try:
                 self._pipe.send(crop)
@@ -55,6 +56,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                     raise TimeoutError
                 answer = self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
+                # The process has died, or takes too long: end it, and start another one next time.
                 if isinstance(error, TimeoutError):
                     process.kill()
                 ended = self._clean_up(process)

@@ -143,6 +143,8 @@ def _held_out_groups(
         if ((distance + shares[number]) ** 2).sum() < (distance**2).sum():
             chosen[number] = True
             distance += shares[number]
+
+    # If even the smallest group is too large, there would be no validation images.
     if not chosen.any():
         raise UsageError(
             f"None of {len(names):,} groups is small enough for --validation-fraction {fraction}: the smallest has "

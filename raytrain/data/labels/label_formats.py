@@ -61,6 +61,7 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
         StorageError: it cannot be read.
         UsageError: it is no such table.
     """
+    # Refuse files that cannot be a table, with a sentence that says what they are.
     content = read_input(url, option)
     suffix = posixpath.splitext(url)[1].lower()
     if suffix not in _FORMATS:

@@ -82,6 +82,8 @@ def _access_token() -> GoogleCredentials | None:
         from google.auth.transport.requests import Request
     except ImportError:
         return None
+
+    # If the user has named a file, a failure is about that file. Without one, there may simply be no credentials.
     file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     try:
         credentials = default_credentials(file)
