@@ -279,10 +279,10 @@ class PreparedModels(ExactNetworks):
 
     def digest(self) -> list[float]:
         """Return numbers that change if a weight or a buffer changes. The host waits for the device once."""
-        return digest_of_tensors(self._tensors().values())
+        return digest_of_tensors(self._tensors().values()).flatten().tolist()
 
-    def digest_of_weights(self) -> list[float]:
-        """Return numbers that change if a weight that can learn does."""
+    def digest_of_weights(self) -> Tensor:
+        """Return numbers that change if a weight that can learn does, on the device. Nobody waits for it."""
         return digest_of_tensors(each for model in self.trained for each in model.parameters() if each.requires_grad)
 
     def check_agreement(self, step: int) -> None:

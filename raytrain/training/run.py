@@ -296,7 +296,7 @@ class Run:
 
         # After the first epoch of an attempt, see that the loop has trained.
         self._has_compared_weights = True
-        if before and before == self.models.digest_of_weights():
+        if before is not None and len(before) and torch.equal(before, self.models.digest_of_weights()):
             self.steps.report_once(_NOTHING_LEARNT.format(format_count(self.progress.step - first_step, "step")))
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:

@@ -41,7 +41,7 @@ class UnpreparedNetworks:
     def __init__(self, state: CheckpointState, report: Callable[[str], None]) -> None:
         self._state, self._report = state, report
         self._num_batches = 0
-        self._digests: weakref.WeakKeyDictionary[nn.Module, list[float]] = weakref.WeakKeyDictionary()
+        self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
         """Compare the networks that the function of ``frame`` holds, in its variables or in what these hold.
@@ -59,7 +59,7 @@ class UnpreparedNetworks:
             own = [tensor for tensor in tensors if tensor.data_ptr() not in in_checkpoints]
             if not own:
                 continue
-            digest = digest_of_tensors(own)
+            digest = digest_of_tensors(own).tolist()
             if digest != self._digests.setdefault(network, digest):
                 changed.append(name)
         if changed:
