@@ -111,6 +111,7 @@ class RayLaunch:
                 arguments=prepared.arguments,
                 node=ray.get_runtime_context().get_node_id(),
                 working_folder=os.getcwd(),
+                variables=frozenset(os.environ),
                 feeders=self._feed.feeders,
                 coordinator=coordinator,
             )

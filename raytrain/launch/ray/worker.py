@@ -32,7 +32,7 @@ from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, b
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
-from raytrain.errors import RaytrainError, some_of
+from raytrain.errors import LoopFailed, RaytrainError, some_of
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
@@ -108,6 +108,7 @@ class RayWorkerInputs:
     arguments: tuple[str, ...]  # sys.argv, for a loop that reads its options
     node: str  # ID of the driver's node
     working_folder: str  # of the driver
+    variables: frozenset[str]  # names of the driver's environment variables
     feeders: tuple[FeederHandle, ...]  # from which workers get what is streamed
     coordinator: CoordinatorHandle
 
@@ -147,13 +148,29 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
             with transformed(source, config, transforms, note) as batches:
                 outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
-        if ray.get(inputs.coordinator.give_up.remote(error, trace_of(error))):
+        explained = with_what_lacks(error, inputs.working_folder, inputs.variables)
+        if ray.get(inputs.coordinator.give_up.remote(explained, trace_of(error))):
             return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
     if dist.is_initialized():
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
         ray.get(inputs.coordinator.conclude.remote(outcome))
+
+
+def with_what_lacks(error: RaytrainError, drivers_folder: str, drivers_variables: frozenset[str]) -> RaytrainError:
+    """Return ``error``, with a hint if the loop lacks a variable or a file that the driver may have."""
+    cause = error.__cause__
+    if not isinstance(error, LoopFailed):
+        return error
+    key = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
+    if key in drivers_variables and key not in os.environ:
+        hint = f"{key} is set for the command, and the workers have the variables of `ray start`"
+    elif isinstance(cause, FileNotFoundError) and os.getcwd() != drivers_folder:
+        hint = f"on the machine of this worker, {ray.util.get_node_ip_address()}, the loop runs in {os.getcwd()}"
+    else:
+        return error
+    return LoopFailed(f"{error}; {hint}", error.restart_may_help)
 
 
 @contextmanager

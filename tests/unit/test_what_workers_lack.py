@@ -1,0 +1,41 @@
+"""An error of a loop on a cluster says which variable or folder of the command the worker does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain.errors import LoopFailed, UsageError
+from raytrain.launch.ray.worker import with_what_lacks
+
+
+def failed_by(cause: Exception) -> LoopFailed:
+    error = LoopFailed("its loop failed", restart_may_help=True)
+    error.__cause__ = cause
+    return error
+
+
+def test_a_variable_of_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOR_THE_LOOP", raising=False)
+    error = failed_by(KeyError("FOR_THE_LOOP"))
+    explained = with_what_lacks(error, str(tmp_path), frozenset({"FOR_THE_LOOP"}))
+    assert str(explained) == (
+        "its loop failed; FOR_THE_LOOP is set for the command, and the workers have the variables of `ray start`"
+    )
+    assert isinstance(explained, LoopFailed) and explained.restart_may_help
+    assert with_what_lacks(error, str(tmp_path), frozenset()) is error
+    monkeypatch.setenv("FOR_THE_LOOP", "1")
+    assert with_what_lacks(error, str(tmp_path), frozenset({"FOR_THE_LOOP"})) is error, "it was in a dictionary"
+
+
+def test_the_folder_of_the_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = failed_by(FileNotFoundError(2, "No such file", "teacher.pt"))
+    assert f"the loop runs in {tmp_path}" in str(with_what_lacks(error, "/elsewhere", frozenset()))
+    assert with_what_lacks(error, str(tmp_path), frozenset()) is error
+
+
+def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+    for error in (failed_by(ValueError("x")), failed_by(KeyError(3)), UsageError("no")):
+        assert with_what_lacks(error, str(tmp_path), frozenset({"x"})) is error
