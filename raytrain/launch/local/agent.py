@@ -103,20 +103,22 @@ class _Agent(LocalElasticAgent):
         """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator."""
         dead = _dead_workers(worker_group.workers)  # before torch's agent reaps them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
-        # A worker that exits before its loop has returned has failed, even with exit code 0.
+        # A worker that exits before its loop has returned has failed, even with exit code 0. torch does not notice the
+        # end of one whose loop has forked a process that still runs: it holds the pipe open that torch waits for.
         if dead and not result.is_failed():
             result = RunResult(WorkerState.FAILED)
         if result.is_failed():
-            self._call("workers_lost", dead)
+            silent = {rank: how for rank, how in dead.items() if how is not None}
+            self._call("workers_lost", silent)
             # gloo aborts a process that gets a tensor of another size: with this, the next attempt reports its shape.
-            if any("SIGABRT" in how for how in dead.values()):
+            if any("SIGABRT" in how for how in silent.values()):
                 dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore
         return result
 
 
-def _dead_workers(workers: list[Worker]) -> dict[int, str]:
-    """Return, by rank, how each worker died that a signal has killed, or that exited without reporting an error."""
-    dead: dict[int, str] = {}
+def _dead_workers(workers: list[Worker]) -> dict[int, str | None]:
+    """Return, by rank, how each worker died that a signal has killed or that exited; None if it reported an error."""
+    dead: dict[int, str | None] = {}
     for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
         try:
             state = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -124,8 +126,9 @@ def _dead_workers(workers: list[Worker]) -> dict[int, str]:
             continue
         if state is not None and state.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             dead[worker.global_rank] = f"was killed by {signal.Signals(state.si_status).name}"
-        elif state is not None and state.si_status != _FAILED:
-            dead[worker.global_rank] = f"exited with code {state.si_status} before its loop had returned"
+        elif state is not None:
+            how = f"exited with code {state.si_status} before its loop had returned"
+            dead[worker.global_rank] = None if state.si_status == _FAILED else how
     return dead
 
 
