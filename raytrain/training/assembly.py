@@ -203,6 +203,9 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             False,
         ) from error
     except (Exception, SystemExit) as error:
+        # The CPU's memory: torch raises no exception of its own for that.
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise memory.out_of_memory(run) from error
         if restart_may_help(error):
             raise
 

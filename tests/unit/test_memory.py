@@ -105,6 +105,18 @@ def test_an_evaluation_that_does_not_fit_is_told_as_one(images: Path, tmp_path: 
         train_here(folder_run(images, tmp_path, "run", loop=evaluate))
 
 
+def too_large(run: Run) -> None:
+    run.prepare(run.build_model())
+    for epoch in run.epochs():
+        for _ in epoch:
+            torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_a_cpu_without_memory_asks_for_microbatches_and_blames_no_network(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="for a global batch at once; compute it with --accumulate 2"):
+        train_here(folder_run(images, tmp_path, "run", loop=too_large))
+
+
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_run_starts_in_as_many_microbatches_as_fit_with_the_same_weights(
     backend: Literal["local", "ray"], images: Path, tmp_path: Path

@@ -106,3 +106,11 @@ def test_only_the_ratio_of_the_loads_matters(num_samples: int, loads: list[float
 def test_equal_workers_differ_by_one_sample_at_most(num_samples: int, num_workers: int) -> None:
     counts = partition_sizes(num_samples, [1] * num_workers)
     assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+
+
+def test_a_batch_of_more_images_than_there_are_takes_no_memory_for_those_that_there_are_not() -> None:
+    plan = BatchPlan(7, 10**15, 2, 0)
+    partition = Partition(plan, 1, [1.0, 1.0])
+    assert partition.rows_per_epoch == 3
+    assert partition.row_draws(0, 0, 3).tolist() == partition.local_draws(plan.batch(0)).tolist()
+    assert (partition.first_row(0), partition.step_of_row(2)) == (0, 0)

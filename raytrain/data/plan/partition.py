@@ -70,7 +70,8 @@ class Partition:
 
     @cached_property
     def _full(self) -> _LocalSlice:
-        return _local_slice(self, self.plan.batch_size)
+        # With more images in a batch than there are, the only step of an epoch is its last one.
+        return _local_slice(self, min(self.plan.batch_size, self.plan.num_samples))
 
     @cached_property
     def _last(self) -> _LocalSlice:
