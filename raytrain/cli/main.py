@@ -149,6 +149,7 @@ def _end_ray() -> None:
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
+    """Print the result of a command: its page, or its document as JSON."""
     if as_json:
         from raytrain.runs.documents import plain
 

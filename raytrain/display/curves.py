@@ -158,6 +158,7 @@ def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metri
 
 
 def _check_history(records: Sequence[RunRecord]) -> None:
+    """Raise UsageError if no run has a row of its history yet."""
     if not any(record.metrics for record in records):
         raise UsageError(
             f"Run {records[0].name!r} has no history yet, so there are no curves to draw; its first row is written "

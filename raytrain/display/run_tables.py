@@ -393,6 +393,7 @@ class LogLines:
             self._print(f"== {process}, started {log.started}, {_STREAMS[log.stream]}", shown)
 
     def _print(self, heading: str, lines: list[str]) -> None:
+        """Print those ``lines`` of a log that were not printed before, below the ``heading`` of its process."""
         # ``lines`` begin with those that were printed before; the oldest of these may have been dropped since.
         before = self._printed.get(heading, [])
         tails = (before[dropped:] for dropped in range(len(before)))

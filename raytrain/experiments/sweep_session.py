@@ -57,13 +57,17 @@ class SweepSession:
     """A sweep that trains while the session is open.
 
     Args:
-        prepared: the sweep, prepared like a run: its options, storage and images. planned: the points that it tries.
-        trials: the trials whose points are known already: all, or with a sampler those that it has chosen so far.
-        examples: trials with the options that any trial may have, by which steps and epochs are counted. at_once: how
-        many trials train at once. placement: the workers of all of these together. loop: the training loop, if the user
-        gave one as a function. early_stopping: whether a trial is stopped that is worse than the median of the others.
+        prepared: the sweep, prepared like a run: its options, storage and images.
+        planned: the points that it tries.
+        trials: the trials whose points are known already: all, or, with a sampler, those that it has chosen so far.
+        examples: trials with the options that any trial may have, by which steps and epochs are counted.
+        at_once: number of trials that train at the same time.
+        placement: the workers of all of these trials together.
+        loop: the training loop, if the user gave one as a function.
+        early_stopping: whether a trial is stopped that is worse than the median of the others.
         target: the value of the metric up to which trials on different numbers of workers are timed; None for a
-        default. notify_trials: whether --notify also reports how each trial ends.
+            default.
+        notify_trials: whether --notify also reports how each trial ends.
 
     Raises UsageError if the dollars of --max-cost are spent already.
     """

@@ -111,7 +111,7 @@ class EvaluationResult(EvaluatedRun):
         """Counts (num_classes, num_classes): row t, column a counts images of class t predicted as class a.
 
         It takes the memory of num_classes² numbers, most of which are 0 if there are many classes; ``confusion`` has
-        the others.
+        only those above 0.
         """
         matrix = np.zeros((len(self.classes), len(self.classes)), np.int64)
         truth, answers, counts = self.confusion.T

@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         self.network = network or build_model(
             config.model, len(classes), config.channels, config.seed, size, config.model_options
         )
-        self._augment = Augment(config)  # of which only the resizing and normalising of validation images are used
+        self._augment = Augment(config)  # used only to resize and normalise images as for validation
         if config.precision == "float64":
             self.network.double()
 
@@ -161,6 +161,7 @@ class Classifier(nn.Module):
         return answers[0] if _is_one(images) else answers
 
     def _probabilities_of(self, images: AnImage | Iterable[AnImage]) -> Tensor:
+        """Return the probabilities of the classes of one or several images, (n, C)."""
         # Images are decoded on the CPU, one after the other, and classified together where the network is.
         several = cast("Iterable[AnImage]", (images,) if _is_one(images) else images)
         pixels = [self._pixels(image) for image in several]

@@ -28,7 +28,7 @@ tags:
 
 # {title}
 
-An image classifier with {num_classes} classes. `{file}` has its weights, by the names that they have in the network.
+An image classifier with {num_classes} classes. `{file}` holds its weights, under their names in the network.
 
 | | |
 |---|---|
@@ -98,11 +98,12 @@ def model_card(
     # From the file of an image to the input of the network, in words.
     height, width = config.full_image_size
     colours = "grey" if config.channels == 1 else "RGB"
-    part = _RESIZE.get(config.resize, f"the central {config.crop_fraction:g} of the image")
+    part = f"a central part of that shape, {config.crop_fraction:g} times as wide as the largest one"
+    part = _RESIZE.get(config.resize, part)
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (config.mean, config.std))
     preprocessing = (
         f"Images are decoded as {colours} and resized to {height}×{width} pixels ({part}; {config.interpolation}). "
-        f"Pixels in 0..1, minus {mean}, divided by {std}, are the input: float32 "
+        f"Pixels from 0 to 1, minus {mean}, divided by {std}, are the input: float32 "
         f"(batch, {config.channels}, {height}, {width})."
     )
 

@@ -145,6 +145,7 @@ class Notification:
                 _log.warning("--notify has not ended within %.0f s; nothing waits for it.", self._within_s)
 
     def _send(self, call: Any, message: dict[str, Any]) -> None:
+        """Send ``message`` to the target by ``call``; warn if that fails."""
         assert self._target is not None
         try:
             problem = call(self._target, message)

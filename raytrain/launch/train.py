@@ -255,6 +255,7 @@ class RunHandle:
         return asyncio.shield(asyncio.wrap_future(self._result)).__await__()
 
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
+        """Train, and set the result or the exception. Runs in a thread."""
         try:
             result = train(config, loop=loop, view=self._update, signals=self._signals, trackers=self._trackers)
             self._result.set_result(result)

@@ -24,6 +24,7 @@ class NormaliseTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Normalise with the given statistics of the global batch; see :func:`global_statistics`."""
         x, weight, bias, mean, variance, total, weight_of_loss, ctx.eps, ctx.placeholder = inputs
         ctx.save_for_backward(x, weight, mean, variance, total, weight_of_loss)
         return F.batch_norm(x, mean, variance, weight, bias, eps=ctx.eps)

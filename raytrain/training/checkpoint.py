@@ -144,6 +144,7 @@ class Checkpoints:
                     return
 
     def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
+        """Write a checkpoint and its note, after calling ``before``; delete the checkpoints that it replaces."""
         before()
         progress = checkpoint.progress
         path = checkpoint_path(progress.step, self._takeover)
@@ -230,6 +231,7 @@ class Checkpoints:
         return None if read is None else _parse_whole(f"{self.store.url}/{read[0]}", read[1])
 
     def _raise_error(self) -> None:
+        """Raise the error that the writing thread has met, once."""
         error, self._error = self._error, None
         if isinstance(error, RaytrainError):
             raise error

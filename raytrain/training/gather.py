@@ -38,6 +38,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Return the rows of all workers. Inputs: own rows, numbers of rows, rank, a function that returns m_j / M."""
         rows, ctx.sizes, ctx.rank, ctx.share = inputs
         longest, width = max(ctx.sizes), rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
         # Send bytes, which gloo and NCCL can do for any type, all of one size: fewer rows are filled up with zeros.
@@ -51,6 +52,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the own rows: the average over the workers, divided by this worker's share."""
         share = ctx.share()
         # A worker without images does not count in the average: its share is the number 0.
         has_images = isinstance(share, Tensor) or share > 0

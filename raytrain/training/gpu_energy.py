@@ -39,7 +39,7 @@ class GpuEnergy:
                 self._first = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / _MILLI
 
     def joules(self) -> float | None:
-        """Return the energy so far; None if it is not known."""
+        """Return the energy that the GPU has used since the start of the meter; None if it is not known."""
         if self._gpu is None:
             return None
         with suppress(Exception):

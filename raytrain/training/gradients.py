@@ -382,6 +382,7 @@ class Bucket:
         self._is_ready = True
 
     def _empty(self) -> None:
+        """Forget the gradients of a backward, which have been summed or are dropped."""
         self.work, self._is_ready, self._views, self._small = None, False, {}, []
         self._flags = torch.empty(0)  # the old flags are a view of the tensor, and would count as a user of its memory
         if self._flat is not None and not self._flat.is_cpu:

@@ -32,6 +32,7 @@ def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
 def _suits(
     model: str, num_classes: int, channels: int, size: tuple[int, int], options: tuple[tuple[str, Any], ...]
 ) -> bool:
+    """Return what :func:`suits_channels_last` does, for arguments that can be keys of the cache."""
     try:
         network = build_model(model, num_classes, channels, 0, size, dict(options))
         # Windows of convolutions overlap, unlike the patches of a transformer.

@@ -201,6 +201,7 @@ class PageServer:
         return response
 
     async def _send_updates(self, response: web.StreamResponse, chosen: Sequence[str] | None) -> None:
+        """Send a viewer what changes in the ``chosen`` runs (all if None), until the page closes."""
         cursors: dict[str, FeedCursor] = {}
         sent = b""
         while True:
@@ -236,6 +237,7 @@ class PageServer:
         return self._feed(query).between(first, last)
 
     def _feed(self, query: Query) -> RunFeed:
+        """Return the feed of the run that a request is about; raise HTTPNotFound if there is none."""
         for feed in self._runs.feeds:
             if feed.name == query.get("run"):
                 return feed

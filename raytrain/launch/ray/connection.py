@@ -301,6 +301,7 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
 
 
 def _leave() -> None:
+    """Leave the cluster, if this process is in one."""
     import ray
 
     with suppress(Exception):
@@ -406,6 +407,7 @@ def _not_a_cluster(address: str) -> UsageError:
 
 
 def _no_cluster(address: str, reason: str) -> UsageError:
+    """Return the error for an ``address`` at which no cluster answers; of ``reason``, the first line is shown."""
     reason = reason.partition("\n")[0].rstrip(".")
     return UsageError(
         f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or use --address local for a "

@@ -57,6 +57,7 @@ def raylet_answers() -> bool:
 
 @cache
 def _raylet_socket(node_id: str) -> str | None:
+    """Return the path of the socket of a node's raylet; None if it is not known."""
     import ray
     from ray.exceptions import RayError
 

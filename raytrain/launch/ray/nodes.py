@@ -92,6 +92,7 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
 
 
 def _failure_of_a_node(error: Exception) -> str:
+    """Return a sentence on why a node could not answer."""
     if missing := re.search(r"No module named '(\w+)", str(error)):
         return f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray there."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

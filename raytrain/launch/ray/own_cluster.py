@@ -19,12 +19,12 @@ from raytrain.errors import UsageError
 from raytrain.launch.ray.fork_client import worker_program
 from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, variables_set
 
-_LEFT_OUT = "rfc3987_syntax"
+_LEFT_OUT = "rfc3987_syntax"  # a package that Ray imports and never uses
 _STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 def lean(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for Ray's processes, with a stand-in for a package that Ray imports and never uses.
+    """Return ``environment`` for Ray's processes, with a stand-in for the package ``_LEFT_OUT``.
 
     Importing the package takes long; importing the stand-in fails at once, which Ray allows.
     """
@@ -34,7 +34,7 @@ def lean(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """During the ``with`` block, keep this process from importing that package, unless it is imported already."""
+    """Keep this process from importing the package ``_LEFT_OUT`` in this context, unless it is imported already."""
     modules: dict[str, Any] = sys.modules
     leave_out = modules.setdefault(_LEFT_OUT, None) is None
     try:
@@ -117,6 +117,7 @@ class LocalCluster:
         self._opened.close()
 
     def _start(self) -> subprocess.Popen[str]:
+        """Start the process that starts the cluster and ends it when its standard input ends."""
         # The process gets a session of its own, so that a Ctrl-C in the terminal reaches only the driver.
         return subprocess.Popen(
             [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],

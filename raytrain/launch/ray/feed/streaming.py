@@ -220,6 +220,7 @@ class StreamFeeder(StreamQueues):
             reader.join()
 
     def _fill_queues(self, stream: Stream, images: ImageSet, orders: dict[int, WorkerOrder]) -> None:
+        """Put the blocks of a stream into the queues of its workers, by their ``orders``, as they are read."""
         ranks = list(orders)
         depth = images.num_blocks_in(_AHEAD_BYTES, at_most=_AHEAD_BLOCKS)
         try:
