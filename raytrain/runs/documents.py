@@ -111,8 +111,8 @@ def new_name(recipe: str) -> str:
     return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def check_name(name: str) -> str:
-    """Return ``name`` if a run may have it; raise UsageError otherwise."""
+def check_name(name: str, option: str = "--name") -> str:
+    """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise."""
     if not _NAME.fullmatch(name):
         folder, slash, last = name.rstrip("/").rpartition("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
@@ -121,7 +121,7 @@ def check_name(name: str) -> str:
         if f"{folder}/".endswith(f"/{CHECKPOINTS}"):
             hint = " (a run is named, and its best checkpoint is used)"
         raise UsageError(
-            f"--name is {name!r}{hint}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
+            f"{option} is {name!r}{hint}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
             "digit; the letters are a to z and A to Z."
         )
     return name
@@ -136,7 +136,7 @@ def run_store(storage: str, name: str) -> Store:
     """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
-    return open_store(f"{storage.rstrip('/')}/{check_name(name)}")
+    return open_store(f"{storage.rstrip('/')}/{check_name(name, 'The name of a run')}")
 
 
 def open_run(storage: str, name: str) -> Store:
