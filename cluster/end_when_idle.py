@@ -26,7 +26,7 @@ def wait_until_idle(looks: Iterator[bool], idle_minutes: int = IDLE_MINUTES) -> 
 
 
 def looks() -> Iterator[bool]:
-    """Whether there is a job, once a minute. A job server that does not answer counts as one: it may be starting."""
+    """Yield, once a minute, whether there is a job; True if the job server does not answer, as it may be starting."""
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     while True:

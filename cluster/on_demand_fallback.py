@@ -17,9 +17,10 @@ def score(
     *,
     node_availability_summary: Any,
 ) -> tuple[Any, ...] | None:
-    """Ray's own score of a node type for what is asked for, with those first of which Ray did get machines lately.
+    """Return Ray's own score of a node type for the resources that tasks wait for; None if nothing fits.
 
-    What is first of all in Ray's score stays there: no machine with GPUs for what needs none. None if nothing fits.
+    A type of which Ray got machines lately comes before the others. Only Ray's first criterion counts more: tasks that
+    need no GPU get no machine with GPUs.
     """
     options = {"node_availability_summary": node_availability_summary}
     scored = _default_utilization_scorer(node_resources, resources, node_type, **options)

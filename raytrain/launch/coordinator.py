@@ -114,8 +114,8 @@ class Coordinator(RunMonitor):
         """Note that a worker has waited long for the others at ``place`` in the loop; None if it waits no more.
 
         If all workers wait, but in different places, none will ever go on, and the run ends. A worker repeats its
-        report while it waits. Only if each has reported the same place again after the last one began to wait, it is
-        sure that all wait at the same time.
+        report while it waits. All of them wait at the same time for sure only if each has reported its place again
+        after the last one began to wait.
         """
         if place is None or self._wait_location_of_rank.get(rank) != place:
             self._wait_location_of_rank[rank] = place
