@@ -129,7 +129,12 @@ def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output
 def write_output(output: str, content: bytes) -> None:
     """Write or replace ``output``, a file or an object in a bucket, atomically. Raises StorageError if that fails."""
     folder, name = _open_folder(output)
-    folder.put(name, content)
+    try:
+        folder.put(name, content)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise _no_file_there(output) from error.__cause__
+        raise
 
 
 @contextmanager
@@ -146,8 +151,15 @@ def new_output(output: str) -> Generator[Path]:
         with TemporaryFolder(folder.url if folder.cloud is None else None) as temporary:
             yield temporary / name
             folder.put_file(name, temporary / name)
+    except FileNotFoundError as error:
+        raise _no_file_there(output) from error
     except OSError as error:
         raise explain_os_error(error, output) from error
+
+
+def _no_file_there(output: str) -> StorageError:
+    """Return the error for an ``output`` in a folder that exists, but takes no files, such as /proc."""
+    return StorageError(f"{output} cannot be written: no file can be made there; choose another place.")
 
 
 def _open_folder(output: str) -> tuple[Store, str]:

@@ -26,7 +26,7 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.open import open_store, read_input
+from raytrain.storage.open import new_output, open_store, read_input, write_output
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.key_issuer import Issuer, issuing_s3
@@ -268,6 +268,15 @@ def test_a_folder_that_cannot_be_written_is_named_without_the_file_that_was_trie
     with pytest.raises(StorageError) as raised:
         open_store(folder.format(tmp_path)).check_writable()
     assert str(raised.value) == what.format(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_file_that_its_folder_cannot_take_is_said_to_be_none() -> None:
+    says = "^/proc/rows.csv cannot be written: no file can be made there; choose another place.$"
+    with pytest.raises(StorageError, match=says):
+        write_output("/proc/rows.csv", b"")
+    with pytest.raises(StorageError, match=says), new_output("/proc/rows.csv") as file:
+        file.write_bytes(b"")
 
 
 def test_a_folder_without_permission_to_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
