@@ -9,15 +9,17 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 
 - ``statistic``: the tensor is a sum or a mean over the images, for each feature. This alone is harmless, because a loss
   may be linear in it.
-- ``compares``: images are compared with each other, by a product of images with images, or by a statistic over images
-  that is not linear, is multiplied by another statistic, or is combined with single images.
+- ``compares``: images are compared with each other, by a product of images with images, by a statistic over images
+  that is not linear, is multiplied by another statistic, or is combined with single images, or by ``moved`` rows.
+- ``moved``: the rows are not where those of their images are, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``. This is
+  harmless unless they are combined with rows that have stayed, which are those of other images.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
 - ``kept``: the tensor was computed in an earlier step.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic`` and ``selected`` have no note: they only lead to other marks.
+metric, change no weight. ``statistic``, ``moved`` and ``selected`` have no note: they only lead to other marks.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ _NOTES = {
         "docs/your-own-loop.md"
     ),
     "compares": (
-        "the loss compares the images of a worker with each other (by a statistic over them, or by products of their "
-        "features), so it depends on the number of workers; take the rows of all workers, run.gather(rows), in "
-        "docs/your-own-loop.md"
+        "the loss compares the images of a worker with each other (by a statistic over them, by products of their "
+        "features, or by rows in another order), so it depends on the number of workers; take the rows of all workers, "
+        "run.gather(rows), in docs/your-own-loop.md"
     ),
     "kept": (
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
@@ -94,6 +96,8 @@ _LINEAR = {
     *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
 }
 _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
+_PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
+_JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
 _NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
@@ -236,6 +240,8 @@ class _Calls(TorchFunctionMode):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
+            if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
+                self._mark_moved_parts(result)
         return result
 
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
@@ -250,6 +256,14 @@ class _Calls(TorchFunctionMode):
             for tensor, gradient in zip(inputs, gradients, strict=True):
                 if gradient is not None and tensor not in self._marks:
                     self._marks[gradient] = {*marks, "statistic"}
+
+    def _mark_moved_parts(self, parts: Any) -> None:
+        """Mark the ``parts`` of rows that are moved; those of a view of all images each are not."""
+        first_row = 0
+        for part in parts:
+            if first_row % self._num_images:
+                self._marks[part].add("moved")
+            first_row += len(part)
 
     def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
         """Return the marks for the ``result`` of a call; ``sources`` are those arguments that depend on the batch.
@@ -275,6 +289,15 @@ class _Calls(TorchFunctionMode):
         is_squared = len(statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
         if statistics and (name not in _LINEAR or is_spread or is_squared):
             marks.add("compares")
+
+        # Rows that are moved meet those of other images.
+        have_moved = ["moved" in self._marks[source] for source in sources if source.ndim]
+        if name in _JOINS or not is_tensor or result.ndim == 0:
+            marks.discard("moved")
+        elif len(set(have_moved)) > 1:
+            marks.add("compares")
+        if first is args[0] and _moves_rows(name, args, kwargs, num_images):
+            marks ^= {"moved"}  # a second move is mostly the way back
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
         if first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
@@ -324,6 +347,20 @@ class _Calls(TorchFunctionMode):
         if _is_of_pairs(name, args, sources, result, num_images):
             marks.add("compares")
         return marks
+
+
+def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
+    """Return whether a call of ``name`` gives the rows of ``args[0]`` other positions than those of their images."""
+    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], num_images):
+        return False
+    if name == "__getitem__" and isinstance(args[1], slice):
+        return bool((args[1].start or 0) % num_images)
+    if name == "__getitem__":
+        return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
+    if name == "index_select":
+        return kwargs.get("dim", args[1] if len(args) > 1 else None) == 0
+    dims = kwargs.get("dims", args[1:] if name == "flip" else args[2] if len(args) > 2 else 0)
+    return 0 in tree_leaves(dims)
 
 
 def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:

@@ -180,6 +180,12 @@ def several_at_once(run: Any) -> None:
             optimizer.step()
 
 
+def mixed_by_hand(model: nn.Module, batch: Any) -> Tensor:
+    order = torch.arange(len(batch.images)).flip(0)
+    logits = model(0.7 * batch.images + 0.3 * batch.images[order])
+    return 0.7 * F.cross_entropy(logits, batch.labels) + 0.3 * F.cross_entropy(logits, batch.labels[order])
+
+
 NOTES: dict[str, tuple[Loop, str]] = {
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
@@ -211,6 +217,11 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_features(lambda z, y: F.cosine_similarity(z[:, None], y[None], dim=-1).square().sum() / len(z)),
         "run.gather(",
     ),
+    "neighbours": (by_features(lambda z, y: ((z - y)[:-1] * (z - y)[1:]).sum(1).mean()), "run.gather("),
+    "the images in another order": (by_features(lambda z, y: (z - y.flip(0)).square().mean()), "run.gather("),
+    "the next image": (by_features(lambda z, y: F.relu(z - y.roll(1, dims=0)).mean()), "run.gather("),
+    "drawn partners": (by_steps(mixed_by_hand, mlp), "run.gather("),
+    "two halves": (by_features(lambda z, y: torch.mul(*z.chunk(2)).mean()), "run.gather("),
     "normalised over images": (
         by_features(lambda z, y: (F.normalize(z, dim=0) - F.normalize(y, dim=0)).abs().mean()),
         "run.gather(",
@@ -271,7 +282,20 @@ def with_metrics(run: Any) -> None:
             )
 
 
+def of_views(model: nn.Module, batch: Any) -> Tensor:
+    """Two views of each image in one tensor, in another order meanwhile, and halves of the batch."""
+    count = len(batch.images)
+    order = torch.arange(2 * count).flip(0)
+    views = torch.cat([batch.images, batch.images.flip(3)])
+    logits = model(views[order])[order]
+    first, second = logits.chunk(2)
+    loss = (first - second).square().mean() + (logits[:count] * logits[count:]).mean()
+    halves = zip(first.tensor_split(2), batch.labels.tensor_split(2), strict=True)
+    return loss + sum(F.cross_entropy(*half, reduction="sum") / count for half in halves)
+
+
 SILENT: dict[str, Loop] = {
+    "views": by_steps(of_views, mlp),
     "per image": by_features(per_image),
     "weighted": by_steps(weighted, mlp),
     "metrics": with_metrics,
