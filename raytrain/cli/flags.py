@@ -106,7 +106,7 @@ def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[s
         bare = get_args(hint)[0] if marks_of(hint) else hint
         if UseAppendAction in marks_of(hint):
             appending.add(option)
-        elif any(... in get_args(each) for each in (bare, *get_args(bare))):
+        elif any(... in get_args(part) for part in (bare, *get_args(bare))):
             several.add(option)
             continue
         for spelling in (option, *(mark.flag for mark in marks_of(hint) if isinstance(mark, Synonym))):

@@ -140,7 +140,7 @@ def _short_run(config: TrainConfig) -> TrainConfig:
         learning_rate=Schedule.parse(schedule).rates[1],
         warmup_epochs=0.0,
         head_epochs=0,
-        open_options=tuple(each for each in config.open_options if each not in options_with(Mark.SET_BY_FIND_RATE)),
+        open_options=tuple(name for name in config.open_options if name not in options_with(Mark.SET_BY_FIND_RATE)),
         max_steps=num_steps,
         epochs=_MANY_EPOCHS,
         log_every=1,

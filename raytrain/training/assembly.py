@@ -74,30 +74,30 @@ def make_run(
 ) -> Run:
     """Return this worker's part of the run, restored from its newest checkpoint.
 
-    ``weights`` are the initial ones that :func:`load_initial_weights` has returned.
+    ``weights`` are the initial weights that :func:`load_initial_weights` has returned.
     """
     config, worker = spec.config, Worker.here(device)
 
-    # Settings of this process with which the device is fast.
+    # Set up this process so that the device is fast.
     if device.type == "cpu":
         keep_freed_memory()
     else:
         set_gpu_products(config.precision)
-        torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
+        torch.backends.cudnn.benchmark = True  # worth its trials, because nearly all batches have the same size
     if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
-        reporter.event(Note(warning))  # before the first step, which may take minutes then
+        reporter.event(Note(warning))  # before the first step, which may take minutes if the warning holds
     if worker.world_size == 1 and config.gradient_dtype is not None:
         reporter.event(Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients"))
     for note in transfer.notes_on_weights(config, spec.classes, weights) if worker.rank == 0 else ():
         reporter.event(Note(note))
 
-    # All that a loop prepares finds its state in the newest checkpoint.
+    # Read the newest checkpoint, from which each object is restored when the loop prepares it.
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {}, worker.rank)
     progress = restored.progress if restored else Progress()
 
-    # Networks ask for the share of this worker's images in each step, and steps save networks: each knows the other.
+    # These two refer to each other: networks ask for this worker's share of the images, and steps save networks.
     models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
@@ -129,10 +129,10 @@ def make_run(
 
 
 def train_run(spec: RunSpec, run: Run) -> Outcome:
-    """Train ``run`` to its end, or until somebody asks it to stop. Worker 0 knows the checkpoint of the outcome.
+    """Train ``run`` to its end, or until somebody asks it to stop. Only worker 0's outcome has the checkpoint.
 
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
-    anything that is its own.
+    an exception of its own.
     """
     remember_source_lines(spec.sources)  # for the sentence of an error in the loop
     send_own_code()  # to processes that the loop starts
@@ -154,7 +154,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
 
 @contextmanager
 def training(spec: RunSpec, run: Run) -> Iterator[None]:
-    """Look after ``run`` while its loop trains and the run is finished, and leave it in order if either fails."""
+    """Watch ``run`` in this context, in which its loop trains and the run is finished; clean up if that fails."""
 
     def after_first_step() -> Iterator[str]:
         if spec.loop is not None:

@@ -197,7 +197,7 @@ class CheckpointState:
         """Return the addresses of the tensors of all that is prepared, but optimizers: networks, averages, others."""
         things = [thing for thing in self._objects.values() if not isinstance(thing, Optimizer)]
         inside = [value for thing in things for value in vars(thing).values() if isinstance(value, nn.Module)]
-        networks = [each for each in (*things, *inside) if isinstance(each, nn.Module)]
+        networks = [thing for thing in (*things, *inside) if isinstance(thing, nn.Module)]
         tensors = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
         states = [
             leaf for thing in things for leaf in tree_leaves(thing.state_dict()) if isinstance(leaf, torch.Tensor)

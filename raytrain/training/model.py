@@ -247,7 +247,7 @@ def _find_pretrained(name: str) -> PretrainedCfg:
     try:
         return get_pretrained_cfg(name) or PretrainedCfg()
     except RuntimeError:
-        tags = [each.partition(".")[2] for each in list_models(f"{architecture}.*", include_tags=True)]
+        tags = [tagged.partition(".")[2] for tagged in list_models(f"{architecture}.*", include_tags=True)]
         hint = did_you_mean(tag, tags)
         raise UsageError(
             f"--model timm:{name}: timm has no weights {tag} for {architecture}{hint}; it has {', '.join(tags)}."

@@ -283,7 +283,8 @@ class PreparedModels(ExactNetworks):
 
     def digest_of_weights(self) -> Tensor:
         """Return numbers that change if a weight that can learn does, on the device. Nobody waits for it."""
-        return digest_of_tensors(each for model in self.trained for each in model.parameters() if each.requires_grad)
+        weights = (weight for model in self.trained for weight in model.parameters())
+        return digest_of_tensors(weight for weight in weights if weight.requires_grad)
 
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in a weight or a buffer after ``step`` steps."""

@@ -1,9 +1,9 @@
-"""Logging of a script on its workers: a loop logs there as it would in the script that started the run.
+"""Sets up logging on the workers as the script that started the run has set it up, so that its loop logs there, too.
 
 A script calls ``logging.basicConfig`` or adds a handler to a logger. The workers of its run are processes of their own
-that do not execute it: without its settings, a loop's lines of level INFO would be lost there. So the settings travel:
-the levels of the loggers, and level, format and stream of each handler that prints. Handlers that write elsewhere, such
-as to a file, stay with the script, since several processes must not write to one file.
+that do not execute it, so that without these settings, a loop's lines of level INFO would be lost. The workers get the
+levels of the loggers, and the level, format and stream of each handler that prints. Handlers that write elsewhere, such
+as to a file, are left out, because several processes must not write to one file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIBRARIES = frozenset(
         *("httpx", "huggingface_hub", "matplotlib", "PIL", "ray", "raytrain", "s3fs", "s3transfer", "torch", "urllib3"),
     }
 )
-"""First parts of the names of loggers of libraries that work for the run, about which no script asks."""
+"""First parts of the names of loggers of libraries that the run itself uses, whose settings are left alone."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PrintingHandler:
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """Settings of one logger that travel to the workers."""
+    """Settings of one logger that are sent to the workers."""
 
     level: int
     propagate: bool
@@ -59,7 +59,7 @@ def logging_here() -> dict[str, LoggerSettings]:
     ``logging.basicConfig(level=logging.INFO)``
     """
     named = [*logging.Logger.manager.loggerDict.items()]
-    loggers = {"": logging.getLogger(), **{name: each for name, each in named if isinstance(each, logging.Logger)}}
+    loggers = {"": logging.getLogger(), **{name: found for name, found in named if isinstance(found, logging.Logger)}}
     settings: dict[str, LoggerSettings] = {}
     for name, logger in loggers.items():
         if name.partition(".")[0] in _LIBRARIES:
@@ -98,16 +98,16 @@ def log_as(settings: Mapping[str, LoggerSettings]) -> None:
 
 
 def _printing(handler: logging.Handler) -> PrintingHandler | None:
-    """Return what travels of ``handler``; None if it does not print: it writes to a file or keeps its records."""
-    prints = isinstance(handler, logging.StreamHandler) or hasattr(handler, "console")  # that of rich
+    """Return the settings of ``handler``; None if it does not print, but writes to a file or keeps its records."""
+    prints = isinstance(handler, logging.StreamHandler) or hasattr(handler, "console")  # rich's handler has a console
     stream = getattr(handler, "stream", None)
     if not prints or isinstance(handler, logging.FileHandler) or isinstance(stream, io.StringIO):
         return None
-    # A formatter of another class may hold anything, such as colours, for which a line of a worker has no room.
+    # A formatter of another class may hold anything, such as colours, so its records get a plain format.
     formatter = handler.formatter
     if formatter is not None and type(formatter) is not logging.Formatter:
         formatter = logging.Formatter(logging.BASIC_FORMAT)
-    # By its name, too, which is <stdout>, or stdout in a notebook: what shows the run may have wrapped the stream.
+    # The name is compared, too (<stdout>, or stdout in a notebook), because the run's view may have wrapped the stream.
     is_out = stream is sys.stdout or "stdout" in str(getattr(stream, "name", ""))
     return PrintingHandler(handler.level, formatter, "stdout" if is_out else "stderr")
 

@@ -1,8 +1,8 @@
-"""Networks that a loop changes and has not prepared: no checkpoint holds them, and no gradients are joined for them.
+"""Finds networks that a loop changes but has not prepared: they are in no checkpoint, and their gradients not joined.
 
-Moving averages of weights, teachers and probes are such networks in many scripts. A run with one seems right until it
-resumes, when the network begins again. So the networks that the loop's function holds are compared: before the first
-and the third batch of an attempt, and before the first one of each epoch, as some averages change once an epoch.
+In many scripts, moving averages of weights, teachers and probes are such networks. A run with one seems right until it
+resumes, when the network begins again. So the networks that the loop's function holds are compared before the first and
+the third batch of an attempt, and before the first batch of each epoch, because some averages change once an epoch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class UnpreparedNetworks:
         self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
-        """Compare the networks that the function of ``frame`` holds, in its variables or in what these hold.
+        """Report the networks held by the variables of ``frame`` that have changed since the first look at them.
 
-        ``run`` is the variable that holds everything. Networks that are new are compared from the next time on.
+        The variable ``run`` is left out, because it holds the prepared networks.
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1
@@ -72,10 +72,10 @@ def _networks_in(frame: FrameType, run: object) -> Iterator[tuple[str, nn.Module
         if value is run or isinstance(value, (type, FunctionType, ModuleType)):
             continue
         attributes = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
-        for where, each in {name: value, **{f"{name}.{key}": held for key, held in attributes.items()}}.items():
-            candidates: Any = each.values() if isinstance(each, dict) else each
-            if not isinstance(each, (list, tuple, dict)) or len(each) > _LONGEST_SEARCHED:
-                candidates = [each]
+        for where, held in {name: value, **{f"{name}.{key}": held for key, held in attributes.items()}}.items():
+            candidates: Any = held.values() if isinstance(held, dict) else held
+            if not isinstance(held, (list, tuple, dict)) or len(held) > _LONGEST_SEARCHED:
+                candidates = [held]
             yield from ((where, candidate) for candidate in candidates if isinstance(candidate, nn.Module))
 
 
