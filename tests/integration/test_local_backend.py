@@ -160,7 +160,7 @@ def test_a_killed_agent_costs_a_restart_and_nothing_else(
     assert [each for each in processes() if each not in before] == []
 
 
-def killing_its_agent(run: Run, after: int = 0) -> None:
+def killing_its_agent(run: Run, after: int = 0, sent: signal.Signals = signal.SIGKILL) -> None:
     """Kill the agent once, in the step after ``after`` others."""
     killed = Path(run.config.storage) / "killed"
     for number, _ in enumerate(train_on(run)):
@@ -170,7 +170,7 @@ def killing_its_agent(run: Run, after: int = 0) -> None:
             while after and not config.exists():  # a run is known some steps after it has begun
                 time.sleep(0.01)
             print("kills its agent")
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getppid(), sent)
             time.sleep(60)  # cut short: a worker ends with its agent
 
 
@@ -180,15 +180,16 @@ def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(dat
 
 
 @pytest.mark.usefixtures("new_agents")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=lambda sent: sent.name)
 def test_an_agent_that_is_killed_too_often_fails_the_run(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sent: signal.Signals, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = (
-        r"the process that starts the workers was killed by SIGKILL\. .* checkpoint is kept: resume with .*resume=True"
-    )
-    with pytest.raises(raytrain.TrainingFailed, match=expected):
-        raytrain.train(options(data, tmp_path, max_failures=0), loop=partial(killing_its_agent, after=4))
-    assert "[worker0]:kills its agent" in capsys.readouterr().out
+    killed = rf"the process that starts the workers was killed by {sent.name}\."
+    with pytest.raises(raytrain.TrainingFailed, match=rf"{killed} .* checkpoint is kept: resume with .*resume=True"):
+        raytrain.train(options(data, tmp_path, max_failures=0), loop=partial(killing_its_agent, after=4, sent=sent))
+    out, err = capfd.readouterr()
+    assert "[worker0]:kills its agent" in out
+    assert "Traceback" not in err and "death signal" not in err
     assert read_run(str(tmp_path), "run").status.status == "failed"
 
 

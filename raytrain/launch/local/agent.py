@@ -26,7 +26,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -54,14 +54,20 @@ def main() -> None:
     """Start the workers of the run that standard input describes, and wait until they have ended."""
     gc.enable()
     # Our own code reports errors, so torch must not log them as well.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Change to the command's folder first: unpickling the rest may import modules from it.
     folder = pickle.load(sys.stdin.buffer)
     os.chdir(folder)
     spec, inputs = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _Agent(spec, inputs).run()
+    try:
+        _Agent(spec, inputs).run()
+    except SignalException as error:
+        # Somebody has sent the signal to this process alone, and torch has ended the workers. The driver learns of it
+        # by the way in which this process ends.
+        signal.signal(error.sigval, signal.SIG_DFL)
+        os.kill(os.getpid(), error.sigval)
 
 
 def _end_with_starter() -> None:
