@@ -139,7 +139,9 @@ class LoopWatch:
         self._calls.begin(batch, set(map(id, weights)))
         with self._calls:
             yield
-        if list(map(_state_of, generators)) != states:
+        # A generator for each image draws for it alone.
+        draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
+        if draws_for_all or list(map(_state_of, generators)) != states:
             self._notes.add(_NOTES["generator"])
 
         # The run has seeded the libraries' own generators for this step.
@@ -195,6 +197,7 @@ class _Calls(TorchFunctionMode):
         self._report = report
         self._batch_size = batch_size  # of the global batch
         self._num_images = 0  # of this worker
+        self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
         self._weights: set[int] = set()
 
@@ -205,6 +208,7 @@ class _Calls(TorchFunctionMode):
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = set()
         self._num_images, self._weights = batch.num_used, weights
+        self.seeds.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -224,7 +228,7 @@ class _Calls(TorchFunctionMode):
         result = func(*args, **kwargs)
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
-            self._report(_NOTES["generator"])
+            self.seeds.add(kwargs["generator"].initial_seed())
 
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)

@@ -294,7 +294,16 @@ def of_views(model: nn.Module, batch: Any) -> Tensor:
     return loss + sum(F.cross_entropy(*half, reduction="sum") / count for half in halves)
 
 
+def drawn_for_each(model: nn.Module, batch: Any) -> Tensor:
+    """Random numbers of each image, a multiple of their number, from a generator that is seeded by the image."""
+    count = len(batch.images)
+    generators = [torch.Generator().manual_seed(sample) for sample in batch.samples.tolist()]
+    noise = [torch.rand(2 * count, generator=each, dtype=torch.float64).mean() for each in generators]
+    return F.cross_entropy(model(batch.images + torch.stack(noise)[:, None, None, None]), batch.labels)
+
+
 SILENT: dict[str, Loop] = {
+    "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),
     "per image": by_features(per_image),
     "weighted": by_steps(weighted, mlp),
