@@ -19,7 +19,7 @@ from raytrain.config.evaluation import is_fraction
 from raytrain.runs.metric_row import Kind, MetricRow
 
 _TARGET_MARGIN = 0.05  # by which the target is worse than the best final value
-_WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count
+_WARM_UP_FRACTION = 0.1  # of the steps; their speed does not count
 
 
 class Compared(NamedTuple):

@@ -199,7 +199,7 @@ def _is_one(images: object) -> bool:
 
 def _array_as_pillow(image: object) -> Image.Image:
     """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for anything else."""
-    # A tensor may have its channels first. NumPy has no bfloat16, so other numbers travel as float64.
+    # A tensor may have its channels first. NumPy has no bfloat16, so floating-point numbers are converted to float64.
     if isinstance(image, Tensor):
         image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()
         if image.ndim == 3 and image.shape[0] in _CHANNELS and image.shape[2] not in _CHANNELS:

@@ -33,7 +33,7 @@ from raytrain.training.weight_average import WeightAverage
 
 
 class _EpochsReached(BaseException):
-    """Leaves the loop. It is no Exception, which a loop might catch."""
+    """Leaves the loop. It is not an Exception, because a loop might catch that."""
 
 
 @dataclasses.dataclass

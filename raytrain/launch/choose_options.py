@@ -44,8 +44,8 @@ _log = logging.getLogger("raytrain")
 
 PHOTOGRAPH_SIDE = 64
 """Pixels of the shorter side from which on images count as photographs, and features of ImageNet help."""
-_PRETRAINED = "efficientnet_b0"  # torchvision's: among those of its accuracy, one of the fastest on a CPU
-_LARGEST_SIDE = 224  # pixels; that of the weights
+_PRETRAINED = "efficientnet_b0"  # among torchvision's networks of similar accuracy, one of the fastest on a CPU
+_LARGEST_SIDE = 224  # pixels: the size of the images with which its weights were trained
 _NUM_MEASURED = 32  # images
 _RARE = 5.0  # if the largest class has so many times the images of the smallest, classes are weighted
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, with which torchvision's weights were trained

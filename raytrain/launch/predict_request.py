@@ -37,8 +37,8 @@ _MAX_READERS = 8  # threads; more of them would leave too little of the interpre
 BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
 """Returns a table of n rows for images, uint8 (n, H, W, C), and their labels, int64 (n,), negative if unknown."""
 LoadPredictor = Callable[[Store, int, int], BlockPredictor]
-"""Loads a predictor; the arguments are the store of the run, the number of threads, and that of the GPU, if there is
-one. Can be pickled."""
+"""Loads a predictor, given the store of the run, how many threads it may use, and the number of its GPU, if any. Can be
+pickled."""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class RunSession:
         self._notification = Notification(notify_target(prepared.config) if prepared.notifies else None)
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
         self._max_dollars = prepared.config.max_cost
-        self._reported_gpus: set[str] = set()  # types of GPUs without a price, of which an event has told
+        self._reported_gpus: set[str] = set()  # types of GPUs whose missing price was reported
         self._tracking = Tracking(prepared.trackers)
         self._recording = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._pictures = SuspiciousPictures(prepared.store, prepared.data)

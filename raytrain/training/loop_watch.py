@@ -11,8 +11,8 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   may be linear in it.
 - ``compares``: images are compared with each other, by a product of images with images, by a statistic over images
   that is not linear, is multiplied by another statistic, or is combined with single images, or by ``moved`` rows.
-- ``moved``: the rows are not where those of their images are, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``. This is
-  harmless unless they are combined with rows that have stayed, which are those of other images.
+- ``moved``: rows have other positions than their images in the batch, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``.
+  This is harmless unless they are combined with rows that were not moved, which belong to other images.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
@@ -262,7 +262,7 @@ class _Calls(TorchFunctionMode):
                     self._marks[gradient] = {*marks, "statistic"}
 
     def _mark_moved_parts(self, parts: Any) -> None:
-        """Mark the ``parts`` of rows that are moved; those of a view of all images each are not."""
+        """Mark those ``parts`` of a tensor whose rows are moved; a part that begins with the first image is not."""
         first_row = 0
         for part in parts:
             if first_row % self._num_images:
@@ -294,14 +294,14 @@ class _Calls(TorchFunctionMode):
         if statistics and (name not in _LINEAR or is_spread or is_squared):
             marks.add("compares")
 
-        # Rows that are moved meet those of other images.
+        # Moved rows are combined with rows of other images, unless all operands have moved.
         have_moved = ["moved" in self._marks[source] for source in sources if source.ndim]
         if name in _JOINS or not is_tensor or result.ndim == 0:
             marks.discard("moved")
         elif len(set(have_moved)) > 1:
             marks.add("compares")
         if first is args[0] and _moves_rows(name, args, kwargs, num_images):
-            marks ^= {"moved"}  # a second move is mostly the way back
+            marks ^= {"moved"}  # a second move usually undoes the first
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
         if first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
@@ -354,7 +354,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
-    """Return whether a call of ``name`` gives the rows of ``args[0]`` other positions than those of their images."""
+    """Return whether a call of ``name`` moves the rows of ``args[0]`` to other positions than those of their images."""
     if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], num_images):
         return False
     if name == "__getitem__" and isinstance(args[1], slice):

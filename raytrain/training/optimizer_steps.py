@@ -61,7 +61,7 @@ class OptimizerSteps:
         self._gradients: dict[Optimizer, dict[int, tuple[int, int]]] = {}  # ID and version, after the last batch
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
-        self._step: int | None = None  # that of the batch, counted from 0
+        self._step: int | None = None  # the step of the current batch, counted from 0
         self._autocast_before: list[bool] = []  # one for each running step, as an optimizer may wrap another one
         self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
 

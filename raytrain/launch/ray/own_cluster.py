@@ -66,7 +66,7 @@ _CLUSTER_VARIABLES = {
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
-_MAX_FOLDER = 39  # bytes; with a longer path of its folder, those of Ray's sockets would exceed the limit of 107
+_MAX_FOLDER = 39  # bytes of the folder's path; the paths of Ray's sockets in it must not exceed 107
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
