@@ -48,6 +48,7 @@ from raytrain.training.gradients import HOOK_NOTE
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, used_generators
+from raytrain.training.warning_places import warnings_at_callers
 
 _NUM_WATCHED = 2  # steps
 _NOTES = {
@@ -137,7 +138,7 @@ class LoopWatch:
 
         weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, set(map(id, weights)))
-        with self._calls:
+        with self._calls, warnings_at_callers(__file__):
             yield
         # A generator for each image draws for it alone.
         draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
