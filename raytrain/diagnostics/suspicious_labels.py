@@ -89,6 +89,7 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
     for parts in by_url.values():
         tables: list[pa.Table] = []
         for part in parts:
+            # The images of a part, with their labels; for the training images, the most suspicious first.
             images = data.parts[part][1]
             table = ranked.table
             if part != "train":
@@ -99,6 +100,8 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
                 group_of = dict(zip(keys, groups, strict=True))
                 column = pa.array([group_of[path] for path in table["path"].to_pylist()], pa.string())
                 table = table.add_column(2, config.group_by, column)
+
+            # Name the columns as the run's options do.
             if len(parts) > 1:
                 table = table.add_column(2, "split", pa.array([part] * len(table)))
             own_names = {"path": config.key_column or "path", "label": next(iter(config.label_column), "label")}

@@ -33,6 +33,7 @@ def scaling_table(result: SweepResult) -> Table:
     sizes = [size for _, size in rows]
     metric, target = _metric(result), result.scaling[0].target
     times = [size.seconds_to_target for size in sizes]
+    # First the varied options, then the number of workers, then what was measured with them.
     return rows_table(
         *(
             (Text(option_name(name).replace("-", "-\n")), [shown(scaling.values[name]) for scaling, _ in rows])

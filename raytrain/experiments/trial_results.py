@@ -190,6 +190,7 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
 
     Example: ``message_of_sweep(result)["text"] == "Sweep rates finished: rates-03 is the best of 8, …"``
     """
+    # The sentence: how the sweep ended, its best trial, its cost, and why it failed.
     text = f"Sweep {result.name} {result.status}"
     best = next((trial for trial in result.trials if trial.name == result.best), None)
     if best is not None and best.value is not None:
@@ -197,6 +198,8 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
         text += f": {best.name} is the best of {len(result.trials)}, {about} with {as_typed(best.values)}"
     text += "" if result.dollars is None else f", ${result.dollars:,.2f}"
     text += f". {failure}" if failure else ""
+
+    # The same facts as single values, without those that are not known.
     facts = {
         "text": text,
         "name": result.name,

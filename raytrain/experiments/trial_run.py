@@ -104,12 +104,15 @@ class TrialRun:
         if self.aborted or self.signals.stop_request is not None:
             return
         try:
+            # The trial's options say where it trains: in the joined cluster, or on its share of this machine.
             config = dataclasses.replace(self.trial.config, resume=self.trial.store.exists(CONFIG))
             if config.backend == "ray":  # this process has joined the cluster already
                 config = dataclasses.replace(config, address=None)
-            elif group is not None:  # the trial gets its share of this machine
+            elif group is not None:
                 device = config.device if gpus is None else f"cuda:{gpus}"
                 config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
+
+            # Train; a failure ends this trial alone.
             request = TrainRequest(
                 loop=self._loop,
                 view=self._follow,

@@ -123,6 +123,8 @@ def useless_lengths(config: TrainConfig) -> list[str]:
     """
     epochs, every = config.epochs, config.evaluate_every
     sentences: list[str] = []
+
+    # The learning rate: its warm-up, and its falls.
     if config.warmup_epochs > epochs - config.head_epochs:
         sentences.append(
             f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {epochs}: the learning rate only rises, and "
@@ -131,6 +133,8 @@ def useless_lengths(config: TrainConfig) -> list[str]:
     schedule = config.learning_rate_schedule
     if schedule.shape == "piecewise" and schedule.period >= epochs - config.head_epochs:
         sentences.append(f"--schedule is {config.schedule} and --epochs {epochs}: the learning rate never falls.")
+
+    # Evaluations and checkpoints.
     num_evaluations = -(-epochs // every) if every else 1
     if config.patience is not None and config.patience >= num_evaluations:
         times = "once" if num_evaluations == 1 else f"{num_evaluations} times"

@@ -116,6 +116,7 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
 
     Raises UsageError on all workers if theirs differ, because they would decide differently whether to stop.
     """
+    # Check this worker's own numbers.
     try:
         numbers = {name: float(value) for name, value in measured.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -126,6 +127,8 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
         raise UsageError(
             f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
         )
+
+    # Compare the numbers of all workers; rounding may differ between kinds of processors.
     gathered: list[Any] = [numbers] * world_size
     if world_size > 1:
         dist.all_gather_object(gathered, numbers)

@@ -129,6 +129,25 @@ class Augmentation:
         Raises UsageError for images of another type or shape.
         """
         keys, epoch = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples), _whole("epoch", epoch)
+        self._check(images, keys)
+        if not len(images):
+            return images
+        keys = keys.astype(np.int64)
+        self._fill = fill = self._fill.to(images.device)
+        images = images.contiguous()
+        size = images.shape[2], images.shape[3]
+
+        # AugMix comes first, then the operations of one after the other step, and erased boxes last.
+        if self.auto_augment is not None and self.auto_augment.policy == "augmix":
+            images = self._augmix(images, keys, epoch, self.auto_augment.magnitude)
+        for operations, magnitudes in self.steps(keys, epoch, size):
+            images = apply_operations(images, operations, magnitudes, fill)
+        if self.random_erasing:
+            images = erase(images, self._boxes(keys, epoch, size), fill)
+        return images
+
+    def _check(self, images: object, keys: npt.NDArray[Any]) -> None:
+        """Raise UsageError if ``images`` or ``keys``, the numbers of their samples, have a wrong type or shape."""
         if not isinstance(images, Tensor):
             raise UsageError(
                 f"Augmentation got images in a {type(images).__name__}; give a tensor, torch.uint8 (m, C, H, W)."
@@ -148,23 +167,10 @@ class Augmentation:
                 f"Augmentation got {format_count(len(images), 'image')} and {format_count(keys.size, 'sample')}; give "
                 "one for each."
             )
-        if not len(images):
-            return images
-        if keys.dtype.kind not in "iu":
+        if len(images) and keys.dtype.kind not in "iu":
             raise UsageError(
                 f"Augmentation got samples of the type {keys.dtype}; give whole numbers, one for each image."
             )
-        keys = keys.astype(np.int64)
-        self._fill = fill = self._fill.to(images.device)
-        images = images.contiguous()
-        size = images.shape[2], images.shape[3]
-        if self.auto_augment is not None and self.auto_augment.policy == "augmix":
-            images = self._augmix(images, keys, epoch, self.auto_augment.magnitude)
-        for operations, magnitudes in self.steps(keys, epoch, size):
-            images = apply_operations(images, operations, magnitudes, fill)
-        if self.random_erasing:
-            images = erase(images, self._boxes(keys, epoch, size), fill)
-        return images
 
     def _numbers(self, stream: int, samples: Int64s, epoch: int, count: int) -> Floats:
         """Return ``count`` random numbers in [0, 1) for each sample, float64 (count, m). Each use has a ``stream``."""

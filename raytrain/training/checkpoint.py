@@ -250,7 +250,7 @@ def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.devi
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
 
-    # First send the path and the size, or the error; then the content, in parts.
+    # First send the path and the size, or the error.
     is_first, data = dist.get_rank() == 0, b""
     answer: list[Any] = [None]
     failure: Exception | None = None
@@ -268,6 +268,8 @@ def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.devi
         raise failure or answer[0]
     if answer[0] is None:
         return None
+
+    # Then send the content, in parts.
     path, num_bytes = answer[0]
     content = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_first else torch.empty(num_bytes, dtype=torch.uint8)

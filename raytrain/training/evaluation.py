@@ -163,6 +163,8 @@ def check_evaluation(run: Run) -> None:
     if run.own_evaluation is not None or run.config.is_range_test or run.microbatch is None:
         return
     run.config.check_metrics(measured_metrics(run.config))
+
+    # Try the network. Whatever it raises or returns becomes a part of the error's sentence.
     model, images = run.models.evaluated, run.microbatch.images[:_NUM_TRIED]
     try:
         network = copy.deepcopy(model).eval()
