@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import raytrain
-from raytrain.display import notebook
+from raytrain.display import train as display_train
 from raytrain.errors import UsageError
 from raytrain.launch.option_checks import check_options, useless_lengths
 from raytrain.launch.placement import Hardware, place
@@ -106,8 +106,9 @@ def test_a_run_that_cannot_start_is_refused_before_a_notebook_shows_it(monkeypat
     def shown(**_: object) -> None:
         raise AssertionError("a widget is shown")
 
-    monkeypatch.setattr(notebook, "is_notebook", lambda: True)
-    monkeypatch.setattr(notebook, "NotebookView", shown)
+    # Where they are used: a module that is first imported here would otherwise keep what stands in for them.
+    monkeypatch.setattr(display_train, "is_notebook", lambda: True)
+    monkeypatch.setattr(display_train, "NotebookView", shown)
     for options, sentence in (({}, "--data is missing"), ({"data": "images", "model": "resnet19"}, "--model resnet19")):
         with pytest.raises(UsageError, match=sentence):
             raytrain.start(custom(**options))
