@@ -69,11 +69,14 @@ _OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files
 
 def import_own_file(path: str | Path) -> ModuleType:
     """Import a file of the user's, which may itself import files beside it."""
+    # The module is known by its name before its code runs, as with a usual import: dataclasses and pickle look it up.
     file = Path(path).resolve()
     name = f"{_OWN_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+
+    # The folder stays in the path, because the user's functions may import more files when they are called.
     sys.path.insert(0, str(file.parent))
     with _without_arguments(str(file)):
         spec.loader.exec_module(module)

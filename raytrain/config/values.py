@@ -213,9 +213,10 @@ def _plain(value: Any) -> Any:
 
 
 def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) -> object:
-    """Return a Python value as the text, or the tuple of texts, that the command line takes; unchanged if it is none.
+    """Return a Python value in the form of the command line, a text or a tuple of texts, if it has such a form.
 
-    ``value`` is ``given`` as :func:`_plain` returns it.
+    ``given`` is the value that the user passed, and ``value`` is what :func:`_plain` made of it, which is returned
+    unchanged if the command line has no form for it.
     """
     forms = "|".join(form for form in getattr(hint, "__metadata__", ()) if isinstance(form, str)).split("|")
     pair = next((match[1] for form in forms if (match := _PAIR.fullmatch(form))), None)

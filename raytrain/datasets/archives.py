@@ -190,10 +190,12 @@ class Archive:
             column = self._column(schema.names, (), self.columns.key, "keys", "name it with --key-column")
         else:
             column = find_column([name for name in schema.names if name != image], None, KEY_COLUMNS)
-        numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
+        numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]  # with zeros, so that they sort as text
         if column is not None:
             keys = parquet.read([column])[column].to_pylist()
             return [number if key is None else str(key) for key, number in zip(keys, numbers, strict=True)]
+
+        # Paths are the keys only if every image has one of its own, which nothing in Parquet ensures.
         type = schema.field(image).type
         if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
             return numbers

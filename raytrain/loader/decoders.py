@@ -188,7 +188,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._next = cycle(self._connections)
 
     def _fork(self, num_threads: int, open_readers: OpenReaders) -> Callable[[], int | None]:
-        """Fork a process of ``num_threads`` threads; return a function that waits for its end, and returns its code."""
+        """Fork a process of ``num_threads`` threads; return a function that waits for it and returns its exit code."""
         ours, theirs = Pipe()
 
         def serve() -> None:

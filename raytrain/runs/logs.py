@@ -254,8 +254,9 @@ class LogCopies:
 
 
 class ProcessLog(LogCopies):
-    """The log of a worker of Ray: all that this process prints while the log is open, by Python or C, and its error.
+    """The log of a worker of Ray: what this process prints while the log is open, and the exception that ends it.
 
+    What libraries in C print belongs to it, too, because the files that hold the output are copied.
     Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
     """
 

@@ -38,7 +38,7 @@ class BucketCredentials(ABC):
         return self.expires_at is not None and self.expires_at <= datetime.now(timezone.utc)
 
     def for_obstore(self) -> dict[str, Any]:
-        """Return them as obstore wants them, with the secrets."""
+        """Return the credentials, with their secrets, as the options of a client of obstore."""
         return dict(vars(self))
 
     def fields(self) -> CredentialFields:
@@ -67,7 +67,7 @@ class Credentials(BucketCredentials):
         return f"…{self.access_key_id[-4:]}"
 
     def for_boto3(self) -> dict[str, Any]:
-        """Return them as clients of boto3 want them, with the secrets."""
+        """Return the credentials, with their secrets, as the arguments of a client of boto3."""
         return {
             "aws_access_key_id": self.access_key_id,
             "aws_secret_access_key": self.secret_access_key,

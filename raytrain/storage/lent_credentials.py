@@ -71,7 +71,10 @@ class CredentialBroker:
         return lent.fields() if lent else None
 
     def source(self, cloud: str) -> BucketCredentials | None:
-        """Return the lent credentials of a cloud; the ``LentCredentials`` of stores in this process."""
+        """Return the lent credentials of a cloud, for stores in this process; None if none are lent.
+
+        If they have expired, wait a while for the lender to renew them.
+        """
 
         def is_settled() -> bool:
             lent = self._lent.get(cloud)

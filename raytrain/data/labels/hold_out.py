@@ -113,6 +113,8 @@ def _folds_of_groups(
             f"{format_count(len(manifest), 'image')}{in_groups}; "
             + (f"take at most {len(names):,} folds." if len(names) > 1 else "folds cannot divide them.")
         )
+
+    # Large groups come first, so that small ones can fill the gaps that they leave; the seed orders groups of one size.
     shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
     fold_of_group, filled = np.zeros(len(names), np.int64), np.zeros((num_folds, shares.shape[1]))

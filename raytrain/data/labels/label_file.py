@@ -155,8 +155,8 @@ def read_label_file(
     Keys may be paths relative to the images, or start with one of ``images_urls``. ``option`` names the file.
 
     Raises:
-        StorageError: it cannot be read.
-        UsageError: it is no such table, lacks a column, or gives the same key different labels.
+        StorageError: the file cannot be read.
+        UsageError: the file contains no table, lacks a column, or gives the same key different labels.
 
     Example::
 
@@ -355,6 +355,8 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
             f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
             "images may have several classes, or leave one label for each."
         )
+
+    # Among classes that are all numbers, -1 means "no label", too; among other classes it may be one.
     labels = [label.removesuffix(JOINED) for label in labels]
     none, present = NO_LABELS, set(labels) - NO_LABELS
     if present and all(_NUMBER.fullmatch(label) for label in present):

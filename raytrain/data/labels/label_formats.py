@@ -58,8 +58,8 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
     if a JSON document lists these beside the table.
 
     Raises:
-        StorageError: it cannot be read.
-        UsageError: it is no such table.
+        StorageError: the file cannot be read.
+        UsageError: the file does not contain a table in the format of its suffix.
     """
     # Refuse files that cannot be a table, with a sentence that says what they are.
     content = read_input(url, option)
@@ -334,7 +334,7 @@ def _name_classes(records: list[_Record], names: dict[str, str], label_names: Se
 
 
 def _texts_in(label: Any) -> list[str]:
-    """Return the texts of a label that is one, or a list of them, without empty ones."""
+    """Return the texts of a label, which is one text or a list of several; empty texts are left out."""
     return [text for text in (label if isinstance(label, list) else [label]) if isinstance(text, str) and text]
 
 
