@@ -2,7 +2,8 @@
 
 In many scripts, moving averages of weights, teachers and probes are such networks. A run with one seems right until it
 resumes, when the network begins again. So the networks that the loop's function holds are compared before the first and
-the third batch of an attempt, and before the first batch of each epoch, because some averages change once an epoch.
+the third batch of an attempt, and before the first batch of each epoch, because some averages change once an epoch. So
+are the counters that a prepared optimizer keeps in attributes and that its state_dict lacks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _NOTE = (
     "would begin with others, and their gradients are not joined over the workers; give the network to run.prepare "
     "before the first batch"
 )
+_COUNTER_NOTE = (
+    "the steps of an optimizer change {names}, which its state_dict lacks: no checkpoint holds that, so a resumed run "
+    "would begin it again; add it to state_dict and load_state_dict"
+)
 _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
 
@@ -41,6 +46,7 @@ class UnpreparedNetworks:
     def __init__(self, state: CheckpointState, report: Callable[[str], None]) -> None:
         self._state, self._report = state, report
         self._num_batches = 0
+        self._counters: dict[str, float] = {}  # at the first look at each of them
         self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
@@ -64,6 +70,19 @@ class UnpreparedNetworks:
                 changed.append(name)
         if changed:
             self._report(_NOTE.format(names=some_of(changed)))
+        if counters := self._changed_counters():
+            self._report(_COUNTER_NOTE.format(names=some_of(counters)))
+
+    def _changed_counters(self) -> list[str]:
+        """Return the names of numbers in attributes of optimizers that have changed and are in no state_dict."""
+        changed: list[str] = []
+        for number, optimizer in enumerate(self._state.optimizers):
+            for name, value in vars(optimizer).items():
+                if not isinstance(value, (int, float)) or name.startswith("_"):
+                    continue
+                if value != self._counters.setdefault(f"{number}.{name}", value) and name not in optimizer.state_dict():
+                    changed.append(f"{type(optimizer).__name__}.{name}")
+        return changed
 
 
 def _networks_in(frame: FrameType, run: object) -> Iterator[tuple[str, nn.Module]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,43 @@ def test_a_network_that_changes_and_is_not_prepared_is_told_once(
     loop: Callable[[Run], None], name: str, tmp_path: Path
 ) -> None:
     assert [note.partition(",")[0] for note in notes_of(loop, tmp_path)] == [f"the loop changes the weights of {name}"]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute, and takes shorter ones with time."""
+
+    def __init__(self, weights: Any) -> None:
+        self.num_steps = 0
+        super().__init__(weights, lr=0.1)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.num_steps += 1
+        self.param_groups[0]["lr"] = 0.1 / self.num_steps
+        super().step()
+
+
+class Remembering(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_steps = state_dict["num_steps"]
+
+
+@pytest.mark.parametrize("kind", [Counting, Remembering])
+def test_a_counter_of_an_optimizer_that_its_state_lacks_is_told(kind: type[Counting], tmp_path: Path) -> None:
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(kind(model.parameters()))
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+
+    told = [note.partition(",")[0] for note in notes_of(loop, tmp_path) if "state_dict" in note]
+    assert told == (["the steps of an optimizer change Counting.num_steps"] if kind is Counting else [])
 
 
 def with_what_is_prepared(run: Run) -> None:
