@@ -65,13 +65,23 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
 
 _OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no others
+_imported: dict[str, tuple[str, int, int]] = {}  # path, time and size of the files that were imported, by module
 
 
 def import_own_file(path: str | Path) -> ModuleType:
-    """Import a file of the user's, which may itself import files beside it."""
-    # The module is known by its name before its code runs, as with a usual import: dataclasses and pickle look it up.
+    """Import a file of the user's, which may itself import files beside it.
+
+    As with a usual import, its code runs once in a process, and again only if the file has changed since.
+    """
     file = Path(path).resolve()
     name = f"{_OWN_MODULE}{file.stem}"
+    status = file.stat()
+    version = str(file), status.st_mtime_ns, status.st_size
+    if name in sys.modules and _imported.get(name) == version:
+        return sys.modules[name]
+
+    # The module is known by its name before its code runs, as with a usual import: dataclasses and pickle look it up.
+    _imported.pop(name, None)  # until this import has succeeded
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -80,6 +90,7 @@ def import_own_file(path: str | Path) -> ModuleType:
     sys.path.insert(0, str(file.parent))
     with _without_arguments(str(file)):
         spec.loader.exec_module(module)
+    _imported[name] = version
     return module
 
 

@@ -62,3 +62,19 @@ def test_a_loop_that_names_torch_and_the_classes_of_its_run_travels(monkeypatch:
     monkeypatch.setattr(_names_classes, "__module__", "__main__")  # it is pickled by value then
     check_loop(_names_classes)
     assert len(pickle.loads(pickle_own_code(_names_classes))(SimpleNamespace(classes=("a", "b")))) == 2
+
+
+def test_a_file_is_executed_once_and_again_when_it_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "counted.py"
+    file.write_text("print('executed')\ndef network(): ...\n")
+    networks = [load_function("--model", f"{file}:network") for _ in range(2)]
+    assert networks[0] is networks[1]
+    file.write_text("print('executed anew')\ndef network(): ...\n")
+    assert load_function("--model", f"{file}:network") is not networks[0]
+    file.write_text("print('fails')\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ZeroDivisionError"):
+            load_function("--model", f"{file}:network")
+    assert capsys.readouterr().out.split("\n") == ["executed", "executed anew", "fails", "fails", ""]
