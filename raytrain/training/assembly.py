@@ -225,6 +225,22 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
                 "run has a process group already; leave that call out."
             ) from error
 
+        # As in a script that is always started by torchrun.
+        if "process group has not been initialized" in str(error) and run.world_size == 1:
+            line = users_line(traceback.extract_tb(error.__traceback__))
+            raise UsageError(
+                f"The loop calls torch.distributed ({line}), and a run of one worker has no process group: use "
+                "run.gather or run.total, which need none, or make that call only if run.world_size > 1."
+            ) from error
+
+        # Some networks choose this layer because there is a process group, and are called as they are made.
+        if "SyncBatchNorm expected input tensor to be on" in str(error):
+            line = users_line(traceback.extract_tb(error.__traceback__))
+            raise UsageError(
+                f"A network with SyncBatchNorm, which needs a GPU, computes before run.prepare has it ({line}): give "
+                "it BatchNorm layers, whose statistics run.prepare joins over the workers."
+            ) from error
+
         # As with a loader, over which one loop is enough.
         if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
             raise UsageError(

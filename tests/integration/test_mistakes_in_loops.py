@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -108,6 +109,10 @@ def one_logit(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     run.log(accuracy=run.accuracy(model(batch.images)[:, :1], batch))
 
 
+def sums_over_processes(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    dist.all_reduce(model(batch.images).detach().mean(0))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("body", "sentence"),
@@ -125,6 +130,10 @@ def one_logit(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
         (logs_three, r"run.log\(recall=...\) got a tuple of 3; give \(numerator, denominator\), two numbers"),
         (logs_an_epoch, r"run.log\(epoch=...\) would replace what the metrics history has as epoch already; give it"),
         (logs_a_second_rate, r"run.log\(second_learning_rate=...\) would replace what the metrics history has"),
+        (
+            sums_over_processes,
+            r"calls torch.distributed \(.*all_reduce.*one worker has no process group: use run.gather",
+        ),
         (one_logit, r"run.accuracy got logits of the shape \(7, 1\) for 7 images and 4 classes"),
     ],
 )
@@ -133,6 +142,16 @@ def test_a_mistake_in_a_loop_is_refused_in_the_first_step(body: Body, sentence: 
     with pytest.raises(UsageError, match=sentence):
         train_loop(loop_of(body), tmp_path, recorder=recorder)
     assert recorder.rows == [] and not list(tmp_path.rglob("*.pt"))
+
+
+def called_before_it_is_prepared(run: Run) -> None:
+    nn.Sequential(nn.SyncBatchNorm(3), nn.Flatten())(torch.zeros(2, 3, 8, 8))
+
+
+def test_a_network_that_computes_with_torchs_joined_batch_norm_on_cpus_is_refused(tmp_path: Path) -> None:
+    for sentence in run_in_processes(2, error_of, str(tmp_path), called_before_it_is_prepared):
+        assert "SyncBatchNorm, which needs a GPU, computes before run.prepare has it (" in sentence
+        assert "give it BatchNorm layers" in sentence
 
 
 def logs_before_a_batch(run: Run) -> None:
