@@ -1,15 +1,16 @@
-"""Files of a loop's own, in a folder whose content is kept in the run's storage and is there again after a resume.
+"""A folder for files that a loop writes. Its content is kept in the run's storage, and is there again after a resume.
 
 If the run is stored in a folder, the loop writes there directly. If it is stored in a bucket, the loop writes into a
 temporary folder on worker 0's machine:
 
 1. At its first use the folder gets what earlier attempts have left in the bucket.
-2. Every half minute, between two batches, the files that have changed are copied beside the folder. The loop is not in
-   the middle of writing one then.
-3. A thread sends these copies, and deletes from the bucket what the loop has deleted. Training does not wait for it.
-4. At the end of the run, also of one that fails, the rest is sent.
+2. Every half minute, between two batches, the files that have changed are copied beside the folder. At that moment the
+   loop is not in the middle of writing one.
+3. A thread sends these copies, and deletes files from the bucket that the loop has deleted. Training does not wait for
+   the thread.
+4. At the end of the run, also if it fails, the remaining changes are sent.
 
-The other workers write into temporary folders that are dropped, so that all workers can make the same calls.
+The other workers write into temporary folders that are removed at the end, so that all workers can make the same calls.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RunFiles:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder, made at its first use. Raises StorageError if what a resume finds in a bucket cannot be read."""
+        """The folder, made at its first use. Raises StorageError if files in a bucket cannot be read after a resume."""
         if self._is_kept:
             self._report(Note(f"files that the loop writes into run.folder are kept with the run, in {FILES}"))
         if self._is_kept and self._store.cloud is None:
@@ -72,12 +73,12 @@ class RunFiles:
         return folder
 
     def keep_changes(self) -> None:
-        """Send what has changed, if that is due; called between two batches. Returns before the files are sent."""
+        """Start to send the files that have changed, if that is due. To be called between two batches."""
         if self._temporary is not None and self._sending.done() and self._throttle.due("send", _SEND_EVERY_S):
             self._send_changes(self._temporary.path)
 
     def close(self, within_s: float | None = None) -> None:
-        """Send the rest, for at most ``within_s`` seconds or without a limit, and remove the temporary folder."""
+        """Send the remaining changes, and remove the temporary folder. Waits at most ``within_s`` seconds, if given."""
         if self._temporary is None:
             return
         if not wait([self._sending], within_s).not_done:
@@ -89,7 +90,7 @@ class RunFiles:
         self._temporary = None
 
     def _fetch(self, folder: Path) -> None:
-        """Get the files that the bucket has."""
+        """Copy the files in the bucket into ``folder``."""
         for stored in self._store.list(FILES):
             name = stored.path.removeprefix(FILES)
             file = folder / name
@@ -108,7 +109,10 @@ class RunFiles:
             self._stored[name] = status.st_size, status.st_mtime_ns
 
     def _send_changes(self, parent: Path) -> None:
-        """Copy what has changed beside the folder, and start to send it. Raises what the sending before has raised."""
+        """Copy the files that have changed beside the folder, and start to send the copies.
+
+        Raises the exception that has ended the thread's last call, if any.
+        """
         self._sending.result()
         if not self._is_kept:
             return
@@ -130,7 +134,7 @@ class RunFiles:
         self._sending = self._sender.submit(self._send, copies, removed)
 
     def _send(self, copies: dict[str, tuple[Path, _Version]], removed: set[str]) -> None:
-        """Put copies into the bucket and delete what the loop has removed. Runs in a thread."""
+        """Put copies into the bucket, and delete ``removed`` files from it. Runs in a thread."""
         for name, (copy, version) in copies.items():
             try:
                 self._store.put_file(FILES + name, copy)
@@ -149,6 +153,7 @@ class RunFiles:
             del self._stored[name]
 
     def _note_lost(self, name: str, reason: str) -> None:
+        """Report a file that storage does not have as the loop left it, the first time."""
         if name not in self._lost:
             self._lost.add(name)
             self._report(DocumentLost(FILES + name, reason))
