@@ -212,7 +212,9 @@ def _start_ray() -> Callable[[], None]:
     import ray
 
     from raytrain.launch.ray.own_cluster import TOO_SLOW
+    from raytrain.launch.ray.private_api import read_variables
 
+    read_variables()  # a test before this one may have had Ray read others, such as no RAY_AUTH_MODE
     for tries_left in reversed(range(5)):  # Ray gives it 30 s to start, which is little on a busy machine
         before = psutil.Process().children()
         try:

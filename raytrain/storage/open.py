@@ -132,7 +132,7 @@ def write_output(output: str, content: bytes) -> None:
     try:
         folder.put(name, content)
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if folder.cloud is None and isinstance(error.__cause__, FileNotFoundError):  # of a bucket, it says more
             raise _no_file_there(output) from error.__cause__
         raise
 
