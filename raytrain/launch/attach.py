@@ -478,7 +478,7 @@ class AttachedLaunch:
     def failure(self) -> str | None:
         return None
 
-    def end_workers(self, patience_s: float) -> None:
+    def end_workers(self) -> None:
         """Take the messages that are left. Only the launcher can end these workers."""
         self._take_messages()
 

@@ -20,6 +20,7 @@ from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
+_FILES_SENT_WITHIN_S = 5.0
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -72,6 +73,8 @@ class Coordinator(RunMonitor):
         super().__init__(name, history=History(store), **known)
         self._ending = Ending()
         self._end_has_come = threading.Event()
+        self._worker_0_has_failed = threading.Event()
+        self._is_in_bucket = store.cloud is not None
         self._first_attempt_with_error: dict[str, int] = {}  # by the sentence of the error
         self._wait_location_of_rank: dict[int, str | None] = {}
         self._ranks_seen_twice: set[int] = set()  # that still waited after the last worker had begun to wait
@@ -95,16 +98,23 @@ class Coordinator(RunMonitor):
         self._ending.outcome = outcome
         self._end_has_come.set()
 
-    def give_up(self, error: RaytrainError, trace: str = "") -> bool:
-        """Note an error of the user's that a worker met; return True if it ends the run.
+    def give_up(self, error: RaytrainError, trace: str = "", rank: int = 0) -> bool:
+        """Note an error of the user's that worker ``rank`` met; return True if it ends the run.
 
         It does if another attempt would end the same way. A loop that fails after some steps gets another attempt,
         unless an earlier attempt ended by the same error.
+
+        The run does not end by the loop of another worker, for some seconds, before worker 0 has met the error, too: it
+        may still send the files of its loop to the bucket.
         """
         first_attempt = self._first_attempt_with_error.setdefault(str(error), self._attempt)
         if isinstance(error, LoopFailed) and error.restart_may_help and first_attempt == self._attempt:
             self._first_worker_failure = self._first_worker_failure or str(error)
             return False
+        if rank == 0:
+            self._worker_0_has_failed.set()
+        elif isinstance(error, LoopFailed) and self._is_in_bucket:
+            self._worker_0_has_failed.wait(_FILES_SENT_WITHIN_S)
         if self._ending.error is None:
             self._ending.error, self._ending.trace = error, trace
         self._end_has_come.set()

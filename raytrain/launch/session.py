@@ -28,7 +28,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import CoordinatorLost, LoopFailed, RaytrainError, StorageError
+from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
 from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.gather_provenance import Gathering
 from raytrain.launch.notification import Notification, message_of, notify_target
@@ -50,7 +50,6 @@ from raytrain.trackers.tracking import Tracking
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 0.5
 _ABORTED_WITHIN_S = 5.0
-_FILES_SENT_WITHIN_S = 5.0
 _STATUS_AFTER: dict[object, str] = {KeyboardInterrupt: "interrupted", CoordinatorLost: "starting"}
 
 
@@ -80,11 +79,8 @@ class Launch(Protocol):
     def failure(self) -> str | None:
         """Return why the workers ended, if they could not report it themselves."""
 
-    def end_workers(self, patience_s: float) -> None:
-        """End the workers, if they do not end by themselves within ``patience_s`` seconds.
-
-        Afterwards nothing more of them may reach the run's documents.
-        """
+    def end_workers(self) -> None:
+        """See the workers to their end: nothing more of them may reach the run's documents."""
 
     def close(self, *, finished: bool) -> None:
         """Release everything that belongs to the run; unless it is ``finished``, its workers may still train."""
@@ -176,10 +172,8 @@ class RunSession:
             self._print_lines_of_workers()
             ending = self._monitor.ending()
 
-        # End the workers. From here on, nothing of theirs may reach the run's documents. If the loop has failed on one
-        # of them, worker 0 may still send its last files to the bucket.
-        sends_files = isinstance(ending.error, LoopFailed) and self._prepared.store.cloud is not None
-        self._launch.end_workers(_FILES_SENT_WITHIN_S if sends_files else 0.0)
+        # End the workers. From here on, nothing of theirs may reach the run's documents.
+        self._launch.end_workers()
         self._print_lines_of_workers()
         ending = self._monitor.ending()
         if ending.error is not None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import raytrain
 from raytrain.storage.open import open_store
@@ -36,6 +37,7 @@ def writing(run: raytrain.Run) -> None:
 
 def failing(run: raytrain.Run) -> None:
     (run.folder / "before").write_text("x")
+    dist.barrier()  # worker 0 has written, and the other one may still be the first to fail
     raise KeyError("after")
 
 

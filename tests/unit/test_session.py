@@ -62,7 +62,7 @@ class StandIn:
     def failure(self) -> str | None:
         return None
 
-    def end_workers(self, patience_s: float) -> None: ...
+    def end_workers(self) -> None: ...
 
     def close(self, *, finished: bool) -> None:
         self.closed.append(finished)

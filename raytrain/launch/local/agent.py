@@ -158,7 +158,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
         with ends_as_a_script():
             outcome = _train(spec, inputs, rank, reporter)
     except RaytrainError as error:
-        if not reporter.give_up(error, trace_of(error)):
+        if not reporter.give_up(error, trace_of(error), rank):
             os._exit(_FAILED)
         return
     except Exception as error:
@@ -271,8 +271,8 @@ class SocketReporter:
     def conclude(self, outcome: Outcome) -> None:
         self._call("conclude", outcome)
 
-    def give_up(self, error: RaytrainError, trace: str) -> bool:
-        return self._call("give_up", error, trace)
+    def give_up(self, error: RaytrainError, trace: str, rank: int) -> bool:
+        return self._call("give_up", error, trace, rank)
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
         self._call("worker_failed", rank, reason, trace)

@@ -126,12 +126,9 @@ class LocalLaunch:
         """Return None: the agent reports every failure to the coordinator."""
         return None
 
-    def end_workers(self, patience_s: float) -> None:
-        """End all processes, after ``patience_s`` seconds at most.
-
-        :meth:`close` copies their logs later, once the result of the run is written.
-        """
-        self._agent.close(patience_s)
+    def end_workers(self) -> None:
+        """End all processes. :meth:`close` copies their logs later, once the result of the run is written."""
+        self._agent.close()
         self._logs.show_rest()
         if self._shared is not None:
             self._coordinator.skip(self._shared.skipped_images())
@@ -196,11 +193,8 @@ class AgentProcess:
         code = self._process.poll()
         return signal.Signals(-code).name if code is not None and code < 0 else None
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """End the agent and all workers, busy or not, unless they end within ``patience_s``. May be called twice."""
-        if patience_s:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
+    def close(self) -> None:
+        """End the agent and all workers, busy or not. May be called twice."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         assert self._process.stdin is not None

@@ -158,6 +158,10 @@ class RayCoordinator(Coordinator):
         super().flush()
 
     @ray.method(concurrency_group=WAIT)
+    def give_up(self, error: RaytrainError, trace: str = "", rank: int = 0) -> bool:
+        return super().give_up(error, trace, rank)
+
+    @ray.method(concurrency_group=WAIT)
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         return super().wait_for_stop_request(timeout_s)
 

@@ -160,10 +160,8 @@ class RayLaunch:
         """Return why Ray Train gave up; None if it has not ended, or ended normally."""
         return self._trainer.ended.result() if self._trainer.ended.done() else None
 
-    def end_workers(self, patience_s: float) -> None:
+    def end_workers(self) -> None:
         """Note the images that runs beside this one could not use. The workers end by themselves, or when it closes."""
-        if patience_s:
-            self.wait(patience_s)
         if self._shared is not None:
             self._monitor.skip(self._shared.skipped_images())
 

@@ -149,7 +149,8 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
                 outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
         explained = with_what_lacks(error, inputs.working_folder, inputs.variables)
-        if ray.get(inputs.coordinator.give_up.remote(explained, trace_of(error))):
+        give_up: Any = inputs.coordinator.give_up  # Ray's types of a method leave out arguments with defaults
+        if ray.get(give_up.remote(explained, trace_of(error), rank)):
             return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
     if dist.is_initialized():
