@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from raytrain.errors import LoopFailed, UsageError
-from raytrain.launch.ray.worker import with_what_lacks
+from raytrain.launch.ray.worker import RayReporter, noting_files_left, with_what_lacks
 
 
 def failed_by(cause: Exception) -> LoopFailed:
@@ -39,3 +40,14 @@ def test_the_folder_of_the_worker_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
     for error in (failed_by(ValueError("x")), failed_by(KeyError(3)), UsageError("no")):
         assert with_what_lacks(error, str(tmp_path), frozenset({"x"})) is error
+
+
+def test_a_working_folder_that_cannot_be_listed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with noting_files_left(cast(RayReporter, None)):
+        pass
+    error = failed_by(FileNotFoundError(2, "No such file", "teacher.pt"))
+    assert with_what_lacks(error, "/elsewhere", frozenset()) is error

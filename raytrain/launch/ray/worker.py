@@ -164,25 +164,35 @@ def with_what_lacks(error: RaytrainError, drivers_folder: str, drivers_variables
     cause = error.__cause__
     if not isinstance(error, LoopFailed):
         return error
-    key = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
+    hint, key = "", str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
     if key in drivers_variables and key not in os.environ:
         hint = f"{key} is set for the command, and the workers have the variables of `ray start`"
-    elif isinstance(cause, FileNotFoundError) and os.getcwd() != drivers_folder:
-        hint = f"on the machine of this worker, {ray.util.get_node_ip_address()}, the loop runs in {os.getcwd()}"
-    else:
-        return error
-    return LoopFailed(f"{error}; {hint}", error.restart_may_help)
+    elif isinstance(cause, FileNotFoundError):
+        with suppress(FileNotFoundError):  # the working folder itself has been removed
+            if (folder := os.getcwd()) != drivers_folder:
+                hint = f"on the machine of this worker, {ray.util.get_node_ip_address()}, the loop runs in {folder}"
+    return LoopFailed(f"{error}; {hint}", error.restart_may_help) if hint else error
 
 
 @contextmanager
 def noting_files_left(reporter: RayReporter) -> Generator[None]:
-    """Report which files the ``with`` block leaves in the working folder of this machine, which is not the driver's."""
-    folder, rank = os.getcwd(), ray.train.get_context().get_world_rank()
-    before = set(os.listdir(folder))
+    """Report which files the ``with`` block leaves in the working folder of this machine, which is not the driver's.
+
+    Report nothing if the folder cannot be listed: it may belong to another user, or be removed.
+    """
+    try:
+        folder = os.getcwd()
+        before = set(os.listdir(folder))
+    except OSError:
+        yield
+        return
     try:
         yield
     finally:
-        left = sorted(set(os.listdir(folder)) - before - {"__pycache__"})
+        left: list[str] = []
+        with suppress(OSError):
+            left = sorted(set(os.listdir(folder)) - before - {"__pycache__"})
+        rank = ray.train.get_context().get_world_rank()
         if left and ray.train.get_context().get_local_rank() == 0:  # the workers of a machine share the folder
             machine = ray.util.get_node_ip_address()
             reporter.event(
