@@ -7,6 +7,7 @@ from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
 from .display.look import look as look
+from .display.rate import find_rate as find_rate
 from .display.sweep import sweep as sweep
 from .display.train import start as start
 from .display.train import train as train
@@ -15,7 +16,6 @@ from .errors import StorageError as StorageError
 from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
-from .experiments.find_rate import find_rate as find_rate
 from .experiments.trial_results import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load

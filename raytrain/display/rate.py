@@ -1,7 +1,8 @@
-"""The loss over a rising learning rate: for the terminal, and as a figure."""
+"""`raytrain.find_rate`, and the loss over a rising learning rate: for the terminal, and as a figure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +12,50 @@ from rich.text import Text
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import format_duration, key_value_table
 from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes, titled_figure
+from raytrain.display.terminal import default_view
 from raytrain.errors import format_count
 from raytrain.experiments.find_rate import RateResult
+from raytrain.experiments.find_rate import find_rate as run_find_rate
+from raytrain.monitor.snapshot import View
+from raytrain.monitor.stop_request import StopSignals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from raytrain.config import TrainConfig
+    from raytrain.training.run import Run
+
 _HEIGHT = 10
+
+
+def find_rate(
+    config: TrainConfig,
+    *,
+    loop: Callable[[Run], None] | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+) -> RateResult:
+    """Train a few steps, each at a higher learning rate, and suggest one: the range test of Smith 2015.
+
+    The rate of step i of n, counted from 0, is low · (high / low) ^ (i / (n - 1)). The run ends earlier if the loss is
+    over four times the first step's. It evaluates nothing and keeps no checkpoint; its history stays, as any run's.
+
+    Args:
+        config: the options of the run. ``max_steps`` is n, by default 100; ``schedule`` may be ``rising:LOW..HIGH``, by
+            default from 1e-6 to 10.
+        loop, signals: as for :func:`raytrain.train`. A loop of one's own logs ``loss``, and must not change the rates
+            of the optimizer's groups, which rise in proportion; the suggestion is a rate of the first group.
+        view: as for :func:`raytrain.train`: by default, in the main thread, the run is shown while it trains;
+            ``lambda snapshot: None`` shows nothing.
+
+    Raises:
+        UsageError, StorageError, TrainingFailed: as :func:`raytrain.train` does.
+
+    Example:
+        >>> raytrain.find_rate(recipes.cifar10(data="s3://bucket/train")).suggestion
+    """
+    with default_view(view) as shown:
+        return run_find_rate(config, loop=loop, view=shown, signals=signals)
 
 
 def rate_page(result: RateResult, picture: str) -> RenderableType:

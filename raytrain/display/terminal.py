@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from raytrain.display.console import PlainConsole, format_duration
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
 from raytrain.display.notebook import INTERRUPT, WAITING, CellOutput, is_notebook
-from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import EVENTS, STARTUP, redirect_handlers
 from raytrain.runs.redact import one_line
@@ -123,6 +124,19 @@ def startup_lines(report: Callable[[str], object], source: logging.Logger = STAR
     finally:
         source.removeHandler(handler)
         source.setLevel(logging.INFO if source.handlers else logging.NOTSET)
+
+
+@contextmanager
+def default_view(view: View | None) -> Iterator[View | None]:
+    """Give ``view`` itself; without one, in the main thread, give that of a :class:`TerminalView`.
+
+    Only the main thread draws: a terminal has room for one picture, and programs with threads have views of their own.
+    """
+    if view is not None or threading.current_thread() is not threading.main_thread():
+        yield view
+        return
+    with TerminalView() as terminal:
+        yield terminal.update
 
 
 class TerminalView(LiveView):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raytrain.display.notebook import NotebookView, is_notebook
-from raytrain.display.terminal import TerminalView
+from raytrain.display.terminal import default_view
 from raytrain.launch.option_checks import check_options
 from raytrain.launch.train import RunHandle
 from raytrain.launch.train import train as launch_run
@@ -54,13 +53,8 @@ def train(
         >>> result = raytrain.train(TrainConfig(data="s3://bucket/images", epochs=5))
         >>> print(result.validation_accuracy)
     """
-    others = {"loop": loop, "signals": signals, "trackers": trackers, "started_at": started_at}
-    # Only the main thread draws: a terminal has room for one picture, and programs with threads have views of their
-    # own.
-    if view is not None or threading.current_thread() is not threading.main_thread():
-        return launch_run(config, view=view, **others)
-    with TerminalView() as shown:
-        return launch_run(config, view=shown.update, **others)
+    with default_view(view) as shown:
+        return launch_run(config, loop=loop, view=shown, signals=signals, trackers=trackers, started_at=started_at)
 
 
 def start(

@@ -1,4 +1,4 @@
-"""``raytrain.find_rate``: one short run whose learning rate rises, and the rate that its losses suggest."""
+"""One short run whose learning rate rises, and the rate that its losses suggest."""
 
 from __future__ import annotations
 
@@ -66,23 +66,9 @@ def find_rate(
     view: View | None = None,
     signals: StopSignals | None = None,
 ) -> RateResult:
-    """Train a few steps, each at a higher learning rate, and suggest one: the range test of Smith 2015.
+    """Train the short run, and return the rate that its losses suggest; see :func:`raytrain.display.rate.find_rate`.
 
-    The rate of step i of n, counted from 0, is low · (high / low) ^ (i / (n - 1)). The run ends earlier if the loss is
-    over four times the first step's. It evaluates nothing and keeps no checkpoint; its history stays, as any run's.
-
-    Args:
-        config: the options of the run. ``max_steps`` is n, by default 100; ``schedule`` may be ``rising:LOW..HIGH``, by
-            default from 1e-6 to 10.
-        loop, signals: as for :func:`raytrain.train`. A loop of one's own logs ``loss``, and must not change the rates
-            of the optimizer's groups, which rise in proportion; the suggestion is a rate of the first group.
-        view: called about twice a second with the run's :class:`Snapshot`; by default nothing is shown.
-
-    Raises:
-        UsageError, StorageError, TrainingFailed: as :func:`raytrain.train` does.
-
-    Example:
-        >>> raytrain.find_rate(recipes.cifar10(data="s3://bucket/train")).suggestion
+    ``view`` is called about twice a second with the run's :class:`Snapshot`; without one, nothing is shown.
     """
     short = _short_run(config)
     result = train(short, loop=loop, view=view, signals=signals)

@@ -1,4 +1,4 @@
-"""`raytrain.train` and `raytrain.sweep` show what they train by themselves, unless somebody else does."""
+"""`raytrain.train`, `find_rate` and `sweep` show what they train by themselves, unless somebody else does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raytrain.experiments.trial_results import SweepResult
 def views(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The views of the runs and sweeps that are started; these themselves would take seconds each."""
     views: list[Any] = []
-    monkeypatch.setattr("raytrain.display.train.launch_run", lambda config, view, **others: views.append(view))
+    for function in ("train.launch_run", "rate.run_find_rate"):
+        monkeypatch.setattr(f"raytrain.display.{function}", lambda config, view, **others: views.append(view))
 
     def sweep(config: raytrain.TrainConfig, view: Any, **others: Any) -> SweepResult:
         views.append(view)
@@ -26,7 +27,7 @@ def views(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return views
 
 
-@pytest.mark.parametrize("train", [raytrain.train, partial(raytrain.sweep, vary="seed=0,1")])
+@pytest.mark.parametrize("train", [raytrain.train, raytrain.find_rate, partial(raytrain.sweep, vary="seed=0,1")])
 def test_it_is_shown_in_the_main_thread_unless_there_is_another_view(train: Any, views: list[Any]) -> None:
     config, shown = raytrain.TrainConfig(data="images", batch_size=8), list[Any]()
     train(config)
