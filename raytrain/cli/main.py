@@ -149,7 +149,7 @@ def _end_ray() -> None:
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
-    """Print the result of a command: its page, or its document as JSON."""
+    """Print the result of a command: its page, which may be empty, or its document as JSON."""
     if as_json:
         from raytrain.runs.documents import plain
 
@@ -158,6 +158,8 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     from raytrain.display.console import PlainConsole, key_value_table
 
     text = key_value_table(outcome.document) if outcome.text is None else outcome.text
+    if text == "":  # the command has shown everything already
+        return
     console = PlainConsole()
     # Commands to copy are not cut: a terminal wraps them.
     console.print(text, highlight=False, crop=False, soft_wrap=isinstance(text, str) and not console.is_terminal)

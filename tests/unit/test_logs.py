@@ -235,3 +235,12 @@ def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.
     assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 2
     assert "--worker is 2, and run 'first' has 2 workers, counted from 0." in capsys.readouterr().err
     assert main(["logs", "first", "--worker", "-1", "--storage", str(tmp_path)]) == 2
+
+
+def test_lines_that_were_followed_end_without_an_empty_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = run_store(str(tmp_path), "first")
+    store.put(CONFIG, b"{}")
+    store.put("logs/" + log_name(worker_log(0), "20261122T120000", "out"), b"step 1\nstep 2\n")
+    write_status(store, RunStatus(status="finished", num_workers=1))
+    assert main(["logs", "first", "--worker", "0", "--follow", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("\nstep 1\nstep 2\n")

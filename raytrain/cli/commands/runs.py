@@ -194,7 +194,13 @@ def logs(
         if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
             workers = format_count(num_workers, "worker")
             raise UsageError(f"--worker is {worker}, and run {run!r} has {workers}, counted from 0.")
-    lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
+
+    def write(line: str) -> None:
+        texts.append(line)
+        if follow:
+            print(line, flush=True)
+
+    lines = LogLines(write)
     # The processes whose output is shown; without --driver and --worker, the events of the run are.
     processes = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
     logs = [LogReader(reader.store, process) for process in processes]
@@ -210,7 +216,8 @@ def logs(
             follow_run(reader, show)
     else:
         show(reader.snapshot())
-    return CommandResult("\n".join(texts) or ("" if follow else "There is nothing yet."), {"run": run, "lines": texts})
+    text = "" if follow else "\n".join(texts)
+    return CommandResult(text if texts else "There is nothing yet.", {"run": run, "lines": texts})
 
 
 def watch(
