@@ -10,7 +10,8 @@ The processes of the default group of `torch.distributed` are the run's workers;
 1. Process 0 names the run, lists its images, takes ownership of it, and sends :class:`AttachedInputs` to the others.
 2. Each process puts its part of the run together, as a worker of any backend does; the block gets it as ``run``.
 3. At the end of the block, all processes finish the run together. If one leaves the block by an error, it reports that
-   to process 0, which marks the run as failed, even while its own loop still waits for that process.
+   to process 0, which marks the run as failed, even while its own loop still waits for that process. The launcher may
+   kill all processes as soon as the first has ended, so that one waits until process 0 is done, for some seconds.
 
 Processes are never restarted here. That is up to the launcher; ``resume=True`` goes on from the last checkpoint.
 """
@@ -37,7 +38,7 @@ from raytrain.config.options import options_with
 from raytrain.config.user_code import describe, trace_of
 from raytrain.data.dataset import Dataset
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
-from raytrain.launch.coordinator import Coordinator
+from raytrain.launch.coordinator import SENT_WITHIN_S, Coordinator
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
 from raytrain.launch.prepare import PreparedRun, TrainRequest, already_trained, prepare, settle_options
@@ -62,6 +63,9 @@ from raytrain.training.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from raytrain.launch.ray.train_reports import RayReports, Report
+
+_IS_OVER = "{} may end"
+"""Topic of the message to a worker that process 0 has written how the run ended, and sent the files of its loop."""
 
 
 def attach(
@@ -154,6 +158,8 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
         outcome = run = reports = None
         try:
             spec, run = _make_run(inputs, request, group, device, reporter, processes, opened)
+            if launch is not None:
+                launch.send_files = run.files.send_rest
             if report is not None:
                 reports = _start_reports(report, run, spec, messages, signals)
             if launch is not None and reports is not None:
@@ -399,9 +405,11 @@ class MessageReporter:
         return request is not None
 
     def fail(self, error: BaseException) -> None:
-        """Report the error by which this worker leaves its loop."""
+        """Report the error by which this worker leaves its loop. Wait until process 0 is done, for some seconds."""
         is_sentence = isinstance(error, RaytrainError)
         self._messages.send(self._topic, ["fail", str(error) if is_sentence else describe(error), is_sentence])
+        if isinstance(error, Exception):  # not a second Ctrl-C
+            self._messages.wait(_IS_OVER.format(self._topic), SENT_WITHIN_S)
 
     # Reports that worker 0 makes for all.
 
@@ -426,6 +434,8 @@ class AttachedLaunch:
         self.config, self.num_workers = config, num_workers
         self._prepared = prepared
         self._messages: GroupMessages | None = None
+        self.send_files: Callable[[float], None] = lambda within_s: None
+        """Sends what worker 0 has written into ``run.folder``, if that is kept in a bucket."""
         self._result: Future[TrainResult] = Future()
         plan = prepared.data.plan(config)
         self.coordinator = AttachedCoordinator(
@@ -479,10 +489,14 @@ class AttachedLaunch:
         return None
 
     def end_workers(self) -> None:
-        """Take the messages that are left. Only the launcher can end these workers."""
+        """Take the messages that are left, and send the files of the loop: only the launcher can end these workers."""
         self._take_messages()
+        self.send_files(SENT_WITHIN_S)
 
-    def close(self, *, finished: bool) -> None: ...
+    def close(self, *, finished: bool) -> None:
+        """Tell the other workers that all is written, and that their processes may end."""
+        for rank in range(1, self.num_workers) if self._messages is not None else ():
+            self._messages.send(_IS_OVER.format(f"worker {rank}"), True)
 
     def _take_messages(self) -> None:
         """Pass on the other workers' messages since the last call to the coordinator."""

@@ -20,7 +20,7 @@ from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
-_FILES_SENT_WITHIN_S = 5.0
+SENT_WITHIN_S = 5.0  # what worker 0's loop has written into the bucket, if another worker has failed
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -114,7 +114,7 @@ class Coordinator(RunMonitor):
         if rank == 0:
             self._worker_0_has_failed.set()
         elif isinstance(error, LoopFailed) and self._is_in_bucket:
-            self._worker_0_has_failed.wait(_FILES_SENT_WITHIN_S)
+            self._worker_0_has_failed.wait(SENT_WITHIN_S)
         if self._ending.error is None:
             self._ending.error, self._ending.trace = error, trace
         self._end_has_come.set()

@@ -10,6 +10,7 @@ import json
 import threading
 from collections import Counter
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -48,3 +49,8 @@ class GroupMessages:
                 self._num_taken[topic] += 1
                 return message
         return None
+
+    def wait(self, topic: str, timeout_s: float) -> None:
+        """Wait at most ``timeout_s`` for a message of ``topic``. If the store is gone, nobody is left to send one."""
+        with suppress(RuntimeError):
+            self._store.wait([f"{topic}/{self._num_taken[topic]}"], timedelta(seconds=timeout_s))

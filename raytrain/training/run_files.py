@@ -10,6 +10,9 @@ temporary folder on worker 0's machine:
    the thread.
 4. At the end of the run, also if it fails, the remaining changes are sent.
 
+Under somebody's launcher, which may kill worker 0 as soon as another process has failed, a thread sends the remaining
+changes meanwhile, even while the loop still writes. So whoever uses the folder holds a lock.
+
 The other workers write into temporary folders that are removed at the end, so that all workers can make the same calls.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
@@ -55,6 +59,7 @@ class RunFiles:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._sending: Future[None] = Future()  # done while nothing is sent
         self._sending.set_result(None)
+        self._using = threading.RLock()
 
     @cached_property
     def folder(self) -> Path:
@@ -74,20 +79,29 @@ class RunFiles:
 
     def keep_changes(self) -> None:
         """Start to send the files that have changed, if that is due. To be called between two batches."""
-        if self._temporary is not None and self._sending.done() and self._throttle.due("send", _SEND_EVERY_S):
-            self._send_changes(self._temporary.path)
+        with self._using:
+            if self._temporary is not None and self._sending.done() and self._throttle.due("send", _SEND_EVERY_S):
+                self._send_changes(self._temporary.path)
+
+    def send_rest(self, within_s: float | None = None) -> None:
+        """Send the remaining changes. Waits at most ``within_s`` seconds, if given. May be called from any thread."""
+        with self._using:
+            if self._temporary is None:
+                return
+            if not wait([self._sending], within_s).not_done:
+                self._send_changes(self._temporary.path)
+            if wait([self._sending], within_s).not_done:
+                self._report(DocumentLost(FILES, f"storage did not take all of it within {within_s:g} s"))
 
     def close(self, within_s: float | None = None) -> None:
         """Send the remaining changes, and remove the temporary folder. Waits at most ``within_s`` seconds, if given."""
-        if self._temporary is None:
-            return
-        if not wait([self._sending], within_s).not_done:
-            self._send_changes(self._temporary.path)
-        if wait([self._sending], within_s).not_done:
-            self._report(DocumentLost(FILES, f"storage did not take all of it within {within_s:g} s"))
-        self._sender.shutdown(wait=False)
-        self._temporary.remove()
-        self._temporary = None
+        with self._using:
+            if self._temporary is None:
+                return
+            self.send_rest(within_s)
+            self._sender.shutdown(wait=False)
+            self._temporary.remove()
+            self._temporary = None
 
     def _fetch(self, folder: Path) -> None:
         """Copy the files in the bucket into ``folder``."""

@@ -26,7 +26,7 @@ BeforeStep = Callable[[raytrain.Run, raytrain.Batch], None]
 
 
 def attached_run(
-    images: Path, storage: Path, before_step: BeforeStep = lambda run, batch: None, **options: Any
+    images: Path, storage: Path | str, before_step: BeforeStep = lambda run, batch: None, **options: Any
 ) -> raytrain.TrainResult:
     """Train a run of ``small_runs`` in a block of ``raytrain.attach``, and return its result, the same on each worker.
 

@@ -8,13 +8,15 @@ import os
 import runpy
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +32,25 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world_size, mp_context=forking_context()) as pool:
         futures = [pool.submit(_run, rank, world_size, folder, function, args) for rank in range(world_size)]
         return [torch.load(io.BytesIO(future.result()), weights_only=False) for future in futures]
+
+
+def run_until_one_ends(world_size: int, function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function(*args)`` on every rank, and kill all processes as soon as one has ended, as launchers may.
+
+    They have the environment variables of this process, such as the keys of a test's bucket.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = forking_context()
+        processes = [
+            context.Process(target=_run, args=(rank, world_size, folder, function, args, dict(os.environ)))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        wait([process.sentinel for process in processes])
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def run_script(script: Path, world_size: int) -> str:
@@ -70,8 +91,16 @@ def _run_script(script: Path, variables: dict[str, str]) -> str:
     return printed.getvalue()
 
 
-def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _run(
+    rank: int,
+    world_size: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     gc.freeze()  # otherwise the first backward of a run would look at all that has been imported
+    os.environ.update(environment)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun says, so that the workers share the cores
     torch.set_num_threads(1)
     rendezvous = f"file://{Path(folder) / 'rendezvous'}"

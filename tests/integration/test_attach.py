@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from raytrain.errors import StorageError, TrainingFailed, UsageError
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.runs.documents import run_store
 from raytrain.runs.status import read_status
+from raytrain.storage.open import open_store
 from tests.helpers.attached_runs import attached_run, failed_run, refusal, stopped_run
-from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.gloo_processes import run_in_processes, run_until_one_ends
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 
 BIN = Path(sys.executable).parent
@@ -121,6 +123,27 @@ def test_the_run_says_which_worker_has_failed(images: Path, tmp_path: Path) -> N
     assert "onnection" in raised[0]  # what gloo says of a process that has gone
     error = json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
     assert "its loop failed after step 6: ValueError: a mistake of the user's (attached_runs.py, line" in error
+
+
+def fail_beside_a_writer(images: Path, storage: str) -> None:
+    def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if run.rank == 0:
+            (run.folder / "log.txt").write_text("before")
+        dist.barrier()
+        if run.rank == 1:
+            raise ValueError("a mistake of the user's")
+        threading.Event().wait()  # it never meets an error itself
+
+    attached_run(images, storage, before_step)
+
+
+def test_a_bucket_has_the_files_of_the_loop_if_another_process_fails_and_all_are_killed(
+    images: Path, s3_url: str
+) -> None:
+    run_until_one_ends(2, fail_beside_a_writer, images, s3_url)
+    store = open_store(f"{s3_url}/run")
+    assert {stored.path: store.get(stored.path) for stored in store.list("files/")} == {"files/log.txt": b"before"}
+    assert read_status(store).status == "failed"
 
 
 def test_a_run_ends_by_itself_if_its_loss_is_not_finite(images: Path, tmp_path: Path) -> None:
