@@ -495,8 +495,9 @@ class AttachedLaunch:
 
     def close(self, *, finished: bool) -> None:
         """Tell the other workers that all is written, and that their processes may end."""
-        for rank in range(1, self.num_workers) if self._messages is not None else ():
-            self._messages.send(_IS_OVER.format(f"worker {rank}"), True)
+        if (messages := self._messages) is not None:
+            for rank in range(1, self.num_workers):
+                messages.send(_IS_OVER.format(f"worker {rank}"), True)
 
     def _take_messages(self) -> None:
         """Pass on the other workers' messages since the last call to the coordinator."""
