@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import raytrain
 from raytrain.storage.open import open_store
-from tests.helpers.small_runs import config, local_config, make_images, put_images
+from tests.helpers.small_runs import config, make_images, put_images
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,11 @@ def test_a_bucket_has_them_and_a_resume_goes_on_with_them(backend: str, images: 
     assert store.exists("files/of-0-1")
 
 
-def test_a_folder_has_them_and_so_has_a_run_that_fails(images: Path, tmp_path: Path, s3_url: str) -> None:
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])  # the other starts a Ray
+def test_a_folder_has_them_and_so_has_a_run_that_fails(backend: str, images: Path, tmp_path: Path, s3_url: str) -> None:
     for storage in (str(tmp_path), s3_url):
         with pytest.raises(raytrain.TrainingFailed):
-            raytrain.train(local_config(images, storage, max_failures=0), loop=failing)
+            raytrain.train(config(images, storage, backend=backend, max_failures=0), loop=failing)
         assert open_store(f"{storage}/run").get("files/before") == b"x"
 
 
