@@ -17,6 +17,7 @@ from raytrain.runs.logs import PrintedLine
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
+from raytrain.training.script_logging import LoggedRecord
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
@@ -79,14 +80,14 @@ class Coordinator(RunMonitor):
         self._wait_location_of_rank: dict[int, str | None] = {}
         self._ranks_seen_twice: set[int] = set()  # that still waited after the last worker had begun to wait
         self._first_worker_failure: str | None = None  # of the present attempt
-        self._printed: deque[PrintedLine] = deque(maxlen=_MAX_PRINTED)
+        self._printed: deque[PrintedLine | LoggedRecord] = deque(maxlen=_MAX_PRINTED)
 
-    def printed(self, lines: Sequence[PrintedLine]) -> None:
-        """Keep lines that a worker has printed until the driver takes them."""
+    def printed(self, lines: Sequence[PrintedLine | LoggedRecord]) -> None:
+        """Keep lines that a worker has printed, or logged for a file, until the driver takes them."""
         self._printed.extend(lines)
 
-    def take_printed(self) -> list[PrintedLine]:
-        """Return the lines that workers have printed since the last call."""
+    def take_printed(self) -> list[PrintedLine | LoggedRecord]:
+        """Return the lines that workers have printed or logged since the last call."""
         return [self._printed.popleft() for _ in range(len(self._printed))]
 
     def checked(self) -> None:

@@ -46,6 +46,7 @@ from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.trackers.tracking import Tracking
+from raytrain.training.script_logging import LoggedRecord, write_record
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 0.5
@@ -188,11 +189,17 @@ class RunSession:
         return result
 
     def _print_lines_of_workers(self) -> None:
-        """Print what workers have printed since the last call, each line with its worker, and its trial in a sweep."""
+        """Print what workers have printed since the last call, each line with its worker, and its trial in a sweep.
+
+        What they have logged for the files of this process's loggers is written there.
+        """
         prepared = self._prepared
         trial = f"{prepared.name} " if prepared.sweep else ""
         with prepared.signals.outlive_terminal():
             for line in self._monitor.take_printed():
+                if isinstance(line, LoggedRecord):
+                    write_record(line)
+                    continue
                 stream = sys.stdout if line.stream == "out" else sys.stderr
                 text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
                 print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)

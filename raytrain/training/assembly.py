@@ -39,7 +39,6 @@ from raytrain.training.run import Run
 from raytrain.training.run_files import RunFiles
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.sample_margins import MARGINS, SampleMargins
-from raytrain.training.script_logging import log_as
 from raytrain.training.steps import Steps
 from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
@@ -136,7 +135,6 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     """
     remember_source_lines(spec.sources)  # for the sentence of an error in the loop
     send_own_code()  # to processes that the loop starts
-    log_as(spec.loggers)
     with training(spec, run):
         with errors_of_loop(spec, run):
             if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network

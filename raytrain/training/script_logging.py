@@ -2,17 +2,23 @@
 
 A script calls ``logging.basicConfig`` or adds a handler to a logger. The workers of its run are processes of their own
 that do not execute it, so that without these settings, a loop's lines of level INFO would be lost. The workers get the
-levels of the loggers, and the level, format and stream of each handler that prints. Handlers that write elsewhere, such
-as to a file, are left out, because several processes must not write to one file.
+levels of the loggers, and the level, format and stream of each handler that prints.
+
+Several processes must not write to one file, and some workers may be on other machines. So a worker sends its records
+for a handler that writes to a file to the driver, whose own handler writes them: :func:`write_record`. Handlers that
+write elsewhere, such as to a server, are left out.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from logging.handlers import QueueHandler
+from typing import Any, NamedTuple
 
 _LIBRARIES = frozenset(
     {
@@ -45,11 +51,23 @@ class PrintingHandler:
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """Settings of one logger that are sent to the workers."""
+    """Settings of one logger that are sent to the workers. ``file_level``: of its handlers that write to files, if any.
+
+    The lowest one, if they differ.
+    """
 
     level: int
     propagate: bool
     handlers: tuple[PrintingHandler, ...]
+    file_level: int | None = None
+
+
+class LoggedRecord(NamedTuple):
+    """A record that a worker has logged for the files of the driver's logger ``logger``; its attributes are plain."""
+
+    rank: int
+    logger: str
+    attributes: dict[str, Any]
 
 
 def logging_here() -> dict[str, LoggerSettings]:
@@ -65,16 +83,19 @@ def logging_here() -> dict[str, LoggerSettings]:
         if name.partition(".")[0] in _LIBRARIES:
             continue
         printing = tuple(found for handler in logger.handlers if (found := _printing(handler)) is not None)
+        files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+        file_level = min((handler.level for handler in files), default=None)
         unset_level = logging.NOTSET if name else logging.WARNING
-        if printing or logger.level != unset_level or not logger.propagate:
-            settings[name] = LoggerSettings(logger.level, logger.propagate, printing)
+        if printing or files or logger.level != unset_level or not logger.propagate:
+            settings[name] = LoggerSettings(logger.level, logger.propagate, printing, file_level)
     return settings
 
 
-def log_as(settings: Mapping[str, LoggerSettings]) -> None:
-    """Set up the loggers of this process, a worker, by ``settings`` of :func:`logging_here` in the driver.
+def log_as(settings: Mapping[str, LoggerSettings], rank: int, send: Callable[[LoggedRecord], object]) -> None:
+    """Set up the loggers of this process, worker ``rank``, by ``settings`` of :func:`logging_here` in the driver.
 
-    A logger that has handlers already keeps them: the file of the loop has set it up here, too.
+    ``send`` passes a record on to the driver. A logger that has handlers already keeps them: the file of the loop has
+    set it up here, too.
     """
     # Ray prints all records of level INFO, also those of libraries, and basicConfig in a loop would change nothing.
     root = logging.getLogger()
@@ -95,6 +116,36 @@ def log_as(settings: Mapping[str, LoggerSettings]) -> None:
             handler.setFormatter(printing.formatter)
             handler.addFilter(_is_wanted)
             logger.addHandler(handler)
+        if logger_settings.file_level is not None:
+            sending = _SendingHandler(name, rank, send)
+            sending.setLevel(logger_settings.file_level)
+            sending.addFilter(_is_wanted)
+            logger.addHandler(sending)
+
+
+class _SendingHandler(QueueHandler):
+    """Sends records to the driver, without their arguments and exceptions, which are in the message by then."""
+
+    def __init__(self, logger: str, rank: int, send: Callable[[LoggedRecord], object]) -> None:
+        super().__init__(None)  # pyright: ignore[reportArgumentType] ; there is no queue: see enqueue
+        self._logger, self._rank, self._send = logger, rank, send
+        self._process = os.getpid()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        # A process that the loop has forked shares this one's connection to the driver, and must not use it.
+        if os.getpid() != self._process:
+            print(record.getMessage(), file=sys.stderr)
+            return
+        plain = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float | None)}
+        self._send(LoggedRecord(self._rank, self._logger, plain | {"processName": f"worker{self._rank}"}))
+
+
+def write_record(logged: LoggedRecord) -> None:
+    """Have the handlers of the driver that write to files write a record of a worker's."""
+    record = logging.makeLogRecord(logged.attributes)
+    for handler in logging.getLogger(logged.logger).handlers:
+        if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
+            handler.handle(record)
 
 
 def _printing(handler: logging.Handler) -> PrintingHandler | None:

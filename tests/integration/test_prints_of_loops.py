@@ -114,6 +114,9 @@ from tests.helpers.small_runs import config
 
 log = logging.getLogger("mine")
 logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s")
+of_files = logging.getLogger("kept")
+of_files.propagate = False
+of_files.addHandler(logging.FileHandler("kept.log"))
 
 
 def loop(run):
@@ -123,11 +126,13 @@ def loop(run):
     for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             pass
+    of_files.info("worker %d ends", run.rank)
 
 
 if __name__ == "__main__":
     options = dict(address="local") if sys.argv[1] == "ray" else dict(backend="local")
     raytrain.train(config(*sys.argv[2:], epochs=1, workers=1, **options), loop=loop)
+    of_files.warning("the script ends")
 """
 
 
@@ -144,3 +149,4 @@ def test_a_loop_logs_as_the_script_has_set_it_up_and_the_run_is_shown_once(
     assert "not shown" not in done.stdout + done.stderr
     assert done.stdout.count("starting the workers …") == 1 and "starting the workers" not in done.stderr
     assert "training on 1 worker" in done.stdout and "training_started" not in done.stderr
+    assert (tmp_path / "kept.log").read_text() == "worker 0 ends\nthe script ends\n"

@@ -44,6 +44,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run_spec import RunSpec
+from raytrain.training.script_logging import LoggedRecord, log_as
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
@@ -200,6 +201,7 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
             reporter.watch_for_stop()
             reporter.checked()
         note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+        log_as(spec.loggers, rank, reporter.logged)
         with transformed(source, config, spec.transforms, note) as images:
             return train_run(spec, make_run(spec, images, reporter, device, weights))
 
@@ -257,6 +259,11 @@ class SocketReporter:
 
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
         self._call("decoded_on_cpu", num_images, reason)
+
+    def logged(self, record: LoggedRecord) -> None:
+        """Have the driver write ``record`` into the files of its loggers."""
+        with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
+            self._call("printed", [record])
 
     # A report of the debugger, in which the loop waits for a person.
 

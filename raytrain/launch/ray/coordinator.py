@@ -45,6 +45,7 @@ from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, credentials_of_fields
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
 from raytrain.storage.store import Store
+from raytrain.training.script_logging import LoggedRecord
 
 if TYPE_CHECKING:
     from raytrain.launch.prepare import PreparedRun
@@ -267,7 +268,7 @@ class RayMonitor:
     def ending(self) -> Ending:
         return self._ask(self._coordinator.ending)
 
-    def take_printed(self) -> list[PrintedLine]:
+    def take_printed(self) -> list[PrintedLine | LoggedRecord]:
         return self._ask(self._coordinator.take_printed)
 
     def request_stop(self, request: StopReason) -> None:

@@ -48,6 +48,7 @@ from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
+from raytrain.training.script_logging import LoggedRecord, log_as
 
 _POLL_S = 20.0
 
@@ -145,6 +146,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
             source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
             weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
             note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+            log_as(spec.loggers, rank, reporter.logged)
             with transformed(source, config, transforms, note) as batches:
                 outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
@@ -289,6 +291,10 @@ class RayReporter:
         """Have the driver show ``lines``. Return once the coordinator has them: the run may end then."""
         with suppress(*LOST_ACTOR):  # what the loop reports next finds that out, too
             ray.get(self._coordinator.printed.remote(lines))
+
+    def logged(self, record: LoggedRecord) -> None:
+        """Have the driver write ``record`` into the files of its loggers."""
+        self._coordinator.printed.remote([record])
 
     def flush(self) -> None:
         # The flush itself runs beside the other calls, so it must not begin before the rows have arrived.
