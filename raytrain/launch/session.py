@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -41,6 +40,7 @@ from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import PROVENANCE
+from raytrain.runs.logs import print_line
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
@@ -199,10 +199,8 @@ class RunSession:
             for line in self._monitor.take_printed():
                 if isinstance(line, LoggedRecord):
                     write_record(line)
-                    continue
-                stream = sys.stdout if line.stream == "out" else sys.stderr
-                text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
-                print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
+                else:
+                    print_line(line, trial)
 
     def _show(self) -> Snapshot:
         """Take a snapshot of the run, queue its rows for the trackers, show it in the view, and return it."""

@@ -73,6 +73,13 @@ class PrintedLine(NamedTuple):
 ShowLines = Callable[[Sequence[PrintedLine]], None]
 
 
+def print_line(line: PrintedLine, trial: str = "") -> None:
+    """Print a line of a worker's, behind its number and the name of its ``trial``, if any: ``[worker0]:step 1``."""
+    stream = sys.stdout if line.stream == "out" else sys.stderr
+    text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
+    print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
+
+
 class LogText:
     """The text of a growing log as it is stored: without secrets, long lines cut, and only the newest 8 MiB.
 
@@ -164,10 +171,11 @@ class LogCopies:
 
     With ``waits_for_run`` nothing is copied before the run's options are in storage, so that a run which never begins
     leaves no logs.
-    ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`.
+    ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`. Without a ``store`` the
+    lines are only shown.
     """
 
-    def __init__(self, store: Store, *, waits_for_run: bool = False, show: ShowLines | None = None) -> None:
+    def __init__(self, store: Store | None, *, waits_for_run: bool = False, show: ShowLines | None = None) -> None:
         self._store = store
         self._waits_for_run = waits_for_run
         self._show = show
@@ -222,14 +230,17 @@ class LogCopies:
             return
         _, rank, rest = name.split("-")  # see log_name
         if (num_left_out := len(lines) - MAX_SHOWN_LINES) > 0:
-            left_out = f"… {num_left_out:,} lines are left out here; `raytrain logs RUN --worker {rank}` has them"
-            lines = [left_out, *lines[num_left_out:]]
+            left_out = f"… {num_left_out:,} lines are left out here"
+            stored = "" if self._store is None else f"; `raytrain logs RUN --worker {rank}` has them"
+            lines = [left_out + stored, *lines[num_left_out:]]
         shown = printable(redact("\n".join(lines))).split("\n")
         self._show([PrintedLine(int(rank), rest.rpartition(".")[2], line) for line in shown])
 
     def copy(self) -> None:
         """Copy each file with new text to storage, where the object is replaced as a whole."""
         self.read()
+        if self._store is None:
+            return
         with self._reading, suppress(RaytrainError, OSError):
             # Storage that hangs must not hold up the end of a run: all requests give up within seconds.
             self._waits_for_run = self._waits_for_run and not self._store.fail_fast().exists(CONFIG)
@@ -254,13 +265,13 @@ class LogCopies:
 
 
 class ProcessLog(LogCopies):
-    """The log of a worker of Ray: what this process prints while the log is open, and the exception that ends it.
+    """The log of a process of Ray: what it prints while the log is open, and the exception that ends it.
 
     What libraries in C print belongs to it, too, because the files that hold the output are copied.
     Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
     """
 
-    def __init__(self, store: Store, worker: int, show: ShowLines | None = None) -> None:
+    def __init__(self, store: Store | None, worker: int, show: ShowLines | None = None) -> None:
         super().__init__(store, show=show)
         started = stamp()
         self._files: list[LogFile] = []

@@ -1,7 +1,11 @@
-"""Predict images on a Ray cluster: each actor reads and predicts every N-th block."""
+"""Predict images on a Ray cluster: each actor reads and predicts every N-th block.
+
+An actor sends what its process prints, the network above all, with the next block, and the rest after the last one.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +16,7 @@ import ray
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import PredictRequest, in_turn, predict_blocks
 from raytrain.launch.ray.coordinator import serving_credentials
+from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
 from raytrain.storage.lent_credentials import Scope
 
 _RETRIES = 3  # if an actor's process or node is lost
@@ -33,9 +38,12 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
         actors = [predictor.remote() for _ in range(placement.num_workers)]
         try:
             # Each actor yields its blocks in order, so taking one from each in turn gives the order of the images.
-            tables = [actor.predict.remote(sent, placement, number) for number, actor in enumerate(actors)]
-            for table in in_turn(tables):
-                yield ray.get(table)
+            predicted = [actor.predict.remote(sent, placement, number) for number, actor in enumerate(actors)]
+            for lines, table in map(ray.get, in_turn(predicted)):
+                for line in lines:
+                    print_line(line)
+                if table is not None:
+                    yield table
                 lender.lend_if_due()
         finally:
             for actor in actors:
@@ -45,7 +53,28 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
 class _Predictor:
     """An actor with a network, which sees only its own GPU. Ray starts it again if its node is lost."""
 
-    def predict(self, request: PredictRequest, placement: Placement, number: int) -> Iterator[pa.Table]:
-        """Predict the blocks of actor ``number``."""
+    def predict(
+        self, request: PredictRequest, placement: Placement, number: int
+    ) -> Iterator[tuple[list[PrintedLine], pa.Table | None]]:
+        """Predict the blocks of actor ``number``; yield each with what was printed before, and at last only the rest.
+
+        If that fails, the rest comes before the exception.
+        """
         num_readers = max(1, int(placement.data_cpus))
-        yield from predict_blocks(request, placement.threads, num_readers, number, placement.num_workers)
+        printed: deque[PrintedLine] = deque()
+
+        def lines() -> list[PrintedLine]:
+            return [printed.popleft() for _ in range(len(printed))]
+
+        failure: Exception | None = None
+        with ProcessLog(None, number, printed.extend) as log:
+            try:
+                for table in predict_blocks(request, placement.threads, num_readers, number, placement.num_workers):
+                    log.read()
+                    yield lines(), table
+            except Exception as error:
+                failure = error
+            log.show_rest()
+            yield lines(), None
+        if failure is not None:
+            raise failure
