@@ -97,6 +97,7 @@ def _no_ray_of_others() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
         monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
         yield
 
 

@@ -24,6 +24,7 @@ from raytrain import UsageError
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
+from raytrain.storage.folder import FolderStore
 from tests.helpers.faulty_runs import command, read_steps, summary_of
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 from tests.helpers.waiting import DEADLINE_S, wait_for
@@ -66,15 +67,15 @@ def an_exception(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None
 
 def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     if run.rank == 0 and batch.step == 9:
-        put = type(run.steps._checkpoints.store).put
+        put = FolderStore.put
 
-        def put_or_die(store: Any, path: str, data: bytes) -> None:
+        def put_or_die(self: FolderStore, path: str, data: bytes) -> None:
             if path.endswith(".pt") and once(folder / "died"):
-                put(store, path + ".half", data[: len(data) // 2])
+                put(self, path + ".half", data[: len(data) // 2])
                 die()
-            put(store, path, data)
+            put(self, path, data)
 
-        type(run.steps._checkpoints.store).put = put_or_die  # pyright: ignore[reportAttributeAccessIssue]
+        FolderStore.put = put_or_die
 
 
 @pytest.mark.parametrize(
@@ -293,14 +294,14 @@ def test_a_stop_request_in_any_step_stops_all_workers_after_the_same_step(
 
 def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     if (run.rank, batch.step) == (0, 2):
-        put = type(run.steps._checkpoints.store).put
+        put = FolderStore.put
 
-        def ask_and_put(store: Any, path: str, data: bytes) -> None:
+        def ask_and_put(self: FolderStore, path: str, data: bytes) -> None:
             if path.endswith(".pt") and once(folder / "asked"):
                 ask_for_a_stop(run, folder)
-            put(store, path, data)
+            put(self, path, data)
 
-        type(run.steps._checkpoints.store).put = ask_and_put  # pyright: ignore[reportAttributeAccessIssue]
+        FolderStore.put = ask_and_put
     if (run.rank, batch.step) == (0, 3):
         wait_for(run.reporter.stop_requested)
 

@@ -52,6 +52,7 @@ def main(images: str, storage: str) -> None:
             nodes.append(None)
             cluster.remove_node(nodes[0], allow_graceful=False)
 
+    # A real run looks for more room every 30 s, and this one waits for two looks.
     trainer._RESIZE_EVERY_S = 3.0
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every=("1ep", "2st"), max_failures=5)
     loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore

@@ -50,7 +50,7 @@ class FaultyS3:
         """Return the number of requests whose path ends in ``suffix``."""
         return sum(number for request, number in self._attempts.items() if request.endswith(suffix))
 
-    def _begin(self, request: str, seed: int) -> str:
+    def begin(self, request: str, seed: int) -> str:
         """Draw the outcome of a request from its object and attempt number only, not from threads or ports."""
         method, _, path = request.partition("?")[0].partition(" ")
         with self._lock:
@@ -62,7 +62,7 @@ class FaultyS3:
             self.max_at_once = max(self.max_at_once, self._at_once)
             return outcome
 
-    def _end(self) -> None:
+    def end(self) -> None:
         with self._lock:
             self._at_once -= 1
 
@@ -87,11 +87,11 @@ def faulty_s3(
 
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            outcome = proxy._begin(f"{self.command} {self.path}", seed)
+            outcome = proxy.begin(f"{self.command} {self.path}", seed)
             try:
                 self.serve(interfere(self, body) or outcome, body)
             finally:
-                proxy._end()
+                proxy.end()
             if outcome == "stall":
                 closing.wait(_SILENT_S)
 

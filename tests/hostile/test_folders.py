@@ -25,6 +25,7 @@ from raytrain.data.labels.folders import build_manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
+from raytrain.runs import ownership
 from raytrain.runs.ownership import claim_run
 from raytrain.storage import folder as folders
 from raytrain.storage.locks import acquire
@@ -265,7 +266,8 @@ def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(folders, "REPORT_AFTER_S", 0.1)
-    monkeypatch.setattr("raytrain.runs.ownership.LEASE_S", 0.1)
+    # Whether an owner is alive takes its real successor half a minute to see.
+    monkeypatch.setattr(ownership, "LEASE_S", 0.1)
     halted = subprocess.Popen([sys.executable, "-c", HALTED, str(tmp_path)])
     try:
         os.waitid(os.P_PID, halted.pid, os.WSTOPPED)

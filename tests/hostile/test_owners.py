@@ -69,6 +69,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def stalled(owner: RunClaim) -> RunClaim:
     """The same owner, which renews its claim no more: as on a laptop that sleeps."""
+    # The thread that renews can be ended only with the claim itself, by close(), which gives the run up.
     owner._closed.set()
     owner._renewer.join()
     return owner
@@ -256,7 +257,8 @@ def test_who_lost_the_run_writes_and_deletes_nothing(
     write_checkpoint(first, 1)
     write_metrics(first, 1)
     write_status(first, 1)
-    from_elsewhere(stalled(first)._store)
+    stalled(first)
+    from_elsewhere(store)
     with claim_run(store, "run") as second:
         write_checkpoint(second, 2)
         before = contents(store)

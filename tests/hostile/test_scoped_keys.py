@@ -72,6 +72,7 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """The last arguments of each call to AWS."""
     calls: dict[str, dict[str, Any]] = {}
+    # moto answers below this method of boto, and nothing public tells what it was asked.
     original: Callable[..., Any] = BaseClient._make_api_call  # pyright: ignore
 
     def call(self: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
@@ -125,6 +126,7 @@ def test_if_sts_refuses_nothing_is_lent_and_a_sentence_says_so(account: None, mo
     def refuse(self: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
         raise ClientError({"Error": {"Code": "AccessDenied", "Message": "not allowed"}}, operation)
 
+    # moto refuses no call of an account, and its answers come from below this method of boto.
     monkeypatch.setattr(BaseClient, "_make_api_call", refuse)
     with pytest.raises(UsageError) as refused:
         ScopedCredentials(SCOPE, "us-east-1")
@@ -163,6 +165,7 @@ def test_the_cluster_is_lent_the_scoped_keys_and_no_others(
 
 def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    # moto answers below this method of boto, and nothing public tells what it was asked.
     original: Callable[..., Any] = BaseClient._make_api_call  # pyright: ignore
 
     def call(self: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.open import open_store
@@ -102,6 +103,7 @@ def fail(*_: object, **__: object) -> None:
     raise Injected
 
 
+# What opens a run or a sweep. Nothing outside fails exactly there, so the tests replace these by their names.
 RUN_STAGES = [
     "raytrain.launch.ray.coordinator.lend_credentials",
     "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
@@ -168,7 +170,8 @@ def test_the_next_try_of_a_run_that_could_not_be_opened_succeeds(
     import raytrain.launch.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; see above
 
     with monkeypatch.context() as broken:
-        broken.setattr("raytrain.monitor.recorder.RunRecorder.begin", fail)
+        # No file or storage fails exactly here, when the cluster is joined and nothing is written.
+        broken.setattr(RunRecorder, "begin", fail)
         with pytest.raises(Injected):
             raytrain.train(config(images, tmp_path, epochs=1))
     assert raytrain.train(config(images, tmp_path, epochs=1)).status == "finished"

@@ -25,10 +25,10 @@ from tests.helpers.memory_runs import Recorder, config, images, make_run, networ
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def losses(folder: Path, **chosen: Any) -> list[float | None]:

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from raytrain.training.model import build_model
 from tests.helpers.image_files import encoded
 from tests.helpers.ray_head import free_port
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.helpers.waiting import wait_for
 
 _DECODER = "raytrain.data.images.decode_process"
 
@@ -193,17 +194,18 @@ def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch
     monkeypatch.setattr(model_server, "MAX_HELD_BYTES", 100)
     monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: SimpleNamespace(decode=decode))
     replica = model_server.Replica(served(lambda *_: None), 1)
+    # Ray refuses to gather images in a process that is no replica of Serve.
     monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))
+    wait_until_loaded(replica)
 
     async def scenario() -> None:
-        await asyncio.wrap_future(replica._predictor)
         rest = asyncio.Event()
         slow = asyncio.create_task(replica(posted(b"x" * 80, rest)))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets the task begin
         refused = await replica(posted(b"y" * 30))
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
         rest.set()
-        assert (await slow).status_code == 200
+        assert json.loads(bytes((await slow).body)) == {"size": 80}
         assert (await replica(posted(b"y" * 90))).status_code == 200  # what was held is free again, refused or not
 
     asyncio.run(scenario())
@@ -213,10 +215,17 @@ def served(load: Callable[..., object]) -> Any:
     """The network of the run ``first``, loaded by ``load``."""
     return SimpleNamespace(
         run="first",
+        checkpoint="checkpoints/5.pt",
+        classes=("cat", "dog"),
         load_predictor=load,
         store=None,
         format=SimpleNamespace(shape=(8, 8, 3), cropping=SimpleNamespace(crop=None)),
     )
+
+
+def wait_until_loaded(replica: Any) -> None:
+    """Wait until the replica has its network, or says why it has none."""
+    wait_for(lambda: asyncio.run(replica(posted(b"", method="GET"))).status_code != 503)
 
 
 def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +247,7 @@ def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: py
         page = await replica(posted(b"", method="GET", headers={"accept": "text/html,*/*"}))
         assert (page.status_code, page.media_type) == (200, "text/html")
         loading.set()
-        with suppress(UsageError):
-            await asyncio.wrap_future(replica._predictor)
+        await asyncio.to_thread(wait_until_loaded, replica)
         late = await replica(posted(b"x"))
         assert late.status_code == 500 and b"the weights are damaged" in bytes(late.body)
         assert (await replica(posted(b"x", path="/second"))).status_code == 404
@@ -290,12 +298,8 @@ def test_the_file_of_a_form_is_looked_for_beside_the_event_loop(monkeypatch: pyt
     monkeypatch.setattr(model_server, "posted_file", look)
     monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: None)
     replica = model_server.Replica(served(lambda *_: None), 1)
-
-    async def scenario() -> None:
-        await asyncio.wrap_future(replica._predictor)
-        assert (await replica(posted(b"x"))).status_code == 400
-
-    asyncio.run(scenario())
+    wait_until_loaded(replica)
+    assert asyncio.run(replica(posted(b"x"))).status_code == 400
     assert threads and threading.main_thread() not in threads
 
 

@@ -19,6 +19,7 @@ import raytrain
 from raytrain import UsageError
 from raytrain.cli.commands.datasets import new
 from raytrain.demo.s3_server import S3Server
+from raytrain.inference import trained_run
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import run_store
 from raytrain.runs.logs import DRIVER, LogReader, worker_log
@@ -217,7 +218,8 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
     ]
     measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
     assert (measured.images, measured.skipped) == (90, 2)
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    # The same without the cluster, which this process cannot leave.
+    monkeypatch.setattr(trained_run, "uses_cluster", lambda address: False)
     here = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
     assert {**here.summary(), "loss": 0} == {**measured.summary(), "loss": 0}
     assert here.loss == pytest.approx(measured.loss, abs=1e-9)

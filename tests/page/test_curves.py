@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raytrain.display.page import feed
 from raytrain.display.page.feed import MAX_BUCKETS, Curves, FeedCursor, RunFeed
 from raytrain.runs.documents import encode_lines
 from raytrain.runs.stored_rows import RowParser, StoredRows
@@ -45,7 +46,8 @@ def test_a_long_curve_keeps_its_extremes_and_its_mean() -> None:
 def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_extremes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raytrain.display.page.feed.MAX_POINTS", 4096)
+    # The real limit, of 262,144 points, would take many times as many rows.
+    monkeypatch.setattr(feed, "MAX_POINTS", 4096)
     values = np.random.default_rng(0).normal(size=100_003)
     values[123], values[77_777], values[77_778] = 50.0, -50.0, math.inf
     curves = filled(values.tolist())
@@ -61,7 +63,7 @@ def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_ex
 
 
 def test_it_does_not_matter_in_which_pieces_and_in_which_form_rows_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.display.page.feed.MAX_POINTS", 512)
+    monkeypatch.setattr(feed, "MAX_POINTS", 512)  # the real limit would take many times as many rows
     values = np.random.default_rng(0).normal(size=9_001).tolist()
     rows = [
         step_row(step, loss=value, **({"top5": value} if step > 4_000 else {})) for step, value in enumerate(values)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient
 from playwright.sync_api import Page, expect
 from rich.text import Text
@@ -82,8 +83,8 @@ def test_a_front_end_that_opens_late_gets_the_whole_run() -> None:
 
 
 def test_a_front_end_without_widgets_says_what_is_missing() -> None:
-    shown = RunWidget(stop=lambda: None)._repr_mimebundle_()
-    assert shown is not None and "JupyterLab needs anywidget" in shown[0]["text/plain"]
+    shown, _ = DisplayFormatter().format(RunWidget(stop=lambda: None))
+    assert "JupyterLab needs anywidget" in shown["text/plain"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,9 +58,8 @@ def check_at(times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check at each of these times, in seconds, workers that may wait for 40 s."""
     checked = wanted()
     monkeypatch.setattr(capacity_check, "PLACED_WITHIN_S", 40.0)
-    monkeypatch.setattr(capacity_check.time, "monotonic", map(float, times).__next__)
-    monkeypatch.setattr(checked._throttle, "due", lambda name, every_s: True)
-    for _ in times:
+    for time_s in times:
+        monkeypatch.setattr(capacity_check.time, "monotonic", partial(float, time_s))
         checked.check()
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -694,7 +695,7 @@ def test_a_project_on_a_full_disk_leaves_no_file_behind(
         target.touch()
         raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
 
-    monkeypatch.setattr("raytrain.cli.commands.datasets.shutil.copyfile", copy)
+    monkeypatch.setattr(shutil, "copyfile", copy)  # no test may fill the disk
     assert main(["new", f"{tmp_path}/my project"]) == 2
     assert capsys.readouterr().err == (
         f"raytrain: The disk of {tmp_path}/my project is full; free space or choose another place.\n"

@@ -45,6 +45,7 @@ class LastIteration(Controller):
     """One that ends without another turn of its loop, so that nothing can come in between."""
 
     async def run(self) -> None:
+        # Ray's own name of it, which is private, because the coordinator replaces the method of this name.
         await Controller._run_control_loop_iteration(self)
 
 

@@ -129,6 +129,7 @@ def test_nobody_waits_twice_for_keys_that_nobody_replaces(monkeypatch: pytest.Mo
         waits.append(timeout)
         return False
 
+    # A real wait for keys that nobody replaces would take ten seconds.
     monkeypatch.setattr(lent_credentials, "_RENEWED_WITHIN_S", 0.01)
     broker, expired = CredentialBroker(), datetime.now(timezone.utc) - timedelta(hours=1)
     broker.lend(TICKET, "s3", (revoked := Credentials("ASIAREVOKED", "s", "t", expired)).fields())
@@ -141,6 +142,7 @@ def test_nobody_waits_twice_for_keys_that_nobody_replaces(monkeypatch: pytest.Mo
     # Others that have expired may be replaced, too.
     broker.lend(TICKET, "s3", Credentials("ASIAOTHER", "s", "t", expired).fields())
     with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patient:
+        # Longer than the real wait, as a busy machine may lend the others late.
         patient.setattr(lent_credentials, "_RENEWED_WITHIN_S", 60.0)
         asked = threads.submit(broker.source, "s3")
         broker.lend(TICKET, "s3", KEYS.fields())

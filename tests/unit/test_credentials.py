@@ -14,6 +14,7 @@ import pytest
 
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError
+from raytrain.storage.clouds import s3_credentials
 from raytrain.storage.clouds.s3_credentials import own_role, own_role_or, resolve_credentials
 from raytrain.storage.credentials import Credentials, CredentialSource
 from raytrain.storage.open import open_store
@@ -239,9 +240,9 @@ def test_a_role_that_sts_refuses_is_not_taken_for_the_bucket(home: Path, monkeyp
 def test_a_machine_outside_aws_has_no_role_and_sends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
-    monkeypatch.setattr(
-        "raytrain.storage.clouds.s3_credentials._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
-    )
+    # Its marks are files of the kernel, which a test cannot write; this machine may be one of AWS.
+    marks = (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
+    monkeypatch.setattr(s3_credentials, "_EC2_MARKS", marks)
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a person's, not the node's")
@@ -252,9 +253,8 @@ def test_an_ec2_instance_is_recognized_by_its_vendor(tmp_path: Path, monkeypatch
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
-    monkeypatch.setattr(
-        "raytrain.storage.clouds.s3_credentials._EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),)
-    )
+    # Its marks are files of the kernel, which a test cannot write.
+    monkeypatch.setattr(s3_credentials, "_EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),))
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with contextlib.suppress(Exception):
         own_role()

@@ -178,7 +178,7 @@ def test_a_batch_is_what_the_cpu_decodes_of_it(by_simplejpeg: list[int]) -> None
         decode_files = decoder(recorder, **options, image_size=(20, 36))  # so large that a CPU decodes in full size
         batch = decode_files(local_batch(contents, epoch=3))
         shape = ImageShape(20, 36, channels)
-        crops = decode_files._cropping.crops(batch.draws, 3)
+        crops = training_format(config(**options, image_size=shape.size)).cropping.crops(batch.draws, 3)
         for file, crop, pixels in zip(contents, crops, batch.images, strict=True):
             assert np.abs(decode(file, shape, crop).astype(int) - pixels.numpy()).max() <= 1
         decode_files.close()

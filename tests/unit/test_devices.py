@@ -165,7 +165,8 @@ def test_gpus_cannot_be_chosen_for_a_running_cluster(started: list[Mapping[str, 
 def test_an_address_where_no_cluster_answers_is_reported_at_once(
     address: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.launch.ray.connection.is_connected", lambda: False)  # other tests may have joined one
+    # Other tests may have joined a cluster, which a process never leaves.
+    monkeypatch.setattr(connection, "is_connected", lambda: False)
     with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \(.*{reason}.*\); check --address"):
         Connection(address).connect()
 

@@ -11,6 +11,7 @@ from rich.live import Live
 
 from raytrain.cli.main import main
 from raytrain.display.console import PlainConsole
+from raytrain.runs import logs
 from raytrain.runs.documents import CONFIG, LOGS, run_store
 from raytrain.runs.logs import DRIVER, DriverLog, LogReader
 from raytrain.storage.store import Store
@@ -75,7 +76,7 @@ def test_a_stream_that_a_library_has_kept_prints_after_the_log_has_ended(
 def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.logs.MAX_LOG_BYTES", 8)
+    monkeypatch.setattr(logs, "MAX_LOG_BYTES", 8)  # the real limit, 8 MiB, would hide which bytes are kept
     with DriverLog(store) as log:
         for number in range(100):
             print(number)

@@ -27,7 +27,7 @@ from raytrain.config.network import first_and_full_size
 from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.runs.metric_row import MetricRow
-from raytrain.training import sample_margins
+from raytrain.training import device_batches, machine_meter, sample_margins, step_metrics
 from raytrain.training.augment import Augment
 from raytrain.training.augmentation import Augmentation
 from raytrain.training.batch import Batch
@@ -78,7 +78,8 @@ class HostWaits(TorchDispatchMode):
 def _no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
-    monkeypatch.setattr("raytrain.training.machine_meter.gpu_use", lambda device: {})
+    # torch would ask a driver for these, and there is none.
+    monkeypatch.setattr(machine_meter, "gpu_use", lambda device: {})
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +213,8 @@ class OnItsWay:
 @pytest.fixture
 def on_its_way(monkeypatch: pytest.MonkeyPatch) -> OnItsWay:
     copies = OnItsWay()
-    monkeypatch.setattr("raytrain.training.step_metrics.copy_to_host", copies.copy)
+    # A GPU in name only has no numbers to copy, and no events that say when they have come.
+    monkeypatch.setattr(step_metrics, "copy_to_host", copies.copy)
     return copies
 
 
@@ -248,8 +250,9 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_its_way: OnIt
     def copied(tensors: HostTensors, device: torch.device) -> HostTensors:
         return [each.to(device, non_blocking=True) for each in tensors]
 
-    monkeypatch.setattr("raytrain.training.device_batches._to_device", copied)
-    monkeypatch.setattr("raytrain.training.device_batches.on_host", not_pinned)
+    # Memory is pinned by the driver of a GPU, and there is none.
+    monkeypatch.setattr(device_batches, "_to_device", copied)
+    monkeypatch.setattr(device_batches, "on_host", not_pinned)
     for method in ("to", "float"):
         monkeypatch.setattr(torch.nn.Module, method, lambda self, *place, **options: self)
 
@@ -272,6 +275,7 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
         run = run_on_gpu(**OPTIONS[name], log_every=10)
         batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.batches.source.train(0))
         steps = [HostWaits() for _ in range(3)]
+        # epochs() prepares images in another thread, which fakes no GPU: the private generator is given them.
         for waits in steps:
             with waits, contextlib.closing(run._batches(batches, run.plan.num_steps)) as begun:
                 batch = next(begun)

@@ -17,6 +17,7 @@ PATHS = [str(number) for number in range(NUM)]
 
 @pytest.fixture(autouse=True)
 def _no_experience(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a process has learnt of its storage is kept to its end; these tests count on none of it.
     monkeypatch.setattr(retries_and_hedges, "_concurrency", Concurrency())
     monkeypatch.setattr(retries_and_hedges, "_hedge_delay", HedgeDelay())
 

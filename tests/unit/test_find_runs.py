@@ -22,6 +22,7 @@ from raytrain.experiments.compare import sort_runs
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.monitor.run_reader import RunReader, follow_run
 from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs import line_file, stored_rows
 from raytrain.runs.documents import (
     EVENTS,
     METRICS,
@@ -175,8 +176,9 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
 
 
 def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("raytrain.runs.stored_rows.MAX_PART", 3)
+    # The real parts, of 16 MiB and 32,768 rows, would take a run of days.
+    monkeypatch.setattr(line_file, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(stored_rows, "MAX_PART", 3)
     whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
     put_rows(stored(tmp_path, "first"), [*whole, late])
     for name in ("out.csv", "out.parquet"):

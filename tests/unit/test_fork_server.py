@@ -236,6 +236,7 @@ def test_another_users_process_is_refused_by_client_and_server(monkeypatch: pyte
         monkeypatch.setattr(fork_server, "has_processes", lambda: False)
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked for another user"))
+        # The server ends its process by this, which is here that of the tests.
         monkeypatch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit):
             fork_server.serve(listener)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from raytrain.monitor.run_reader import RunReader
+from raytrain.runs import history as history_module
+from raytrain.runs import line_file
 from raytrain.runs.history import History, read_metrics, read_skipped
 from raytrain.runs.line_file import LineFile
 from raytrain.runs.metric_row import MetricRow, SkippedImage
@@ -70,7 +72,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.not_quick
 def test_rows_are_written_during_the_run(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file.REWRITE_MIN_S", 0.1)
+    monkeypatch.setattr(line_file, "REWRITE_MIN_S", 0.1)  # a real object is written anew after two seconds
     history = History(store)
     history.record(step_row(1))
     wait_for(lambda: steps(store) == [1])
@@ -225,7 +227,7 @@ def record(store: Any, first: int, last: int) -> None:
 
 
 def test_in_a_bucket_a_long_history_is_written_in_objects_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file.OBJECT_BYTES", 1000)
+    monkeypatch.setattr(line_file, "OBJECT_BYTES", 1000)  # real ones, of 8 MiB, would take a run of days
     bucket: Any = Bucket()
     record(bucket, 1, 100)
     names = sorted(name for name in bucket.objects if name.startswith("metrics.jsonl"))
@@ -239,8 +241,9 @@ def test_in_a_bucket_a_long_history_is_written_in_objects_of_bounded_size(monkey
 def test_a_resumed_run_drops_exactly_what_follows_its_checkpoint(
     checkpoint: int, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.line_file.OBJECT_BYTES", 1000)
-    monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 500)
+    # Real objects and blocks, of 8 and 16 MiB, would take a run of days.
+    monkeypatch.setattr(line_file, "OBJECT_BYTES", 1000)
+    monkeypatch.setattr(line_file, "BLOCK_BYTES", 500)
     record(store, 1, 100)
     reader = RunReader(store, "first")
     seen = reader.snapshot()
@@ -300,7 +303,7 @@ def test_a_cut_that_comes_while_storage_fails_is_made_later(store: Any) -> None:
 def test_a_history_of_any_length_takes_a_bounded_amount_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.history.SAMPLE_SIZE", 100)
+    monkeypatch.setattr(history_module, "SAMPLE_SIZE", 100)  # the real one takes 20 times 32,768 rows
     history = History(open_store(str(tmp_path)))
     for step in range(1, 2001):
         history.record(step_row(step))

@@ -13,6 +13,7 @@ import pytest
 from raytrain.cli.main import main
 from raytrain.display.run_tables import LogLines
 from raytrain.errors import StorageError
+from raytrain.runs import logs
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.logs import (
     MAX_LINE,
@@ -27,6 +28,7 @@ from raytrain.runs.logs import (
 )
 from raytrain.runs.redact import redact
 from raytrain.runs.status import RunStatus, write_status
+from raytrain.storage.folder import FolderStore
 
 PRINTS = """
 import os, sys
@@ -63,7 +65,7 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
 
 
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.logs.MAX_LOG_BYTES", 8)
+    monkeypatch.setattr(logs, "MAX_LOG_BYTES", 8)  # the real limit, 8 MiB, would hide which bytes are kept
     store, file = run_store(str(tmp_path), "first"), tmp_path / "printed"
     name = log_name(worker_log(0), "1", "out")
 
@@ -127,7 +129,8 @@ def test_only_what_is_new_is_redacted(tmp_path: Path, monkeypatch: pytest.Monkey
         redacted.append(len(text))
         return text
 
-    monkeypatch.setattr("raytrain.runs.logs.redact", counted)
+    # How much is redacted at a time is seen by nobody but by the threads that it would stop.
+    monkeypatch.setattr(logs, "redact", counted)
     copies, text = Copies(store), "step 1 loss 0.5\n" * 200_000
     file.write_text(text)
     copies.copy()
@@ -154,7 +157,7 @@ def test_a_copy_that_storage_has_not_taken_is_tried_again(tmp_path: Path, monkey
 
     copies = Copies(store)
     with monkeypatch.context() as patched:
-        patched.setattr("raytrain.storage.folder.FolderStore.put", fail)
+        patched.setattr(FolderStore, "put", fail)
         copies.copy()
     assert not LogReader(store, worker_log(0)).read()
     copies.copy()

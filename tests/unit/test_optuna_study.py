@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -148,14 +148,14 @@ def test_what_a_stranger_wrote_into_the_log_is_left_out(line: str, tmp_path: Pat
 
 
 def test_without_the_extra_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("raytrain.experiments.optuna_study.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--sampler tpe needs optuna, which is not installed; install .*optuna"):
-        check_optuna("tpe", None)
-    with pytest.raises(UsageError, match=r"--pruner median needs optuna"):
-        check_optuna(None, "median")
-    check_optuna(None, None)
-    monkeypatch.setattr("raytrain.experiments.optuna_study.find_spec", lambda name: None if name == "cmaes" else 1)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "optuna", None)  # so Python says that it is not installed
+        with pytest.raises(UsageError, match=r"--sampler tpe needs optuna, which is not installed; install .*optuna"):
+            check_optuna("tpe", None)
+        with pytest.raises(UsageError, match=r"--pruner median needs optuna"):
+            check_optuna(None, "median")
+        check_optuna(None, None)
+    monkeypatch.setitem(sys.modules, "cmaes", None)
     with pytest.raises(UsageError, match=r"--sampler cmaes needs cmaes, which is not installed"):
         check_optuna("cmaes", None)
     check_optuna("tpe", "median")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain import TrainConfig, UsageError
+from raytrain.launch import placement
 from raytrain.launch.placement import Gpu, Hardware, place
 from raytrain.launch.ray import nodes
 
@@ -41,7 +42,7 @@ def test_without_a_cluster_a_refusal_speaks_of_this_machine(monkeypatch: pytest.
         place(config(backend="local", workers=9), alone)
     with pytest.raises(UsageError, match=r"^--device is cuda, and this machine has no GPU; use --device cpu.$"):
         place(config(backend="local", device="cuda"), alone)
-    monkeypatch.setattr("raytrain.launch.placement.gpus", lambda: (Gpu("T4", 16 * 10**9, "550", "7.5"),))
+    monkeypatch.setattr(placement, "gpus", lambda: (Gpu("T4", 16 * 10**9, "550", "7.5"),))
     with pytest.raises(UsageError, match=r"has no GPU \(of 1, CUDA_VISIBLE_DEVICES hides all\); use --device cpu.$"):
         place(config(backend="local", device="cuda"), alone)
 

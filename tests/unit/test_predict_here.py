@@ -77,7 +77,6 @@ def images(tmp_path: Path) -> Path:
 def test_embeddings_are_what_the_head_gets(
     trained: Path, images: Path, views: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     (images / "cat" / "words.png").write_bytes(b"this is no image")
     output = trained / "rows.parquet"
     given: dict[str, Any] = {"storage": trained, "embeddings": True, "test_views": views}
@@ -158,7 +157,6 @@ def test_an_image_that_kills_its_decoder_is_an_error_of_that_image(
     trained: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(DECODER)
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     (images / "dog" / "bad.jpg").write_bytes(encoded(Image.new("RGB", (12, 12)), "JPEG", comment=b"deadly:segfault"))
     output = tmp_path / "out.csv"
     result = raytrain.predict("first", str(images), str(output), storage=str(trained))
@@ -190,7 +188,6 @@ def test_a_command_that_can_read_no_image_is_refused(
 def test_files_that_are_named_are_predicted_without_writing_any(
     trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     files = [*sorted(images.glob("cat/*.png"))[:2], *sorted(images.glob("dog/*.png"))[:1]]
     result = raytrain.predict("first", [str(file) for file in files], storage=str(trained))
     rows = result.summary()["rows"]
@@ -233,7 +230,6 @@ def test_what_needs_no_cluster_joins_none_that_nobody_has_named(
 
 
 def test_other_files_of_the_folder_are_counted(trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     (images / "cat" / "scan.tif").write_bytes(b"II*")
     result = raytrain.predict("first", str(images), storage=str(trained))
     assert (result.images, result.left_out) == (24, "1 .tif file (not read; convert it to PNG or JPEG)")
@@ -242,7 +238,6 @@ def test_other_files_of_the_folder_are_counted(trained: Path, images: Path, monk
 def test_more_workers_than_four_a_core_are_refused(
     trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     with pytest.raises(UsageError, match="--workers is 10000"):
         raytrain.evaluate("first", str(images), storage=str(trained), workers=10_000)
 

@@ -15,6 +15,7 @@ import pytest
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.monitor.stop_request import read_stop_request, request_stop
+from raytrain.runs import status as status_module
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import (
     CLAIM,
@@ -160,7 +161,7 @@ def test_a_run_that_has_ended_cannot_be_stopped(storage: str, status: str, hint:
 
 
 def test_an_interrupted_run_cannot_be_stopped(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.status.WATCH_S", 1.0)
+    monkeypatch.setattr(status_module, "WATCH_S", 1.0)  # a real run is watched for 15 s
     fall_silent(make_run(storage, "first"), for_s=90)
     with pytest.raises(UsageError, match=r"it is interrupted at step 0, and has written nothing for .* --resume\.$"):
         request_stop(storage, "first", StopReason("caller", ""))

@@ -112,5 +112,6 @@ def test_a_run_reads_with_the_library_that_it_writes_down(tmp_path: Path, found:
         launch = LocalLaunch(decided, agent)
         launch.start()
         launch.close(finished=True)
+    # A feed gives its images only to a cluster, so this test has to look into it.
     for data in (feed._data, *seen):
         assert data.train_format.cropping.resizer == started.resizer == found

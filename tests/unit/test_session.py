@@ -16,9 +16,11 @@ import pytest
 from raytrain.config import ResolvedConfig
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
+from raytrain.launch import suspicious_pictures
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
+from raytrain.monitor import recorder
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
@@ -175,7 +177,8 @@ def test_pictures_that_cannot_be_made_cost_no_run(
         coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1)])
         coordinator.conclude(DONE)
 
-    monkeypatch.setattr("raytrain.launch.suspicious_pictures.read_pictures", fail)
+    # A process without descriptors would fail at many other places, too.
+    monkeypatch.setattr(suspicious_pictures, "read_pictures", fail)
     with session(images, tmp_path, train) as (opened, _):
         assert opened.watch().status == "finished"
     store = run_store(str(tmp_path), "run")
@@ -215,7 +218,8 @@ def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
     def hang(*_: object, **__: object) -> None:
         assert free.wait(60)
 
-    monkeypatch.setattr("raytrain.monitor.recorder.write_status", hang)
+    # Storage that hangs with everything else would not let the run begin.
+    monkeypatch.setattr(recorder, "write_status", hang)
 
     def train(coordinator: Coordinator) -> None:
         coordinator.checked()

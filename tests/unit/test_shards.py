@@ -30,6 +30,7 @@ from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
+from raytrain.datasets import sources
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.predict_request import BlockPredictor, PredictRequest, predict_blocks
@@ -228,7 +229,8 @@ def test_an_image_deleted_during_packing_is_an_error(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = build_manifest(open_store(str(images)))
-    monkeypatch.setattr("raytrain.datasets.sources.build_manifest", lambda _: listed)
+    # Nothing outside waits between listing and reading, so what is listed is what was there before.
+    monkeypatch.setattr(sources, "build_manifest", lambda _: listed)
     (images / "owl" / "002.png").unlink()
     with pytest.raises(
         StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."

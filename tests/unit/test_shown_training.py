@@ -9,21 +9,25 @@ from typing import Any
 import pytest
 
 import raytrain
+from raytrain.display import rate as display_rate
+from raytrain.display import sweep as display_sweep
+from raytrain.display import train as display_train
 from raytrain.experiments.trial_results import SweepResult
 
 
 @pytest.fixture
 def views(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The views of the runs and sweeps that are started; these themselves would take seconds each."""
+    """The views of the runs and sweeps that are started."""
     views: list[Any] = []
-    for function in ("train.launch_run", "rate.run_find_rate"):
-        monkeypatch.setattr(f"raytrain.display.{function}", lambda config, view, **others: views.append(view))
+    # Each run or sweep would take seconds, and only its view matters here.
+    for module, function in ((display_train, "launch_run"), (display_rate, "run_find_rate")):
+        monkeypatch.setattr(module, function, lambda config, view, **others: views.append(view))
 
     def sweep(config: raytrain.TrainConfig, view: Any, **others: Any) -> SweepResult:
         views.append(view)
         return SweepResult(name="rates", status="finished", best=None, trials=(), run_dir="", seconds=1.0)
 
-    monkeypatch.setattr("raytrain.display.sweep.run_sweep", sweep)
+    monkeypatch.setattr(display_sweep, "run_sweep", sweep)
     return views
 
 

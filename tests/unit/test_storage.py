@@ -24,6 +24,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
+from raytrain.storage import retries_and_hedges
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.open import new_output, open_store, read_input, write_output
@@ -531,7 +532,8 @@ def test_an_archived_object_is_a_bad_image_and_not_the_end() -> None:
     "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
 )
 def test_transient_failures_are_retried(failure: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.storage.retries_and_hedges.INITIAL_WAIT_S", 0.001)
+    # Real waits, of up to a tenth of a second and more for each of 30 requests, would take several seconds.
+    monkeypatch.setattr(retries_and_hedges, "INITIAL_WAIT_S", 0.001)
     with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
         assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
     assert len(requests) > 20

@@ -47,7 +47,7 @@ class ScriptedClient:
     def __init__(self, address: str) -> None:
         self.is_over = False
 
-    def _do_request(self, method: str, endpoint: str) -> Any:
+    def get_version(self, method: str, endpoint: str) -> Any:
         return SimpleNamespace(json=lambda: {"ray_version": ray.__version__})
 
     def submit_job(self, **submitted: Any) -> str:
@@ -83,7 +83,7 @@ def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClie
     Client.logs, Client.refusals = [list(LINES)], []
     monkeypatch.setattr(job_server, "job_client", Client)
     monkeypatch.setattr(job_server, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="1")))
-    monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client._do_request,))
+    monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client.get_version,))
     monkeypatch.setattr(job_server, "RETRY_S", 0.01)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loop.py").write_text("def loop(run): pass\n")

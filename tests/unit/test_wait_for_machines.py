@@ -130,6 +130,7 @@ def test_the_autoscalers_problems_are_those_that_ray_status_shows(monkeypatch: p
         "cpu": NodeAvailabilityRecord("cpu", True, 0.0, None),
     }
     report = {"autoscaler_report": {"node_availability_summary": asdict(NodeAvailabilitySummary(records))}}
+    # Ray keeps this report in a place without a public face, and only of a cluster in a cloud.
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key: json.dumps(report).encode())
     assert autoscaler_problems() == ["gpu: You have requested more vCPU capacity than allowed."]
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key: None)
