@@ -65,12 +65,23 @@ SERVE = """
 import socket
 from raytrain.launch.ray import fork_server
 
-fork_server._IDLE_S = 0.1
+fork_server.IDLE_S = 0.1
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(b"")
     listener.listen()
     print(listener.getsockname().hex(), flush=True)
     fork_server.read(fork_server.serve(listener))
+"""
+SERVE_MANY = """
+import socket, sys
+from raytrain.launch.ray import fork_server
+
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(b"")
+    listener.listen()
+    print(listener.getsockname().hex(), flush=True)
+    with fork_server.serve(listener):
+        print("torch._dynamo" in sys.modules, flush=True)
 """
 
 
@@ -285,6 +296,20 @@ def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:
             with pytest.raises(subprocess.TimeoutExpired):
                 server.wait(1.0)
         assert server.wait(PATIENCE_S) == 0
+
+
+def test_what_a_worker_needs_in_its_first_step_is_imported_once_for_those_that_start_after_the_first_two() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVE_MANY], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = bytes.fromhex(server.stdout.readline())
+        has_it = []
+        while len(has_it) < 5:  # one that is asked for at once comes before the import
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(address)
+                has_it.append(server.stdout.readline() == "True\n")
+        server.kill()
+    assert has_it[:2] == [False, False]
+    assert has_it[-1]
 
 
 def test_forked_processes_collect_garbage_and_draw_ids_of_tasks_and_objects_of_their_own() -> None:

@@ -53,6 +53,7 @@ _FAILED = 1  # exit code of a worker that has reported its error to the coordina
 
 def main() -> None:
     """Start the workers of the run that standard input describes, and wait until they have ended."""
+    gc.freeze()  # otherwise the first collection, here and in each worker, would go through all objects of the imports
     gc.enable()
     # Our own code reports errors, so torch must not log them as well.
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):

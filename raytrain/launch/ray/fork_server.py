@@ -46,6 +46,8 @@ from raytrain.launch.ray.own_cluster import lean_imports
 from raytrain.launch.ray.private_api import FORKED_PROCESSES, LATE_VARIABLES, read_variables
 
 IDLE_S = 15.0
+_NEEDED_IN_A_STEP = "torch._dynamo"  # every optimizer imports it in its first step
+_FIRST_REQUESTS = 2  # on the driver's node: the driver's own connection, and its coordinator, for which all wait
 
 
 def serve(listener: socket.socket) -> socket.socket:
@@ -55,7 +57,14 @@ def serve(listener: socket.socket) -> socket.socket:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise ended processes stay as zombies, which look alive to Ray
     listener.settimeout(IDLE_S)
+    num_requests = 0
     while True:
+        # Import the rest, half a second of a core, while the first processes start, and nobody waits for another one.
+        is_due = num_requests >= _FIRST_REQUESTS and _NEEDED_IN_A_STEP not in sys.modules
+        if is_due and not select.select([listener], [], [], 0)[0]:
+            with importing():
+                importlib.import_module(_NEEDED_IN_A_STEP)
+
         # The server outlives its processes by some seconds, because a start is faster while it runs.
         try:
             request, _ = listener.accept()
@@ -74,6 +83,7 @@ def serve(listener: socket.socket) -> socket.socket:
             listener.close()
             return request
         request.close()
+        num_requests += 1
 
 
 def has_processes() -> bool:
@@ -105,17 +115,25 @@ def unseeded_ids() -> Iterator[None]:
 
 
 def import_all() -> None:
-    """Import the packages that coordinator, controller, workers and data tasks need."""
-    gc.disable()  # garbage collection takes a quarter of the time of imports, and finds next to nothing
-    with lean_imports():
-        import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
+    """Import the packages that coordinator, controller, workers and data tasks need from their start."""
+    with importing(), lean_imports(), unseeded_ids():
+        import raytrain.launch.ray.coordinator
+        import raytrain.launch.ray.worker  # noqa: F401
 
-        with unseeded_ids():
-            import raytrain.launch.ray.coordinator
-            import raytrain.launch.ray.worker  # noqa: F401
-    gc.collect()
-    gc.enable()
-    gc.freeze()  # otherwise the first collection in each process would copy all objects
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Collect no garbage in this context, and none of what it imports afterwards.
+
+    Garbage collection takes a quarter of the time of imports, and finds next to nothing. Afterwards, the first one in
+    each forked process would copy all objects.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def read(request: socket.socket) -> dict[str, Any]:
