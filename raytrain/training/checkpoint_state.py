@@ -184,9 +184,9 @@ class CheckpointState:
         """The optimizers that are prepared."""
         return list(self._groups)
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Return whether checkpoints have the state of ``optimizer``, or of an object of which it is an attribute."""
-        return optimizer in self._groups or any(optimizer is thing for thing in self._held)
+    def holds(self, thing: object) -> bool:
+        """Return whether checkpoints have the state of ``thing``, or of an object of which an optimizer is a part."""
+        return any(thing is held for held in (*self._groups, *self._held))
 
     def holds_scheduler(self, optimizer: Optimizer) -> bool:
         """Return whether a prepared object, or one of its attributes, is a scheduler of ``optimizer``."""

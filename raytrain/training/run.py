@@ -255,6 +255,7 @@ class Run:
                 number = self.progress.step // per_epoch
                 last_step = min((number + 1) * per_epoch, num_steps)
                 self._open_batches = self._batches(local_batches, last_step)
+                self.steps.unprepared.begin_epoch(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
                 yield Epoch(number, per_epoch, self._open_batches, lambda: self.steps.is_over)
 
                 # The loop asks for the next epoch. If it has left this one, the rest of its batches is skipped.

@@ -3,7 +3,8 @@
 In many scripts, moving averages of weights, teachers and probes are such networks. A run with one seems right until it
 resumes, when the network begins again. So the networks that the loop's function holds are compared before the first and
 the third batch of an attempt, and before the first batch of each epoch, because some averages change once an epoch. So
-are the counters that a prepared optimizer keeps in attributes and that its state_dict lacks.
+are the counters that a prepared optimizer keeps in attributes and that its state_dict lacks, and what else the loop
+carries from epoch to epoch (:mod:`raytrain.training.carried_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from raytrain.errors import some_of
 from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.carried_state import CarriedState, users_frames
 from raytrain.training.checkpoint_state import CheckpointState
+from raytrain.training.numbered_batches import number_that_decides
 
 _NOTE = (
     "the loop changes the weights of {names}, which it has not prepared: no checkpoint holds them, so a resumed run "
@@ -29,6 +32,15 @@ _NOTE = (
 _COUNTER_NOTE = (
     "the steps of an optimizer change {names}, which its state_dict lacks: no checkpoint holds that, so a resumed run "
     "would begin it again; add it to state_dict and load_state_dict"
+)
+_CARRIED_NOTE = (
+    "the loop carries {names} from epoch to epoch, which no checkpoint holds: a resumed run would begin with the first "
+    "value again; compute it from batch.step or epoch.number, keep it in a buffer of a prepared network, or give "
+    "run.prepare an object that has it in state_dict and load_state_dict, as in docs/your-own-loop.md"
+)
+_NUMBER_NOTE = (
+    "the loop decides by `{number}`, the number of a batch in enumerate(...), when an optimizer or scheduler steps: a "
+    "resume enters in the middle of an epoch, where that begins at 0 again; take batch.step % len(epoch)"
 )
 _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
@@ -46,8 +58,13 @@ class UnpreparedNetworks:
     def __init__(self, state: CheckpointState, report: Callable[[str], None]) -> None:
         self._state, self._report = state, report
         self._num_batches = 0
+        self._carried = CarriedState(state.holds, state.addresses)
         self._counters: dict[str, float] = {}  # at the first look at each of them
         self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()
+
+    def begin_epoch(self, frame: FrameType | None) -> None:
+        """Note what the functions of ``frame`` may carry into the epoch that begins."""
+        self._carried.begin_epoch(frame)
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
         """Report the networks held by the variables of ``frame`` that have changed since the first look at them.
@@ -56,8 +73,11 @@ class UnpreparedNetworks:
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1
+        frame = next(users_frames(frame), None)  # not that of a progress bar, which hands on the batches
         if frame is None or not is_due:
             return
+        if self._num_batches == 1 and (number := number_that_decides(frame)):
+            self._report(_NUMBER_NOTE.format(number=number))
         in_checkpoints = self._state.addresses()
         changed: list[str] = []
         for name, network in _networks_in(frame, run):
@@ -72,6 +92,8 @@ class UnpreparedNetworks:
             self._report(_NOTE.format(names=some_of(changed)))
         if counters := self._changed_counters():
             self._report(_COUNTER_NOTE.format(names=some_of(counters)))
+        if is_first_of_epoch and (carried := self._carried.changed(frame, run)):
+            self._report(_CARRIED_NOTE.format(names=some_of(carried)))
 
     def _changed_counters(self) -> list[str]:
         """Return the names of numbers in attributes of optimizers that have changed and are in no state_dict."""

@@ -1,0 +1,62 @@
+"""Finds the number of a batch, of ``enumerate``, by which a loop decides when an optimizer steps.
+
+A resume enters in the middle of an epoch, where such a number begins at 0 again. Loops that add up gradients then step
+after other batches, and not after the last one of the epoch. A number that is only printed does no harm, so the text of
+the loop is searched for what it decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FrameType
+
+_TRAINING_CALLS = {"step", "zero_grad", "backward", "unscale_", "update_parameters", "no_sync"}
+
+
+def number_that_decides(frame: FrameType) -> str | None:
+    """Return the name of the number, if any; ``frame`` is where the loop asks for a batch.
+
+    Example: ``i`` in ``for i, batch in enumerate(epoch):`` with ``if i % 2: optimizer.step()``.
+    """
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError, IndexError):  # the text is not known
+        return None
+    line = frame.f_lineno - max(first, 1) + 1
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno):
+            is_numbered = isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "enumerate"
+            number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
+            if is_numbered and isinstance(number, ast.Name) and _decides(number.id, loop.body):
+                return number.id
+    return None
+
+
+def _decides(number: str, body: list[ast.stmt]) -> bool:
+    """Return whether ``number``, or what is computed from it, decides on a call of ``_TRAINING_CALLS``."""
+    names = {number}
+    for node in ast.walk(ast.Module(body, [])):
+        if isinstance(node, ast.Assign) and names & set(_names_in(node.value)):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.If) and names & set(_names_in(node.test)):
+            if any(_TRAINING_CALLS & set(_methods_in(branch)) for branch in (*node.body, *node.orelse)):
+                return True
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".step"):
+            in_arguments = {name for argument in node.args for name in _names_in(argument)}
+            if names & in_arguments:
+                return True
+    return False
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _methods_in(node: ast.AST) -> Iterator[str]:
+    """Yield the names of the methods that the code of ``node`` calls."""
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    yield from (function.attr for function in calls if isinstance(function, ast.Attribute))

@@ -1,0 +1,262 @@
+"""A run reports what its loop carries from epoch to epoch in its own variables, as a resume begins that again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.training.run import Run
+from tests.helpers.memory_runs import config
+from tests.helpers.own_loops import cross_entropy, learn, prepared, train_loop
+
+OPTIONS = config(batch_size=12, epochs=3)
+
+
+def names_in_notes(loop: Callable[[Run], None], folder: Path) -> list[str]:
+    """Return the names that the notes about carried state list."""
+    notes = train_loop(loop, folder, OPTIONS).notes
+    named = [note.partition("carries ")[2].partition(" from")[0] for note in notes if "carries" in note]
+    return [name for names in named for name in names.replace(" and ", ", ").split(", ")]
+
+
+def best_by_hand(run: Run) -> None:
+    """The best accuracy, patience, a counter of steps and a history for a figure."""
+    model, optimizer = prepared(run)
+    best, wait, global_step, history = float("inf"), 0, 0, []
+    for epoch in run.epochs():
+        total = num = 0
+        for batch in epoch:
+            loss = cross_entropy(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            global_step += 1
+            total, num = total + loss.item() * len(batch.labels), num + len(batch.labels)
+        mean = total / num
+        history.append((global_step, mean))
+        if mean < best:
+            best, wait = mean, 0
+        else:
+            wait += 1
+            if wait > 5:
+                return
+
+
+def queue(run: Run) -> None:
+    """Features of earlier steps, as MoCo keeps them."""
+    model, optimizer = prepared(run)
+    keys = torch.linspace(-1, 1, 160, dtype=torch.float64).view(40, 4)
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            loss = F.cross_entropy(logits, batch.labels) + (logits @ keys.T).logsumexp(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            keys = torch.cat([run.gather(logits.detach()), keys])[:40]
+
+
+class Targets(nn.Module):
+    """As early-learning regularisation: a target of each training image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets = torch.zeros(36, 4, dtype=torch.float64)
+
+    def forward(self, logits: Tensor, samples: Tensor) -> Tensor:
+        self.chances = logits.softmax(1)  # what it has computed last is nothing that it carries on
+        self.targets[samples] = 0.7 * self.targets[samples] + 0.3 * logits.detach().softmax(1)
+        return (1 - (self.targets[samples] * logits.softmax(1)).sum(1)).log().mean()
+
+
+def targets_of_images(run: Run) -> None:
+    model, optimizer = prepared(run)
+    criterion = Targets()
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch, lambda m, b: cross_entropy(m, b) + criterion(m(b.images), b.samples))
+
+
+class Shadow:
+    """A moving average in a dictionary, as notebooks have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.num_updates = model, 0
+        self.shadow = {name: weight.data.clone() for name, weight in model.named_parameters()}
+
+    def update(self) -> None:
+        self.num_updates += 1
+        for name, weight in self.model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * weight.data
+
+
+class Trainer:
+    """A loop in an object, whose epochs are a method."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.epoch, self.loss, self.wait = run, -1, 0.0, 0
+        self.model, self.optimizer = prepared(run)
+        self.ema = Shadow(self.model)
+
+    def train_epoch(self, epoch: Any) -> None:
+        for batch in epoch:
+            learn(self.model, self.optimizer, batch)
+            self.ema.update()
+
+    def fit(self) -> None:
+        for epoch in self.run.epochs():
+            self.epoch = epoch.number
+            self.train_epoch(epoch)
+            self.loss = float(self.epoch)
+            self.report()
+            self.wait += 1
+
+    def report(self) -> str:
+        return f"{self.epoch}: {self.loss}"
+
+
+def trainer(run: Run) -> None:
+    Trainer(run).fit()
+
+
+def through_a_bar(run: Run) -> None:
+    """A generator of the user's own hands on the batches, as a progress bar does."""
+    model, optimizer = prepared(run)
+    num_seen = 0
+    for epoch in run.epochs():
+        for batch in _with_bar(epoch):
+            learn(model, optimizer, batch)
+            num_seen += len(batch.labels)
+
+
+def _with_bar(epoch: Any) -> Any:
+    for batch in epoch:  # noqa: UP028 - as in a library
+        yield batch
+
+
+def generators(run: Run) -> None:
+    """Generators that live over the batches, and a window of losses."""
+    model, optimizer = prepared(run)
+    rng, drawn, window = np.random.default_rng(0), random.Random(0), deque(maxlen=3)
+    for epoch in run.epochs():
+        for batch in epoch:
+            factor = rng.uniform(0.9, 1.1) * drawn.uniform(0.9, 1.1)
+            learn(model, optimizer, batch, lambda m, b, factor=factor: cross_entropy(m, b) * factor)
+            window.append(factor)
+
+
+CARRIED: dict[Callable[[Run], None], set[str]] = {
+    best_by_hand: {"best", "global_step", "history"},
+    queue: {"keys"},
+    targets_of_images: {"criterion.targets"},
+    trainer: {"self.ema.shadow", "self.ema.num_updates", "self.wait"},
+    through_a_bar: {"num_seen"},
+    generators: {"rng", "drawn", "window"},
+}
+
+
+@pytest.mark.parametrize("loop", CARRIED)
+def test_what_a_loop_carries_from_epoch_to_epoch_is_named_once(loop: Callable[[Run], None], tmp_path: Path) -> None:
+    names = names_in_notes(loop, tmp_path)
+    assert set(names) >= CARRIED[loop]
+    assert len(names) == len(set(names))
+    assert set(names) <= CARRIED[loop] | {"wait"}
+
+
+class Kept(Targets):
+    """The same in a buffer, with a number that it computes anew in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        targets = self.targets
+        del self.targets
+        self.register_buffer("targets", targets)
+
+
+class Meter:
+    """The mean of an epoch, as the example of ImageNet has it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.value = self.sum = self.mean = 0.0
+        self.count = 0
+
+    def update(self, value: float, number: int) -> None:
+        self.value = value
+        self.sum += value * number
+        self.count += number
+        self.mean = self.sum / self.count
+
+
+def sane(run: Run) -> None:
+    """What begins again in each epoch, is computed from its number, is prepared or is a time."""
+    model, optimizer = prepared(run)
+    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    criterion = run.prepare(Kept())
+    last_time, meter, results = time.perf_counter(), Meter(), {"loss": 0.0}
+    confusion = torch.zeros(4, 4)
+    for epoch in run.epochs():
+        meter.reset()
+        confusion.zero_()
+        temperature = 1.0 - 0.1 * epoch.number
+        losses: list[float] = []
+        for number, batch in enumerate(epoch):
+            loss = cross_entropy(model, batch) / temperature + criterion(model(batch.images), batch.samples)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            meter.update(loss.item(), len(batch.labels))
+            losses.append(loss.item())
+            confusion[batch.labels, batch.labels] += 1
+            if number % 2 == 0:
+                print(number, meter.mean, meter.value)
+        scheduler.step()
+        results["loss"] = sum(losses)
+        took = time.perf_counter() - last_time
+        last_time = time.perf_counter()
+        print(f"epoch {epoch.number} {took:.1f} {results} {loss.item()} {confusion}")
+
+
+def test_what_a_resume_computes_again_is_not_named(tmp_path: Path) -> None:
+    assert names_in_notes(sane, tmp_path) == []
+
+
+def accumulated(run: Run) -> None:
+    """Adds up gradients of two batches, and steps after the last batch of an epoch, too."""
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for i, batch in enumerate(epoch):
+            is_last = i + 1 == len(epoch)
+            (cross_entropy(model, batch) / 2).backward()
+            if i % 2 == 1 or is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def rate_within_an_epoch(run: Run) -> None:
+    model, optimizer = prepared(run)
+    scheduler: Any = run.prepare(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 1))
+    for epoch in run.epochs():
+        for number, batch in enumerate(epoch):
+            learn(model, optimizer, batch)
+            scheduler.step(epoch.number + number / len(epoch))
+
+
+@pytest.mark.parametrize(("loop", "number"), [(accumulated, "i"), (rate_within_an_epoch, "number"), (sane, None)])
+def test_a_number_of_enumerate_by_which_an_optimizer_steps_is_named(
+    loop: Callable[[Run], None], number: str | None, tmp_path: Path
+) -> None:
+    notes = [note for note in train_loop(loop, tmp_path, OPTIONS).notes if "enumerate" in note]
+    assert [note.partition(",")[0] for note in notes] == ([f"the loop decides by `{number}`"] if number else [])
