@@ -6,6 +6,7 @@ The exceptions survive pickling: Ray carries them from a worker to the process t
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -53,6 +54,17 @@ class UsageError(RaytrainError, ValueError):
     """
 
     exit_code = 2
+
+
+def current_folder() -> str:
+    """Return the path of the current folder; raise UsageError if it has been removed.
+
+    Relative paths have no meaning then, and neither Ray nor MKL, which torch computes with, can start.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("The current folder is gone; change to another one.") from None
 
 
 class StorageError(RaytrainError):

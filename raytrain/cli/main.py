@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from raytrain.errors import RaytrainError, TrainingFailed, UsageError, option_name
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError, current_folder, option_name
 from raytrain.runs.redact import one_line, printable, redact
 
 if TYPE_CHECKING:
@@ -77,10 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
     try:
-        sys.path.append(os.getcwd())
-    except FileNotFoundError:
-        print("raytrain: The current folder is gone; change to another one.", file=sys.stderr)
-        return 2
+        sys.path.append(current_folder())
+    except UsageError as error:
+        return _print_error(error, as_json="--json" in argv)
     # --debug is looked for in the words themselves, because the parser may refuse them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:
@@ -178,6 +177,11 @@ def _print_error(error: Exception, as_json: bool) -> int:
             f"{error.filename2 or error.filename or 'the output'}, or that of "
             f"the temporary folder {tempfile.gettempdir()}, is full; make room."
         )
+    if isinstance(error, FileNotFoundError):
+        try:
+            current_folder()
+        except UsageError as gone:
+            error = gone
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))
         # In a job, the sentence says where it was written: the reader's own machine has other keys and files.

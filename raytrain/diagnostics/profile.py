@@ -26,7 +26,7 @@ from raytrain.config.user_code import load_optional
 from raytrain.config.values import Location
 from raytrain.errors import UsageError
 from raytrain.launch.train import train
-from raytrain.storage.open import open_store
+from raytrain.storage.open import absolute_path, open_store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch, Epoch
@@ -74,7 +74,7 @@ def profile(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
     if "://" in os.fspath(output):
         raise UsageError(f"--output is {output}, but traces are written into a folder of this machine; give one.")
-    folder = Path(output).absolute()
+    folder = Path(absolute_path(os.fspath(output)))
     open_store(str(folder)).check_writable()
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("worker-*.json*"):

@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError, format_count
 from raytrain.inference.classification_metrics import chosen_thresholds, predicted_labels
 from raytrain.inference.trained_run import open_trained_run
-from raytrain.storage.open import check_output, open_store, write_output
+from raytrain.storage.open import absolute_path, check_output, open_store, write_output
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
@@ -151,7 +150,7 @@ def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
     if folder := next((file for file in files if os.path.isdir(file)), None):
         raise UsageError(f"{folder} is a folder, and image files are expected; give a folder by itself (--data).")
     # Folders of the paths are compared level by level, from the root on, as far as they are the same.
-    paths = [file if "://" in file else str(Path(file).expanduser().absolute()) for file in files]
+    paths = [file if "://" in file else absolute_path(file) for file in files]
     levels = takewhile(lambda names: len(set(names)) == 1, zip(*(path.split("/")[:-1] for path in paths), strict=False))
     shared = [names[0] for names in levels]
     if any("://" in path for path in paths) and len(shared) < _SCHEME_AND_BUCKET:

@@ -25,7 +25,7 @@ from raytrain.data.blocks import number_array, string_array
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.manifest import Manifest
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, current_folder
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
 from raytrain.launch.ray.connection import Connection, names_cluster, uses_cluster
@@ -209,6 +209,7 @@ def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
     Raise UsageError if there is no such run, if it has no checkpoint or no list of classes, or if its network is a
     function of its author and the user does not ``trust`` it.
     """
+    current_folder()  # raises UsageError if there is none: without one, MKL ends the process that imports torch
     store = open_run(storage, run)
     config = read_trusted_config(store, trust=trust)
     checkpoint = require_checkpoint(store, run)

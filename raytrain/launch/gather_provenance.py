@@ -23,6 +23,7 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
+from raytrain.errors import current_folder
 from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
@@ -101,7 +102,7 @@ class GitStatus:
 
     def __init__(self, files: list[Path]) -> None:
         self._files = [file.resolve() for file in files]
-        folder = self._files[0].parent if self._files else Path.cwd()
+        folder = self._files[0].parent if self._files else Path(current_folder())
         self._process: subprocess.Popen[str] | None = None
         self.problem: str | None = None
         if not any((above / ".git").exists() for above in (folder, *folder.parents)):

@@ -20,7 +20,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import names_own_function
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, current_folder, flag
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit
 _SECRET_NAMES = (
@@ -95,7 +95,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
         >>> job_files(TrainConfig(loop="loop.py:train"), include=["labels.csv"]).paths
         (PosixPath('labels.csv'), PosixPath('loop.py'))
     """
-    current = Path.cwd().resolve()
+    current = Path(current_folder()).resolve()
     left_out: list[str] = []
     paths: set[Path] = set()
     for option, name in own_functions(config):

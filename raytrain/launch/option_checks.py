@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import Decoder
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, current_folder
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import check_name
@@ -53,6 +53,7 @@ def check_named(config: TrainConfig) -> None:
     """Raise UsageError if this is no TrainConfig, if the data or the name is missing, or the name is not allowed."""
     if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
         raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
+    current_folder()  # raises UsageError if there is none: processes are about to start there
     if config.resume and not config.name:  # with a name, --data would be that of the run
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if not config.data:

@@ -22,6 +22,7 @@ from raytrain.data.plan.partition import BLOCK_BYTES, CacheOrder
 from raytrain.errors import UsageError
 from raytrain.loader.machine import image_memory
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
+from raytrain.storage.open import absolute_path
 from raytrain.storage.temporary_files import TemporaryFolder
 
 MACHINE_BLOCK_BYTES = 16 << 20
@@ -122,7 +123,7 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     # Only files of a bucket are kept, in a folder of this user's.
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
-    folder = os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
+    folder = absolute_path(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
     try:
         if not make_folder(folder):
             raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")

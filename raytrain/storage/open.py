@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raytrain.errors import StorageError, UsageError
+from raytrain.errors import StorageError, UsageError, current_folder
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.folder import FolderStore, explain_os_error
@@ -36,12 +36,18 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
     """
     if "://" not in url:
         check_folder_name(url)
-        return FolderStore(os.path.abspath(Path(url).expanduser()))
+        return FolderStore(absolute_path(url))
     check_url(url)
     from raytrain.storage.bucket import BucketStore  # a folder needs neither obstore nor boto3
 
     cloud = cloud or configured_cloud(url)
     return BucketStore(url.rstrip("/"), cloud, credentials or cloud.credentials, uuid.uuid4().hex)
+
+
+def absolute_path(path: str) -> str:
+    """Return ``path`` from the root on, with ``~`` replaced; raise UsageError if it is relative to a removed folder."""
+    expanded = Path(path).expanduser()
+    return os.path.normpath(expanded if expanded.is_absolute() else Path(current_folder(), expanded))
 
 
 def configured_cloud(url: str) -> Cloud:
@@ -122,7 +128,7 @@ def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:
         _open_folder(output)  # checks the URL
-    elif not (folder := Path(output).absolute().parent).is_dir():
+    elif not (folder := Path(absolute_path(output)).parent).is_dir():
         raise UsageError(f"{option} is {output!r}, but there is no folder {folder}; create it first.")
 
 

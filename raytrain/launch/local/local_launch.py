@@ -20,7 +20,7 @@ from typing import Any
 
 from raytrain.config.user_code import pickle_own_code
 from raytrain.data.dataset import Dataset
-from raytrain.errors import CoordinatorLost, RaytrainError
+from raytrain.errors import CoordinatorLost, RaytrainError, current_folder
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import terminal_of_command
 from raytrain.launch.placement import machine_hardware, place
@@ -164,7 +164,7 @@ class AgentProcess:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        path = os.pathsep.join(folder or current_folder() for folder in sys.path)
         # Not in the current folder, where Python would look for modules first: it may contain a torch.py of a stranger.
         self._process = subprocess.Popen(
             [sys.executable, "-m", _AGENT],
@@ -178,7 +178,7 @@ class AgentProcess:
         """Start the workers of the run."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the agent has ended already, as LocalLaunch.wait will notice
-            pickle.dump(os.getcwd(), self._process.stdin)
+            pickle.dump(current_folder(), self._process.stdin)
             self._process.stdin.write(pickle_own_code((spec, inputs)))
             self._process.stdin.flush()
 

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TypeVar
 
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, current_folder
 from raytrain.launch.placement import visible_gpus
 from raytrain.launch.ray.fork_client import keep_server, py_executable
 from raytrain.launch.ray.head_queries import head_answers, raylet_answers
@@ -293,6 +293,7 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
     import ray
 
     check_version()
+    current_folder()  # Ray would raise an exception of its own without one
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=runtime_environment)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -11,6 +11,7 @@ from typing import cast
 
 import ray
 
+from raytrain.errors import current_folder
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
@@ -110,7 +111,7 @@ class RayLaunch:
                 threads=self._placement.threads,
                 arguments=prepared.arguments,
                 node=ray.get_runtime_context().get_node_id(),
-                working_folder=os.getcwd(),
+                working_folder=current_folder(),
                 variables=frozenset(os.environ),
                 feeders=self._feed.feeders,
                 coordinator=coordinator,
