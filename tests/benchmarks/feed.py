@@ -130,7 +130,7 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
         ray.get(workers.pause.remote())
         time.sleep(_SETTLES_S)  # until all buffers are full
         idle = _used(pids)
-        time.sleep(_IDLE_S)
+        time.sleep(_IDLE_S)  # what is measured is the use of so many seconds without work
         still = _used(pids)
     number, seconds = received - _WARM_UP, after["clock"] - before["clock"]
     costs: dict[str, float] = {"blocks/s": number / seconds}

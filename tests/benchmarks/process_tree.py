@@ -39,7 +39,7 @@ def cpu_until_end(process: subprocess.Popen[Any]) -> list[tuple[float, float]]:
     looks, tree = [(time.time(), 0.0)], CpuOfTree(process.pid)
     while process.poll() is None:
         looks.append((time.time(), tree.look()))
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_S)  # until the next sample of the use
     if process.returncode:
         raise RuntimeError(f"{process.args} ended with {process.returncode}")
     return looks

@@ -17,6 +17,7 @@ from tests.benchmarks.process_tree import CpuOfTree, end_tree
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.started import NOTES
+from tests.helpers.waiting import wait_for
 
 _OPTIONS = ["--validation-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
 _HEAD = ["ray.scripts.scripts", "start", "--head", "--port", "0", "--block"]
@@ -71,10 +72,9 @@ def _head(environment: dict[str, str]) -> Iterator[int]:
     """The process of a Ray that is up and idle as long as the ``with`` block lasts."""
     with subprocess.Popen([sys.executable, "-m", *_HEAD], env=environment) as head:
         try:
-            while ray_start_address() is None:
-                if head.poll() is not None:
-                    raise RuntimeError(f"ray start ended with {head.returncode}, see above")
-                time.sleep(_LOOK_EVERY_S)
+            wait_for(lambda: ray_start_address() is not None or head.poll() is not None)
+            if head.returncode is not None:
+                raise RuntimeError(f"ray start ended with {head.returncode}, see above")
             _wait_until_idle(head.pid)
             yield head.pid
         finally:
@@ -88,7 +88,7 @@ def _wait_until_idle(pid: int) -> None:
     tree, used = CpuOfTree(pid), float("-inf")
     while (now := tree.look()) - used > _IDLE_FRACTION:
         used = now
-        time.sleep(1.0)
+        time.sleep(1.0)  # the use is that of a second
 
 
 def start_up(
@@ -110,7 +110,7 @@ def start_up(
     while len(times := notes.read_text().split()) < 2:
         if command.poll() is not None:
             raise RuntimeError(f"{module} ended with {command.returncode} before both workers had started")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_S)  # until the next sample of the use
         used = sum(tree.look() for tree in trees)
     end_tree(command)
     return {"wall": max(map(float, times)) - started, "cpu": used - before}

@@ -29,7 +29,7 @@ from pathlib import Path
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
-from tests.faults.soak_faults import LOOP, ONLY_ON, STORAGE, WHAT_IT_DOES, Soaked, last_line
+from tests.faults.soak_faults import LOOP, ONLY_ON, STORAGE, WHAT_IT_DOES, Soaked, last_line, wait_until
 from tests.faults.soak_machines import Machines, machines
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.small_runs import make_images, weights
@@ -110,10 +110,8 @@ def same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> bool
 
 def left_behind(machines: Machines, usual: Counter[str]) -> list[str]:
     """Names of the processes that are still there a minute after a run, other than the usual ones."""
-    deadline = time.monotonic() + 60
-    while (more := machines.working() - usual) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return sorted(more.elements())
+    wait_until(lambda: not machines.working() - usual, 60)
+    return sorted((machines.working() - usual).elements())
 
 
 def sizes(machines: Machines) -> dict[str, tuple[int, int]]:
@@ -172,7 +170,7 @@ def soak(new_run: Callable[[int], Soaked], minutes: float, faults: Iterator[Call
     suffer(first, iter(()))
     verdict, undisturbed = judge(first, None)
     verdicts, there = [verdict], first.machines
-    time.sleep(SETTLED_S)
+    time.sleep(SETTLED_S)  # Ray ends idle processes some seconds after a run, and announces it to nobody
     usual, before, deadline = there.working(), sizes(there), time.monotonic() + 60 * minutes
     while time.monotonic() < deadline:
         run = new_run(len(verdicts))

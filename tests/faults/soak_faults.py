@@ -23,6 +23,7 @@ from raytrain.runs.documents import CLAIM, run_store
 from raytrain.runs.outcome import StopReason
 from tests.faults.soak_machines import Machines
 from tests.helpers.faulty_s3 import FaultyS3
+from tests.helpers.waiting import wait_for
 
 DATA, STORAGE = "s3://soak/images", "s3://soak-runs"
 _TROUBLE_S, _TROUBLED_FRACTION = 20.0, 0.3
@@ -255,7 +256,7 @@ def _token(claim: bytes) -> str:
 
 def s3_troubled(run: Soaked) -> bool:
     run.proxy.fraction = _TROUBLED_FRACTION
-    time.sleep(_TROUBLE_S)
+    time.sleep(_TROUBLE_S)  # the fault lasts this long, whatever the run does
     run.proxy.fraction = 0.0
     return True
 
@@ -263,7 +264,7 @@ def s3_troubled(run: Soaked) -> bool:
 def s3_hung(run: Soaked) -> bool:
     """Leave requests without an answer for longer than an owner may be silent."""
     (run.folder / "hang").touch()
-    time.sleep(_HUNG_S)
+    time.sleep(_HUNG_S)  # the fault lasts this long, whatever the run does
     (run.folder / "hang").unlink()
     return True
 
@@ -291,7 +292,7 @@ def tmpdir_full(run: Soaked) -> bool:
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    time.sleep(_TROUBLE_S)
+    time.sleep(_TROUBLE_S)  # the fault lasts this long, whatever the run does
     filler.unlink()
     return True
 
@@ -306,7 +307,7 @@ def descriptors_gone(run: Soaked) -> bool:
         limits = process.rlimit(psutil.RLIMIT_NOFILE)
         process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), limits[1]))
         print(f"{run.name}: the {kind} opens no further file", flush=True)
-        time.sleep(_TROUBLE_S)
+        time.sleep(_TROUBLE_S)  # the fault lasts this long, whatever the run does
         process.rlimit(psutil.RLIMIT_NOFILE, limits)
         return True
     return False
@@ -343,7 +344,7 @@ def last_line(path: str) -> str:
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float = _PATIENCE_S) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return met
+    """Return whether ``condition`` was met in time."""
+    with suppress(AssertionError):
+        return wait_for(condition, deadline_s=patience_s)
+    return False

@@ -228,13 +228,14 @@ class Hanging:
         return "stall"
 
 
-def hang_and_train_slowly(run: raytrain.Run, folder: Path) -> None:
-    """From step 7 on, storage hangs and a step takes a second; the run is over after step 20."""
+def hang_and_wait_for_the_stop(run: raytrain.Run, folder: Path) -> None:
+    """From step 7 on, storage hangs; step 10 waits for the stop, without which the run is over after step 20."""
 
     def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
-        if batch.step >= 7:
+        if batch.step == 7:
             (folder / "hang").touch()
-            time.sleep(1)
+        if (run.rank, batch.step) == (0, 10):
+            wait_for(run.reporter.stop_requested)
 
     loop_with(run, before_step)
     (folder / "landed").touch()
@@ -251,7 +252,7 @@ def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
 
     with faulty_s3(s3.endpoint_url, interfere=hanging.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        loop = partial(hang_and_train_slowly, folder=tmp_path)  # pyright: ignore
+        loop = partial(hang_and_wait_for_the_stop, folder=tmp_path)  # pyright: ignore
         options = config(images, s3_url, backend=backend, checkpoint_every=(), evaluate_every=0)
         stopped = raytrain.train(options, loop=loop, view=stop, signals=signals)
         assert (stopped.status, stopped.stop_reason) == (

@@ -96,7 +96,7 @@ def test_a_run_trains_on_while_nobody_reaches_the_head(
         run = start_run(cluster, images, storage)
         cluster.freeze()
         wait_for((storage / "trained on").exists, "the run does not train on")
-        time.sleep(60 * minutes)
+        time.sleep(60 * minutes)  # for so long a run does without the head
         cluster.thaw()
         wait_for(lambda: "head_back" in events(storage), "the run does not notice that the head is back")
         (storage / "back").touch()
@@ -110,7 +110,7 @@ def test_a_run_survives_a_head_that_is_killed_and_started_again(images: Path, tm
         run = start_run(cluster, images, storage)
         cluster.kill_head()
         wait_for((storage / "trained on").exists, "the run does not train on")
-        time.sleep(AWAY_S)
+        time.sleep(AWAY_S)  # for so long a run does without the head
         cluster.restart_head()
         (storage / "back").touch()
         assert_finished(run, storage)

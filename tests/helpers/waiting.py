@@ -16,5 +16,5 @@ def wait_for(happened: Callable[[], T], otherwise: str = "it does not happen", d
     deadline = time.monotonic() + deadline_s
     while not (result := happened()):
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
+        time.sleep(0.02)  # there is no event to wait for
     return result

@@ -32,6 +32,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.run import Run
+from tests.helpers.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,8 @@ def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-5)])
 def test_a_run_is_evaluated_in_the_precision_in_which_it_has_measured_itself_and_predicts_as_its_network_does(
-    precision: str, tolerance: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, data: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     run = raytrain.train(options(data, tmp_path, workers=1, precision=precision, epochs=1))
     found = raytrain.evaluate("run", storage=str(tmp_path))
     assert found.summary()["loss"] == pytest.approx(run.validation_loss, abs=tolerance)
@@ -166,9 +166,8 @@ def killing_its_agent(run: Run, after: int = 0, sent: signal.Signals = signal.SI
     for number, _ in enumerate(train_on(run)):
         if run.rank == 0 and number == after and not killed.exists():
             killed.touch()
-            config = Path(run.config.storage) / run.config.name / "config.json"
-            while after and not config.exists():  # a run is known some steps after it has begun
-                time.sleep(0.01)
+            if after:  # a run is known some steps after it has begun
+                wait_for((Path(run.config.storage) / run.config.name / "config.json").exists)
             print("kills its agent")
             os.kill(os.getppid(), sent)
             time.sleep(60)  # cut short: a worker ends with its agent

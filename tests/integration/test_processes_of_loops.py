@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,17 @@ pytestmark = pytest.mark.timeout(180)
 LEFT: list[Any] = []  # so that nothing is collected, and ended, when the loop returns
 
 
-def sleep_for_ever() -> None:
-    while True:
-        time.sleep(0.1)
+def wait_for_ever() -> None:
+    threading.Event().wait()
 
 
 def leave(kind: str) -> None:
     if kind == "thread":
-        threading.Thread(target=sleep_for_ever).start()
+        threading.Thread(target=wait_for_ever).start()
     elif kind == "command":
         LEFT.append(subprocess.Popen(["sleep", "1000"]))
     elif kind == "fork":
-        LEFT.append(multiprocessing.get_context("fork").Process(target=sleep_for_ever))
+        LEFT.append(multiprocessing.get_context("fork").Process(target=wait_for_ever))
         LEFT[-1].start()
     else:
         loader = DataLoader(range(64), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")  # type: ignore[arg-type]
