@@ -69,7 +69,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def stalled(owner: RunClaim) -> RunClaim:
     """The same owner, which renews its claim no more: as on a laptop that sleeps."""
-    # The thread that renews can be ended only with the claim itself, by close(), which gives the run up.
+    # Nothing public ends the thread that renews but close(), which also gives the run up.
     owner._closed.set()
     owner._renewer.join()
     return owner

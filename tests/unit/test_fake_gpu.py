@@ -275,8 +275,8 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
         run = run_on_gpu(**OPTIONS[name], log_every=10)
         batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.batches.source.train(0))
         steps = [HostWaits() for _ in range(3)]
-        # epochs() prepares images in another thread, which fakes no GPU: the private generator is given them.
         for waits in steps:
+            # epochs() prepares images in another thread, which fakes no GPU: the private generator is given them.
             with waits, contextlib.closing(run._batches(batches, run.plan.num_steps)) as begun:
                 batch = next(begun)
                 for microbatch in batch.microbatches():

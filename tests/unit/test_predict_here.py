@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ from raytrain.inference.embeddings import NetworkWithEmbeddings
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
+from raytrain.launch.ray.connection import ray_start_address
+from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.storage.open import open_store
@@ -209,23 +212,20 @@ def test_files_that_are_named_are_predicted_without_writing_any(
 
 
 def test_what_needs_no_cluster_joins_none_that_nobody_has_named(
-    trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Joined(Exception): ...
-
-    def join(address: str | None) -> None:
-        raise Joined
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raytrain.launch.ray.connection.is_connected", lambda: False)
-    monkeypatch.setattr("raytrain.launch.ray.connection.ray_start_address", lambda: "127.0.0.1:6379")
-    monkeypatch.setattr("raytrain.inference.trained_run.Connection", join)
-    assert raytrain.predict("first", str(images / "cat" / "0.png"), storage=str(trained)).images == 1
-    assert raytrain.evaluate("first", str(images), storage=str(trained)).images == 24
-    with pytest.raises(Joined):
-        raytrain.predict("first", str(images / "cat" / "0.png"), storage=str(trained), address="127.0.0.1:6379")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    with pytest.raises(Joined):
+    photo = str(images / "cat" / "0.png")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / CURRENT_CLUSTER_FILE).write_text(f"127.0.0.1:{head.getsockname()[1]}")
+        assert ray_start_address() is not None, "one runs on this machine"
+        assert raytrain.predict("first", photo, storage=str(trained)).images == 1
+        assert raytrain.evaluate("first", str(images), storage=str(trained)).images == 24
+    with pytest.raises(UsageError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
+        raytrain.predict("first", photo, storage=str(trained), address="127.0.0.1:9")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(UsageError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
         raytrain.evaluate("first", str(images), storage=str(trained))
 
 
