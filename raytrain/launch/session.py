@@ -74,7 +74,7 @@ class Launch(Protocol):
         """Handle messages and check the workers; called about twice a second while they train."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the workers' processes have ended, or for ``timeout_s``; return whether they have ended."""
+        """Wait at most ``timeout_s`` for the workers to report the end; return whether their processes have ended."""
         ...
 
     def failure(self) -> str | None:

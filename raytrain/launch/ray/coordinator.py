@@ -55,7 +55,7 @@ WAIT, KEYS = "wait", "keys"
 WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
 _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for validation images
-_OTHER_WAITS = 8  # for a stop request, and until the history is written
+_OTHER_WAITS = 8  # for a stop request, for the end, and until the history is written
 _KEYS_AT_A_TIME = 8
 _TRAINS_WITHIN_S = 15.0
 
@@ -163,6 +163,10 @@ class RayCoordinator(Coordinator):
         return super().give_up(error, trace, rank)
 
     @ray.method(concurrency_group=WAIT)
+    def wait_for_end(self, timeout_s: float) -> None:
+        super().wait_for_end(timeout_s)
+
+    @ray.method(concurrency_group=WAIT)
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         return super().wait_for_stop_request(timeout_s)
 
@@ -264,6 +268,9 @@ class RayMonitor:
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         return self._ask(self._coordinator.snapshot, since)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        self._ask(self._coordinator.wait_for_end, timeout_s)
 
     def ending(self) -> Ending:
         return self._ask(self._coordinator.ending)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import sys
@@ -153,8 +152,8 @@ class RayLaunch:
         self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until Ray Train has ended; return whether it has."""
-        concurrent.futures.wait([self._trainer.ended], timeout=timeout_s)
+        """Wait at most ``timeout_s`` for the workers to report the end; return whether Ray Train has ended."""
+        self._monitor.wait_for_end(timeout_s)
         return self._trainer.ended.done()
 
     def failure(self) -> str | None:
