@@ -87,6 +87,12 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder
 
 
+def evaluation_losses(images: Path, storage: Path, name: str, **given: Any) -> list[float | None]:
+    """Train a :func:`folder_run` in this process, and return the loss of each of its evaluations."""
+    _, recorder = train_here(folder_run(images, storage, name, **given))
+    return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
+
+
 def largest_difference(some: Weights, others: Weights) -> float:
     """The largest difference between two networks' weights."""
     return max((some[name].double() - others[name].double()).abs().max().item() for name in some)

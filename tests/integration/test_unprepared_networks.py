@@ -17,7 +17,7 @@ from raytrain.monitor.events import Note
 from raytrain.training.run import Run
 from raytrain.training.weight_average import WeightAverage
 from tests.helpers.memory_runs import Recorder, config
-from tests.helpers.own_loops import cross_entropy, prepared, train_loop
+from tests.helpers.own_loops import cross_entropy, learn, prepared, train_loop
 
 OPTIONS = config(batch_size=12, epochs=2)
 
@@ -62,9 +62,7 @@ def with_object(run: Run) -> None:
     ema = Average(model)
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             ema.update(model)
 
 
@@ -73,9 +71,7 @@ def once_an_epoch(run: Run) -> None:
     swa = AveragedModel(model)
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
         swa.update_parameters(model)
 
 

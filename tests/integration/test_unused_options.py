@@ -25,6 +25,7 @@ from raytrain.training.run import Run
 from raytrain.training.weight_average import WeightAverage
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
+from tests.helpers.own_loops import fit, learn
 
 NUM_IMAGES = 24
 GIVEN: dict[str, Any] = {
@@ -68,11 +69,7 @@ def with_none(run: Run) -> None:
     model = run.prepare(run.build_model())
     run.evaluate()  # before the first step, after which the loop is told
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for epoch in run.epochs():
-        for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    fit(run, model, optimizer)
 
 
 class Recipe:
@@ -87,11 +84,7 @@ class Recipe:
     def train(self, run: Run) -> None:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
-        for epoch in run.epochs():
-            for batch in epoch:
-                optimizer.zero_grad()
-                F.cross_entropy(model(batch.images), batch.labels).backward()
-                optimizer.step()
+        fit(run, model, optimizer)
 
 
 def test_a_loop_that_uses_all_options_is_told_nothing(tmp_path: Path) -> None:
@@ -131,11 +124,7 @@ def test_a_comparison_knows_what_a_loop_does_not_use(tmp_path: Path) -> None:
 def with_labels(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    for epoch in run.epochs():
-        for batch in epoch:
-            optimizer.zero_grad()
-            run.loss(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    fit(run, model, optimizer, lambda model, batch: run.loss(model(batch.images), batch.labels))
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}])
@@ -180,11 +169,7 @@ def clamping(run: Run) -> None:
     model = run.prepare(run.build_model())
     next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
-    for epoch in run.epochs():
-        for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    fit(run, model, optimizer)
 
 
 def test_a_hook_that_gets_the_gradient_of_one_worker_is_told(tmp_path: Path) -> None:
@@ -230,9 +215,7 @@ def stops_after_two_steps(run: Run) -> None:
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             if batch.step == 1:
                 return
 

@@ -18,6 +18,7 @@ from raytrain.errors import UsageError
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
+from tests.helpers.own_loops import fit, learn
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch
 NUM_IMAGES = 38
@@ -78,9 +79,7 @@ def train(run: Run, model: nn.Module, after_step: Callable[[int], None] = lambda
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     for epoch in run.epochs():
         for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+            learn(model, optimizer, batch)
             after_step(batch.step)
 
 
@@ -146,11 +145,7 @@ def own_evaluation(run: Run) -> None:
         right = sum(float((model(batch.images).argmax(1) == batch.labels).sum()) for batch in run.evaluation_batches())
         return {"accuracy": right / (10 + run.rank)}
 
-    for epoch in run.epochs(evaluate=measure):
-        for batch in epoch:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    fit(run, model, optimizer, evaluate=measure)
 
 
 def step_and_then(

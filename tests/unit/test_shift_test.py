@@ -15,8 +15,9 @@ import raytrain
 from raytrain import Run
 from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.training.evaluation import evaluate, flip_test, shift_test
-from tests.helpers.folder_runs import folder_run, train_here
+from tests.helpers.folder_runs import evaluation_losses
 from tests.helpers.mirror_pairs import add_run, mirror_pairs, scores_of_pairs
+from tests.helpers.own_loops import fit, prepared
 
 pytestmark = pytest.mark.not_quick
 
@@ -69,22 +70,17 @@ def test_evaluate_and_predict_do_it_for_other_runs(tmp_path: Path) -> None:
     assert (ours == theirs).all() and not np.allclose(ours, scores_of_pairs(images, **plain)[0])
 
 
+def by_hand(run: Run) -> None:
+    model, optimizer = prepared(run)
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        return run.loss(model(batch.images), batch.targets)
+
+    fit(run, model, optimizer, loss_of, evaluate=lambda: evaluate(run, partial(shift_test, partial(flip_test, model))))
+
+
 def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_path: Path) -> None:
-    def by_hand(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
-        for epoch in run.epochs(evaluate=lambda: evaluate(run, partial(shift_test, partial(flip_test, model)))):
-            for batch in epoch:
-                loss = run.loss(model(batch.images), batch.targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.log(loss=loss)
-
-    def losses(name: str, **given: Any) -> list[float | None]:
-        _, recorder = train_here(folder_run(images, tmp_path, name, **given))
-        return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
-
+    losses = partial(evaluation_losses, images, tmp_path)
     by_option = losses("option", test_views=("flip", "shift"))
     assert by_option == pytest.approx(losses("hand", loop=by_hand))
     assert by_option != pytest.approx(losses("flipped", test_views=("flip",)))
