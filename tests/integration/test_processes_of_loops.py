@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import raytrain
 from raytrain.errors import TrainingFailed
-from tests.helpers.small_runs import config, loop_with
+from tests.helpers.small_runs import config, local_config, loop_with
 from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -97,3 +99,33 @@ def test_a_run_ends_with_all_that_its_loop_has_left(
     pids = [pid for path in tmp_path.glob("left-*") for pid in path.read_text().split()]
     assert len(pids) == {"thread": 2, "command": 4, "fork": 4, "loader": 6}[kind]
     wait_for(lambda: all(map(is_over, pids)))
+
+
+def leaving_a_service(run: raytrain.Run, fails: bool, folder: Path) -> None:
+    if run.rank == 1:
+        service = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (folder / "service").write_text(str(service.pid))
+    loop_with(run, fail if fails else lambda run, batch: None)
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_in_a_session_of_its_own_is_named_and_runs_on(
+    fails: bool, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = local_config(images, tmp_path / "runs", epochs=1, max_failures=0)
+    with pytest.raises(TrainingFailed) if fails else nullcontext():
+        raytrain.train(options, loop=partial(leaving_a_service, fails=fails, folder=tmp_path))
+    pid = (tmp_path / "service").read_text()
+    try:
+        assert not is_over(pid)
+        out = capsys.readouterr().out
+        assert f"the loop has started sleep (process {pid}) in a session of its own, which runs on" in out
+    finally:
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_run_that_leaves_nothing_names_nothing(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raytrain.train(local_config(images, tmp_path, epochs=1))
+    assert "session of its own" not in capsys.readouterr().out

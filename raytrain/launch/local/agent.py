@@ -7,6 +7,7 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # garbage collection takes a quarter of the import of torch, and finds next to nothing
 
+import ctypes
 import inspect
 import io
 import logging
@@ -33,7 +34,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
 from raytrain.launch.debugger import open_at_breakpoints
-from raytrain.launch.local.local_launch import CallAddress, Caller, WorkerInputs
+from raytrain.launch.local.local_launch import (
+    CallAddress,
+    Caller,
+    WorkerInputs,
+    detached_processes,
+    note_on_detached,
+)
 from raytrain.launch.script_end import ends_as_a_script
 from raytrain.loader.machine import cores
 from raytrain.loader.machine_batches import MachineBatches
@@ -48,6 +55,7 @@ from raytrain.training.script_logging import LoggedRecord, log_as
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
+_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _FAILED = 1  # exit code of a worker that has reported its error to the coordinator
 
 
@@ -63,8 +71,11 @@ def main() -> None:
     os.chdir(folder)
     spec, inputs = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
+    _adopt_orphans()
     try:
-        _Agent(spec, inputs).run()
+        agent = _Agent(spec, inputs)
+        if agent.run().is_failed():
+            agent.report_detached_processes()
     except SignalException as error:
         # Somebody has sent the signal to this process alone, and torch has ended the workers. The driver learns of it
         # by the way in which this process ends.
@@ -76,6 +87,12 @@ def _end_with_starter() -> None:
     """End this process and all workers when the process that started them ends, which closes the pipe to it."""
     os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read(), whose lock the forked processes would inherit, held for ever
     os.killpg(0, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose parents end, so that the driver finds those that a loop has left."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 class _Agent(LocalElasticAgent):
@@ -106,6 +123,11 @@ class _Agent(LocalElasticAgent):
         patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
         super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **patience)
         self._call = Caller(inputs.calls)
+
+    def report_detached_processes(self) -> None:
+        """Report the processes that outlive a run whose workers have failed; after any other, the driver does."""
+        if detached := detached_processes(os.getpid()):
+            self._call("event", note_on_detached(detached))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -18,16 +18,18 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raytrain.config.user_code import pickle_own_code
 from raytrain.data.dataset import Dataset
-from raytrain.errors import CoordinatorLost, RaytrainError, current_folder
+from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import terminal_of_command
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.shared_images import SharedImages
 from raytrain.loader.image_cache import ImageCache, image_cache
-from raytrain.monitor.events import WorkerFailed
+from raytrain.monitor.events import Note, WorkerFailed
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
 from raytrain.runs.outcome import failure_sentence
@@ -128,8 +130,11 @@ class LocalLaunch:
 
     def end_workers(self) -> None:
         """End all processes. :meth:`close` copies their logs later, once the result of the run is written."""
+        detached = self._agent.detached_processes()
         self._agent.close()
         self._logs.show_rest()
+        if left := [process for process in detached if process.is_running()]:
+            self._coordinator.event(note_on_detached(left))
         if self._shared is not None:
             self._coordinator.skip(self._shared.skipped_images())
 
@@ -193,6 +198,10 @@ class AgentProcess:
         code = self._process.poll()
         return signal.Signals(-code).name if code is not None and code < 0 else None
 
+    def detached_processes(self) -> list[psutil.Process]:
+        """Return the processes that a loop has started in sessions of their own, which :meth:`close` does not end."""
+        return detached_processes(self._process.pid)
+
     def close(self) -> None:
         """End the agent and all workers, busy or not. May be called twice."""
         with suppress(ProcessLookupError):
@@ -201,6 +210,31 @@ class AgentProcess:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+
+
+def detached_processes(agent: int) -> list[psutil.Process]:
+    """Return the processes below process ``agent`` that a loop has started in sessions of their own."""
+    detached: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(agent).children(recursive=True):
+            with suppress(psutil.Error, ProcessLookupError):
+                is_of_run = os.getsid(process.pid) == agent
+                is_reader = any(word.startswith("raytrain.") for word in process.cmdline())  # it ends by itself
+                if not (is_of_run or is_reader or process.status() == psutil.STATUS_ZOMBIE):
+                    detached.append(process)
+    return detached
+
+
+def note_on_detached(processes: Sequence[psutil.Process]) -> Note:
+    """Return a note that these processes outlive the run, as whoever has started them in a session may want."""
+    names: list[str] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            names.append(f"{process.name()} (process {process.pid})")
+    return Note(
+        f"the loop has started {some_of(names)} in a session of its own, which runs on; `kill PROCESS` ends it, and "
+        "without start_new_session=True a process ends with the run"
+    )
 
 
 @dataclass(frozen=True)
