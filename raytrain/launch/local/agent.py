@@ -74,7 +74,8 @@ def main() -> None:
     _adopt_orphans()
     try:
         agent = _Agent(spec, inputs)
-        if agent.run().is_failed():
+        result = cast(RunResult, agent.run())
+        if result.is_failed():
             agent.report_detached_processes()
     except SignalException as error:
         # Somebody has sent the signal to this process alone, and torch has ended the workers. The driver learns of it
