@@ -22,7 +22,8 @@ def test_a_variable_of_the_command_is_named(tmp_path: Path, monkeypatch: pytest.
     error = failed_by(KeyError("FOR_THE_LOOP"))
     explained = with_what_lacks(error, str(tmp_path), frozenset({"FOR_THE_LOOP"}))
     assert str(explained) == (
-        "its loop failed; FOR_THE_LOOP is set for the command, and the workers have the variables of `ray start`"
+        "its loop failed; FOR_THE_LOOP is set for the command, and the workers have the variables of `ray start`: set "
+        "it there, or pass it by `ray job submit --runtime-env-json`"
     )
     assert isinstance(explained, LoopFailed) and explained.restart_may_help
     assert with_what_lacks(error, str(tmp_path), frozenset()) is error

@@ -168,7 +168,10 @@ def with_what_lacks(error: RaytrainError, drivers_folder: str, drivers_variables
         return error
     hint, key = "", str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
     if key in drivers_variables and key not in os.environ:
-        hint = f"{key} is set for the command, and the workers have the variables of `ray start`"
+        hint = (
+            f"{key} is set for the command, and the workers have the variables of `ray start`: set it there, or pass "
+            "it by `ray job submit --runtime-env-json`"
+        )
     elif isinstance(cause, FileNotFoundError):
         with suppress(FileNotFoundError):  # the working folder itself has been removed
             if (folder := os.getcwd()) != drivers_folder:
