@@ -7,13 +7,14 @@ dictionary are right as long as the run goes on, and begin again when it resumes
   computed from the bytecode: the loss of the last batch, and a sum that begins at 0 in each epoch, are written before.
 - Before the first batch of a later epoch, its value is another one than before the first batch of this attempt.
 
-Attributes of the user's objects count if a function reads them before it writes them, as ``self.wait += 1`` does, and
-tensors and lists in them if they are changed in place.
+Attributes of the user's objects, and global variables, count if a function reads them before it writes them, as
+``self.wait += 1`` does, and tensors and lists in them if they are changed in place.
 """
 
 from __future__ import annotations
 
 import dis
+import inspect
 import random
 import sys
 import time
@@ -62,23 +63,34 @@ class CarriedState:
         self._began = [clock() for clock in _CLOCKS]
 
     def begin_epoch(self, frame: FrameType | None) -> None:
-        """Note which variables the functions of ``frame`` and its callers may read in the epoch that begins now."""
-        self._live = {id(each): _live(each.f_code, each.f_lasti)[0] for each in users_frames(frame)}
+        """Note which variables the function of ``frame``, which goes over the epochs, may read in the one that begins.
+
+        Its callers read their variables after the last epoch. If it is a generator, its caller goes over the epochs.
+        """
+        self._live = {}
+        for each in users_frames(frame):
+            self._live[id(each)] = _live(each.f_code, each.f_lasti)[0]
+            if not each.f_code.co_flags & inspect.CO_GENERATOR:
+                break
 
     def changed(self, frame: FrameType | None, run: object) -> list[str]:
-        """Return names of what the functions of ``frame`` and its callers carry on, each once; not of ``run``."""
-        frames = list(users_frames(frame))
+        """Return names of what the loop carries on, each once; not of ``run``. ``frame`` asks for its first batch."""
+        frames = [each for each in users_frames(frame) if id(each) in self._live]
         if self._attributes is None:
             self._attributes = _carried_attributes(frames)
         found: dict[tuple[str, int], Any] = {}
         kept = self._addresses()
         self._searched = set()
         for each in frames:
-            live = self._live.get(id(each), set[str]())
+            live = self._live[id(each)]
             is_module = each.f_locals is each.f_globals  # of a script, whose variables count if an epoch reads them
             for name, value in [*each.f_locals.items()]:
                 if value is not run and (name in live or not is_module):
                     found.update(self._contents(name, value, kept, is_live=name in live))
+        for namespace in {id(each.f_globals): each.f_globals for each in frames}.values():
+            for name, value in [*namespace.items()]:
+                if isinstance(value, ModuleType) or name in self._attributes or isinstance(value, _CONTAINERS):
+                    found.update(self._attribute(name, name, value, kept, 0))
         if self._first is None:
             self._first = found
         # A variable that did not exist before the first batch is not needed then, after a resume either.
@@ -112,14 +124,19 @@ class CarriedState:
             for attribute, held in [*vars(owner).items()]:
                 if attribute.startswith("__") or (is_network and attribute.startswith("_")):
                     continue
-                # A new tensor under an old name is mostly what an object has computed last, and carries nothing.
-                assert self._attributes is not None
-                is_carried, identity = attribute in self._attributes, 0
-                if not is_carried and isinstance(held, _CONTAINERS):
-                    is_carried, identity = True, id(held)
-                    self._containers += [held] if self._first is None else []
-                where = f"{name}.{attribute}"
-                yield from self._contents(where, held, kept, is_live=is_carried, identity=identity, depth=depth + 1)
+                yield from self._attribute(f"{name}.{attribute}", attribute, held, kept, depth)
+
+    def _attribute(
+        self, name: str, attribute: str, held: Any, kept: set[int], depth: int
+    ) -> Iterator[tuple[tuple[str, int], Any]]:
+        """Yield what an attribute of an object or a module, or a global variable, holds."""
+        # A new tensor under an old name is mostly what an object has computed last, and carries nothing.
+        assert self._attributes is not None
+        is_carried, identity = attribute in self._attributes, 0
+        if not is_carried and isinstance(held, _CONTAINERS) and "cache" not in attribute.lower():
+            is_carried, identity = True, id(held)
+            self._containers += [held] if self._first is None else []
+        yield from self._contents(name, held, kept, is_live=is_carried, identity=identity, depth=depth + 1)
 
     def _is_time(self, content: Any) -> bool:
         """Return whether a number is a time of this attempt, as a clock shows it."""
@@ -132,6 +149,8 @@ def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames of the user's functions from ``frame`` up to the call of the loop.
 
     The first frame may be that of a library that goes over the batches for the loop, such as a progress bar.
+
+    Example: ``innermost = next(users_frames(sys._getframe()), None)``
     """
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -233,8 +252,12 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _carried_in(code: CodeType) -> set[str]:
-    """Return the attributes that ``code`` writes, and may read before."""
-    written = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    """Return the attributes and global variables that ``code`` writes, and may read before."""
+    # Most functions write none. Their bytes show it, in a hundredth of the time that their instructions take.
+    stores = {dis.opmap["STORE_ATTR"], dis.opmap["STORE_GLOBAL"]}
+    if stores.isdisjoint(code.co_code[::2]):
+        return set()
+    written = {each.argval for each in dis.get_instructions(code) if each.opcode in stores}
     return written & _live(code, 0)[1] if written else set()
 
 
@@ -271,11 +294,14 @@ def _live(code: CodeType, offset: int) -> tuple[set[str], set[str]]:
 
 
 def _uses_and_writes(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that an instruction reads, and those that it writes; attributes begin with a dot."""
+    """Return the names that an instruction reads, and those that it writes.
+
+    Those of attributes and global variables begin with a dot.
+    """
     name, value = instruction.opname, instruction.argval
-    if name in ("LOAD_ATTR", "LOAD_METHOD"):
+    if name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
         return frozenset([f".{value}"]), frozenset()
-    if name == "STORE_ATTR":
+    if name in ("STORE_ATTR", "STORE_GLOBAL"):
         return frozenset(), frozenset([f".{value}"])
     names = value if isinstance(value, tuple) else (value,)
     if name == "STORE_FAST_LOAD_FAST":

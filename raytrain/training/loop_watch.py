@@ -3,7 +3,8 @@
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
 outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
 first two steps, and follows all that is computed from the batch, from tensor to tensor. Nothing is replaced, and from
-the third step on, nothing is watched.
+the third step on, nothing is watched. Numbers that come from outside of these calls are compared between the workers
+(:mod:`raytrain.training.loop_numbers`).
 
 A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
@@ -17,6 +18,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
 - ``kept``: the tensor was computed in an earlier step.
+- ``placed``: rows were written whose places are a part of the batch, such as its first half.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
 metric, change no weight. ``statistic``, ``moved`` and ``selected`` have no note: they only lead to other marks.
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -45,6 +48,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training.batch import Batch
 from raytrain.training.gradients import HOOK_NOTE
+from raytrain.training.loop_numbers import LoopNumbers, differing_lines
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, used_generators
@@ -70,6 +74,10 @@ _NOTES = {
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
         "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
     ),
+    "placed": (
+        "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
+        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0"
+    ),
     "generator": (
         "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
         "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "
@@ -77,6 +85,10 @@ _NOTES = {
     ),
     "hook": HOOK_NOTE,
 }
+_NUMBERS = (
+    "the loss depends on numbers that differ between the workers ({line}), each of which computes them from its own "
+    "images, so that it depends on the number of workers; compute them from run.total(...) or run.gather(...)"
+)
 _DRAWS = (
     "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
     "the number of workers; docs/images.md names the layers with which it does not"
@@ -178,10 +190,14 @@ class LoopWatch:
             if isinstance(value, float) and not name.startswith("_")
         }
         gathered: list[Any] = [None] * self._worker.world_size
-        dist.all_gather_object(gathered, (sorted(self._notes), numbers))
-        for note in sorted({note for notes, _ in gathered for note in notes}):
+        in_losses = self._calls.numbers.in_losses()
+        dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses))
+        for note in sorted({note for notes, _, _ in gathered for note in notes}):
             self._report(note)
-        differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other in gathered)]
+        lines = self._calls.numbers.lines()
+        for line in differing_lines([of_worker for _, _, of_worker in gathered]):
+            self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
+        differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, _ in gathered)]
         if differing:
             self._report(
                 f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
@@ -201,6 +217,7 @@ class _Calls(TorchFunctionMode):
         self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
         self._weights: set[int] = set()
+        self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
         """Follow a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
@@ -209,6 +226,7 @@ class _Calls(TorchFunctionMode):
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = set()
         self._num_images, self._weights = batch.num_used, weights
+        self.numbers.begin(batch.num_used, weights)
         self.seeds.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,6 +238,7 @@ class _Calls(TorchFunctionMode):
         # The backward's tensor is the loss. A hook may change gradients, too.
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
             losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
+            self.numbers.note_losses(losses)
             for mark in set().union(*(self._marks.get(loss, ()) for loss in losses)):
                 if mark in _NOTES:
                     self._report(_NOTES[mark])
@@ -227,6 +246,7 @@ class _Calls(TorchFunctionMode):
             self._report(_NOTES["hook"])
 
         result = func(*args, **kwargs)
+        self.numbers.follow(name, args, kwargs, result, sys._getframe(1))
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self.seeds.add(kwargs["generator"].initial_seed())
@@ -238,6 +258,8 @@ class _Calls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
+        if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
+            self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
         elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
@@ -366,6 +388,15 @@ def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
         return kwargs.get("dim", args[1] if len(args) > 1 else None) == 0
     dims = kwargs.get("dims", args[1:] if name == "flip" else args[2] if len(args) > 2 else 0)
     return 0 in tree_leaves(dims)
+
+
+def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
+    """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
+    rows = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(rows, slice) or num_images < 2 or not _has_rows(tensor, num_images):
+        return False
+    start, stop, _ = rows.indices(len(tensor))
+    return bool(start % num_images or stop % num_images)
 
 
 def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:

@@ -155,6 +155,25 @@ def generators(run: Run) -> None:
             window.append(factor)
 
 
+ema: float | None = None
+past_losses: list[float] = []
+
+
+def in_global_variables(run: Run) -> None:
+    model, optimizer = prepared(run)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        global ema
+        loss = cross_entropy(model, batch)
+        past_losses.append(loss.item())
+        ema = past_losses[-1] if ema is None else 0.9 * ema + 0.1 * past_losses[-1]
+        return loss * (1.0 if loss.item() < 2 * ema else 0.5)
+
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch, loss_of)
+
+
 CARRIED: dict[Callable[[Run], None], set[str]] = {
     best_by_hand: {"best", "global_step", "history"},
     queue: {"keys"},
@@ -162,6 +181,7 @@ CARRIED: dict[Callable[[Run], None], set[str]] = {
     trainer: {"self.ema.shadow", "self.ema.num_updates", "self.wait"},
     through_a_bar: {"num_seen"},
     generators: {"rng", "drawn", "window"},
+    in_global_variables: {"ema", "past_losses"},
 }
 
 

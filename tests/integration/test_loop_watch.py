@@ -186,6 +186,77 @@ def mixed_by_hand(model: nn.Module, batch: Any) -> Tensor:
     return 0.7 * F.cross_entropy(logits, batch.labels) + 0.3 * F.cross_entropy(logits, batch.labels[order])
 
 
+def losses_of(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="none")
+
+
+def hardest_by_numpy(model: nn.Module, batch: Any) -> Tensor:
+    losses = losses_of(model, batch)
+    return losses[np.argsort(losses.detach().numpy())[-4:].copy()].mean()
+
+
+def hardest_by_list(model: nn.Module, batch: Any) -> Tensor:
+    losses = losses_of(model, batch)
+    return losses[sorted(range(len(losses)), key=losses.tolist().__getitem__)[-4:]].mean()
+
+
+def above_a_quantile(model: nn.Module, batch: Any) -> Tensor:
+    losses = losses_of(model, batch)
+    limit = float(np.quantile(losses.detach().numpy(), 0.5))
+    return (losses * (losses >= limit)).mean()
+
+
+def counted_by_numpy(model: nn.Module, batch: Any) -> Tensor:
+    weights = torch.tensor(1 / (1 + np.bincount(batch.labels.numpy(), minlength=4)))
+    return (weights[batch.labels] * losses_of(model, batch)).mean()
+
+
+def array_of_counts(model: nn.Module, batch: Any) -> Tensor:
+    weights = torch.from_numpy(1 / (1 + np.bincount(batch.labels.numpy(), minlength=4)))
+    return (weights[batch.labels] * losses_of(model, batch)).mean()
+
+
+def balanced_by_item(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch.images)
+    first, second = F.cross_entropy(logits, batch.labels), logits.square().mean()
+    return first + first.item() / second.item() * 0.1 * second
+
+
+def first_half_covered(model: nn.Module, batch: Any) -> Tensor:
+    pixels = batch.images.clone()
+    pixels[: len(pixels) // 2, :, 2:5, 2:5] = 0
+    return F.cross_entropy(model(pixels), batch.labels)
+
+
+class Remembered:
+    """Targets of single images, each of which one worker alone has written."""
+
+    def __init__(self) -> None:
+        self.targets = torch.zeros(50, 4, dtype=torch.float64)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch.images)
+        self.targets[batch.samples] = 0.5 * self.targets[batch.samples] + 0.5 * logits.detach().softmax(1)
+        return F.cross_entropy(logits, batch.labels) + (self.targets[batch.samples] * logits).sum(1).mean()
+
+
+class Queue:
+    """Features of the steps before, written in place."""
+
+    def __init__(self) -> None:
+        self.keys, self.at = F.normalize(torch.linspace(-1, 1, 160, dtype=torch.float64).view(40, 4)), 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch.images)
+        loss = F.cross_entropy(logits, batch.labels) + (logits @ self.keys.clone().T).logsumexp(1).mean()
+        with torch.no_grad():
+            for row in logits:
+                self.keys[self.at] = row
+                self.at = (self.at + 1) % 40
+        return loss
+
+
+REMEMBERED, QUEUE = Remembered(), Queue()
 NOTES: dict[str, tuple[Loop, str]] = {
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
@@ -233,6 +304,15 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),
     "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
+    "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
+    "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
+    "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
+    "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
+    "counts by NumPy": (by_steps(counted_by_numpy, mlp), "`weights = torch.tensor(1 / (1 + np.bincount("),
+    "an array of counts": (by_steps(array_of_counts, mlp), "numbers that differ between the workers"),
+    "a weight by item": (by_steps(balanced_by_item, mlp), "first.item() / second.item() * 0.1 * second`"),
+    "targets of images": (by_steps(lambda m, b: REMEMBERED(m, b), mlp), "numbers that differ between the workers"),
+    "a queue in place": (by_steps(lambda m, b: QUEUE(m, b), mlp), "numbers that differ between the workers"),
     "a generator of torch": (by_steps(entropy, Noisy), "a generator of its own"),
     "a generator of NumPy": (numpys_generator, "a generator of its own"),
     "random numbers": (
@@ -286,7 +366,9 @@ def of_views(model: nn.Module, batch: Any) -> Tensor:
     """Two views of each image in one tensor, in another order meanwhile, and halves of the batch."""
     count = len(batch.images)
     order = torch.arange(2 * count).flip(0)
-    views = torch.cat([batch.images, batch.images.flip(3)])
+    views = torch.cat([batch.images, batch.images])
+    views[count:] = batch.images.flip(3)
+    views[:, :, 1:3, :2] = 0
     logits = model(views[order])[order]
     first, second = logits.chunk(2)
     loss = (first - second).square().mean() + (logits[:count] * logits[count:]).mean()
@@ -302,7 +384,34 @@ def drawn_for_each(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images + torch.stack(noise)[:, None, None, None]), batch.labels)
 
 
+def sane_numbers(run: Any) -> None:
+    """Numbers and tables that are the same on all workers, or belong to single images."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    table, counts = np.linspace(0.5, 1.5, 50), torch.ones(4, dtype=torch.float64)
+    targets = torch.zeros(50, 4, dtype=torch.float64)
+    average = 0.0
+    for epoch in run.epochs():
+        for batch in epoch:
+            logits = model(batch.images)
+            losses = F.cross_entropy(logits, batch.labels, reduction="none")
+            factors = torch.tensor([table[sample] for sample in batch.samples.tolist()])
+            loss = (losses * factors).mean() + 0.1 * logits.square().mean() * np.cos(batch.step)
+            loss = loss + sum(losses[i] * table[sample] for i, sample in enumerate(batch.samples)) / len(losses)
+            counts += torch.tensor(run.total(torch.bincount(batch.labels, minlength=4)))
+            targets[run.gather(batch.samples)] = run.gather(logits.detach().softmax(1))
+            mean = run.total([losses.sum().item()])[0] / run.total([len(losses)])[0]
+            loss = loss * (1 + 0.1 * mean) + (logits * (counts / counts.sum()).log()).sum(1).mean()
+            loss = loss + (targets[batch.samples] * logits).sum(1).mean()
+            average = 0.9 * average + 0.1 * loss.item()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss, share=torch.tensor(average) / 2)
+
+
 SILENT: dict[str, Loop] = {
+    "numbers of all workers": sane_numbers,
     "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),
     "per image": by_features(per_image),
@@ -320,7 +429,8 @@ def reported(names: list[str], folder: str) -> dict[str, list[str]]:
         with run.steps.optimizers.followed():
             (NOTES[name][0] if name in NOTES else SILENT[name])(run)
             run.finish()
-        notes[name] = [event.text for event in recorder.events if isinstance(event, Note)]
+        told = [event.text for event in recorder.events if isinstance(event, Note)]
+        notes[name] = [note for note in told if "carries" not in note]  # which is about a resume
     return notes
 
 
