@@ -9,6 +9,9 @@ restore the old ones. Comparing it with the new options does not tell which ones
 scheduler changes options while a run trains. So each group of an optimizer keeps the options with which its attempt
 began (under ``asked``), and after loading, only those options are set in which this attempt differs from that. If the
 learning rate has changed, the scheduled rate is multiplied by the ratio.
+
+A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
+prepares the optimizer without them: their state waits until the loop has added them again, before its first step.
 """
 
 from __future__ import annotations
@@ -26,13 +29,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.training.prepared_metrics import joined_state, prepare_metric
 from raytrain.training.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
+_GROUPS_MISSING = (
+    "The checkpoint's optimizer has {stored}, and the loop has only {prepared} in its first step after the resume: let "
+    "it add the others as soon as their epoch has come or is over, as in `if epoch.number >= 2 and "
+    "len(optimizer.param_groups) == 1:`, and run the command again."
+)
 _ASKED = "asked"  # key in a group of an optimizer, for the options with which its attempt began
 
 
@@ -56,12 +64,21 @@ class CheckpointState:
         self._groups: dict[Optimizer, list[StateDict]] = {}  # options of each group after loading
         self._ratios: dict[Optimizer, list[float]] = {}  # ratio of the new learning rate to the old one, for each group
         self._held: list[object] = []  # prepared objects, and optimizers that are their attributes
+        self._waiting: dict[Optimizer, StateDict] = {}  # stored states with groups that the loop adds later
+        self._is_complete = False  # the loop has begun its first epoch
 
     def add(self, kind: str, thing: Stateful) -> str:
         """Keep ``thing`` under a name, which is returned, and load its state if the run resumes.
 
         Raises UsageError if it has no state, or if the checkpoint does not fit it.
         """
+        if self._is_complete:
+            raise UsageError(
+                f"The loop prepares {type(thing).__name__} after its first epoch has begun, and a resume could not "
+                "load it, as all is loaded before that: give it to run.prepare before `for epoch in run.epochs():`, "
+                "and use it from the epoch on that needs it."
+            )
+
         # Refuse now an object without a state; otherwise the first checkpoint would fail.
         methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
         if isinstance(thing, type) or not all(map(callable, methods)):
@@ -148,12 +165,40 @@ class CheckpointState:
                     f"prepares {type(thing).__name__}, which has {', '.join(sorted(prepared - stored))} in their "
                     "place: take the same optimizer, or start a new run under another --name."
                 )
+        if isinstance(thing, Optimizer) and len(state.get("param_groups", ())) > len(thing.param_groups):
+            self._waiting[thing] = state
+            state = _of_first_groups(state, len(thing.param_groups))
         try:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             shown = "network" if isinstance(thing, nn.Module) else name
             difference = " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {shown} is not the one that the loop prepares: {difference}") from None
+
+    def load_added_groups(self, optimizer: Optimizer) -> None:
+        """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.
+
+        Raises UsageError if the checkpoint has other groups.
+        """
+        state = self._waiting.get(optimizer)
+        if state is None:
+            return
+        num_stored, num_prepared = len(state["param_groups"]), len(optimizer.param_groups)
+        if num_stored != num_prepared:
+            stored, prepared = (format_count(number, "group") for number in (num_stored, num_prepared))
+            raise UsageError(_GROUPS_MISSING.format(stored=f"{stored} of parameters", prepared=prepared))
+        before = [dict(group) for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"The checkpoint's optimizer is not the one that the loop prepares: {error}.") from None
+        num_loaded = len(self._groups[optimizer])
+        for index, (options, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
+            if index < num_loaded:  # loaded before, and perhaps changed by a scheduler since
+                group.update({name: value for name, value in options.items() if name != "params"})
+            else:
+                _apply_changes(_options_of(options), group)
+        del self._waiting[optimizer]
 
     def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
         """Keep an object of ``torchmetrics``, whose state in checkpoints is the joined state of all workers.
@@ -171,7 +216,8 @@ class CheckpointState:
         sums.load(self._restored.pop(name, {}))
 
     def check_complete(self) -> None:
-        """Raise UsageError if the checkpoint has the state of an object that the loop did not prepare."""
+        """Begin the first epoch. Raises UsageError if the checkpoint has the state of what the loop did not prepare."""
+        self._is_complete = True
         if self._restored:
             raise UsageError(
                 f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
@@ -206,19 +252,39 @@ class CheckpointState:
 
     def state_dict(self) -> dict[str, StateDict]:
         """Return the state of every prepared object, by name."""
-        return {name: thing.state_dict() for name, thing in self._objects.items()}
+        states = {name: thing.state_dict() for name, thing in self._objects.items()}
+        waiting = {
+            name: self._waiting.get(thing) for name, thing in self._objects.items() if isinstance(thing, Optimizer)
+        }
+        return {**states, **{name: state for name, state in waiting.items() if state is not None}}
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""
         for name, thing in self._objects.items():
-            if name not in self._metrics and name in state:
-                thing.load_state_dict(state[name])
+            if name in self._metrics or name not in state:
+                continue
+            stored = state[name]
+            is_optimizer = isinstance(thing, Optimizer)
+            if is_optimizer and len(stored.get("param_groups", ())) < len(thing.param_groups):
+                continue  # the loop has added groups since, and an evaluation needs no optimizer
+            thing.load_state_dict(stored)
 
     def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
         """Return the states of all workers' metrics and sums, by name. Every worker calls this."""
         states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
         sums = {name: margins.joined_state() for name, margins in self._sums.items()}
         return {**states, **{name: state for name, state in sums.items() if state}}
+
+
+def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
+    """Return the part of an optimizer's ``state`` that belongs to its first groups."""
+    groups = state["param_groups"][:num_groups]
+    numbers = {number for group in groups for number in group["params"]}
+    return {
+        **state,
+        "state": {number: kept for number, kept in state["state"].items() if number in numbers},
+        "param_groups": groups,
+    }
 
 
 def _options_of(group: StateDict) -> StateDict:

@@ -145,6 +145,8 @@ class OptimizerSteps:
                 "give it to run.prepare, too."
             )
 
+        self._state.load_added_groups(optimizer)
+
         # Gradients must be those of the global batch by now, also those that a loop has kept on the worker.
         self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
