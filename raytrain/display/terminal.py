@@ -166,6 +166,7 @@ class TerminalView(LiveView):
         self._rows = sample_of_rows(_NUM_ROWS)
         self._num_events = 0
         self._next_line_s = clock()
+        self._printed_step = 0
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
@@ -185,7 +186,8 @@ class TerminalView(LiveView):
             if number >= self._num_events:
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")
                 self._num_events = number + 1
-        trains = snapshot.rows and snapshot.status != "starting"  # a run that resumes has rows, but no step yet
-        if trains and (self._clock() >= self._next_line_s or snapshot.over):
+        is_due = snapshot.rows and self._clock() >= self._next_line_s
+        is_last = snapshot.over and self._rows.rows and snapshot.step != self._printed_step
+        if (is_due or is_last) and snapshot.status != "starting":  # a run that resumes has rows, but no step yet
             self._print(progress_line(snapshot))
-            self._next_line_s = self._clock() + self._interval_s
+            self._next_line_s, self._printed_step = self._clock() + self._interval_s, snapshot.step

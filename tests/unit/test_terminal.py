@@ -210,6 +210,15 @@ def wait_for_two_things(console: Console) -> None:
     STARTUP.info("nobody looks any more")
 
 
+def test_the_last_step_is_printed_once_also_if_its_row_came_before_the_end() -> None:
+    terminal, out, _ = view()
+    terminal.update(snapshot([step_row(120)]))
+    terminal.update(snapshot([step_row(1000)], first_row=1))
+    for _ in range(2):
+        terminal.update(snapshot([], first_row=2, step=1000, status="finished"))
+    assert [line.split("/")[0] for line in out.getvalue().splitlines()] == ["step 120", "step 1,000"]
+
+
 def test_in_a_terminal_a_line_says_what_the_start_waits_for() -> None:
     out = io.StringIO()
     wait_for_two_things(Console(file=out, force_terminal=True, width=100, height=40))
