@@ -41,6 +41,7 @@ _GROUPS_MISSING = (
     "it add the others as soon as their epoch has come or is over, as in `if epoch.number >= 2 and "
     "len(optimizer.param_groups) == 1:`, and run the command again."
 )
+_FROZEN = "frozen"  # key of a checkpoint, for the names of the weights that do not learn, by network
 _ASKED = "asked"  # key in a group of an optimizer, for the options with which its attempt began
 
 
@@ -59,7 +60,10 @@ class CheckpointState:
         self._metrics: dict[str, Any] = {}  # of torchmetrics
         self._sums: dict[str, SampleMargins] = {}
         self._objects: dict[str, Stateful] = {}
-        self._restored = {name: state for name, state in restored.items() if not name.endswith(MEASURED)}
+        self._restored = {
+            name: state for name, state in restored.items() if not name.endswith(MEASURED) and name != _FROZEN
+        }
+        self._restored_frozen = restored.get(_FROZEN)
         self._resumes = bool(restored)
         self._groups: dict[Optimizer, list[StateDict]] = {}  # options of each group after loading
         self._ratios: dict[Optimizer, list[float]] = {}  # ratio of the new learning rate to the old one, for each group
@@ -256,7 +260,26 @@ class CheckpointState:
         waiting = {
             name: self._waiting.get(thing) for name, thing in self._objects.items() if isinstance(thing, Optimizer)
         }
-        return {**states, **{name: state for name, state in waiting.items() if state is not None}}
+        waiting_states = {name: state for name, state in waiting.items() if state is not None}
+        return {**states, **waiting_states, _FROZEN: self._frozen()}
+
+    def _frozen(self) -> dict[str, list[str]]:
+        """Return the names of the weights that do not learn, by network."""
+        networks = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
+        return {
+            name: [key for key, weight in network.named_parameters() if not weight.requires_grad]
+            for name, network in networks.items()
+        }
+
+    def frozen_differently(self) -> tuple[list[str], list[str]]:
+        """Return the weights that have learned before the resume and are frozen now, and the other way round."""
+        now, before = self._frozen(), self._restored_frozen
+        if before is None:
+            return [], []
+        pairs = [(now[name], before[name]) for name in now if name in before]
+        return [key for ours, theirs in pairs for key in ours if key not in theirs], [
+            key for ours, theirs in pairs for key in theirs if key not in ours
+        ]
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""

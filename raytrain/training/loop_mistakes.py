@@ -50,6 +50,14 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         code = compile(tree, str(file), "exec")
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{failure}: {describe(error)}.") from None
+    relative = next((node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level), None)
+    if relative is not None and name.rpartition(":")[0].endswith(".py"):
+        module = f"{file.resolve().parent.name}.{file.stem}"
+        raise UsageError(
+            f"{option} {name} is a file of a package, as it imports others of it by a dot "
+            f"({line_of(str(file), relative.lineno)}): name its module, as in {option} {module}:{function}, from the "
+            "folder that holds the package, or with that folder in PYTHONPATH."
+        )
     if runs_here and (missing := _missing_package(tree, file)):
         package, number = missing
         raise UsageError(f"{failure}: ModuleNotFoundError: No module named {package!r} ({line_of(str(file), number)}).")

@@ -34,7 +34,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import UsageError, format_count, some_of
 from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
@@ -58,6 +58,14 @@ _MOST_ACCUMULATED = 64  # batches without a step of an optimizer for which a che
 _NOT_PREPARED = (
     "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
     "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
+)
+_FROZEN_NOW = (
+    "{names} have learned before this resume, and are frozen now: what the loop unfreezes in an epoch, it also has to "
+    "unfreeze in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
+)
+_LEARNS_NOW = (
+    "{names} were frozen before this resume, and learn now: what the loop freezes in an epoch, it also has to freeze "
+    "in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
 )
 _CALLS = {  # the field of StepTotals that counts a call: what the loop did, in a sentence
     "loops_returned": "returned",
@@ -322,6 +330,7 @@ class Steps:
         if self._num_steps_done == 1:
             for note in self.notes():
                 self.report_once(note)
+            self._report_frozen_differently()
 
         # Compare the workers after steps 1, 2, 4, 8, … of this attempt: most mistakes show at once.
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
@@ -330,6 +339,16 @@ class Steps:
             self.optimizers.check_agreement(step)
             self.watch.compare()
         return totals
+
+    def _report_frozen_differently(self) -> None:
+        """Report weights that learn after the first step of a resume, and did not before, or the other way round."""
+        is_frozen_now, learns_now = self._state.frozen_differently()
+        if is_frozen_now:
+            self.report_once(_FROZEN_NOW.format(names=some_of(is_frozen_now)))
+        # The loop may unfreeze weights in the epoch that a resume begins with.
+        is_in_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
+        if learns_now and is_in_epoch:
+            self.report_once(_LEARNS_NOW.format(names=some_of(learns_now)))
 
     def _flush_metrics(self, *, loop_returned: bool = False) -> None:
         """Record the metrics of the last step. Raises UsageError if not all workers did the same in it."""

@@ -93,3 +93,34 @@ def test_what_is_prepared_after_the_first_epoch_has_begun_is_refused_at_once(tmp
     """A resume refused it before, when the run could no longer be saved."""
     with pytest.raises(UsageError, match=r"prepares Adam after its first epoch .* before `for epoch in run.epochs"):
         train_loop(second_stage, tmp_path, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("freezes", "stop_after", "told"),
+    [
+        (lambda model, number: number == 1 and model[1].requires_grad_(True), 7, "are frozen now"),
+        (lambda model, number: number == 1 and model[1].requires_grad_(True), 6, "are frozen now"),
+        (lambda model, number: number >= 1 and model[1].requires_grad_(True), 7, None),
+        (lambda model, number: number >= 1 and model[1].requires_grad_(True), 3, None),
+        (lambda model, number: number == 1 and model[3].bias.requires_grad_(False), 7, "learn now"),
+        (lambda model, number: number >= 1 and model[3].bias.requires_grad_(False), 7, None),
+    ],
+)
+def test_layers_that_learn_only_on_one_side_of_a_resume_are_named(
+    freezes: Callable[[Any, int], object], stop_after: int, told: str | None, tmp_path: Path
+) -> None:
+    def loop(run: Run) -> None:
+        model: Any = run.prepare(two_layers())
+        model[1].requires_grad_(False)
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs():
+            freezes(model, epoch.number)
+            for batch in epoch:
+                optimizer.zero_grad()
+                (cross_entropy(model, batch) + 0 * sum(weight.sum() for weight in model.parameters())).backward()
+                optimizer.step()
+
+    train_loop(loop, tmp_path, OPTIONS, Recorder(stop_after))
+    notes = [note for note in train_loop(loop, tmp_path, OPTIONS).notes if "this resume" in note]
+    assert len(notes) == (told is not None)
+    assert all(told in note for note in notes if told)

@@ -19,6 +19,10 @@ REFUSED = {
     ),
     "a package that is not there": ("import no_such_package\ndef train(run): ...", "No module named 'no_such_package'"),
     "one from which is imported": ("from no_such.inner import it\ndef train(run): ...", "No module named 'no_such'"),
+    "a file of a package": (
+        "from .config import load\ndef train(run): load()",
+        r"is a file of a package, .*loop.py, line 1: .*name its module, as in --loop \w+.loop:train",
+    ),
     "another function": ("def trian(run): ...", r"loop.py has no function 'train' \(did you mean trian"),
     "two arguments": ("def train(run, config): ...", "needs 2 arguments, run, config, and a loop is called with one"),
     "no argument": ("def train(): ...", "takes no argument, and a loop is called with one"),
