@@ -91,6 +91,15 @@ def run(images: Path, storage: Path, train: Callable[[Coordinator], None], signa
         return opened.watch()
 
 
+def train_until_stopped(coordinator: Coordinator) -> None:
+    """Report the start, and end as soon as a stop has been requested."""
+    coordinator.checked()
+    if coordinator.snapshot().status == "starting":
+        coordinator.started(2, 0)
+    elif coordinator.wait_for_stop_request(0.0) is not None:
+        coordinator.conclude(STOPPED)
+
+
 def test_a_run_is_written_down_once_its_workers_have_checked_it_and_then_its_end(images: Path, tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
     steps: list[Callable[[Coordinator], None]] = [lambda run: run.checked(), lambda run: run.started(2, 0)]
@@ -124,25 +133,14 @@ def test_a_stop_of_a_run_that_trains_goes_to_its_workers(images: Path, tmp_path:
     signals = StopSignals()
 
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        if coordinator.snapshot().status == "starting":
-            coordinator.started(2, 0)
-        elif coordinator.wait_for_stop_request(0.0) is not None:
-            coordinator.conclude(STOPPED)
+        train_until_stopped(coordinator)
         signals.request_stop(StopReason("page", "here"))
 
     assert run(images, tmp_path, train, signals).stop_reason == StopReason("page", "here")
 
 
 def test_a_run_that_has_cost_its_limit_stops_and_says_so(images: Path, tmp_path: Path) -> None:
-    def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        if coordinator.snapshot().status == "starting":
-            coordinator.started(2, 0)
-        elif coordinator.wait_for_stop_request(0.0) is not None:
-            coordinator.conclude(STOPPED)
-
-    with session(images, tmp_path, train, price=("1000000",), max_cost=0.001) as (opened, _):
+    with session(images, tmp_path, train_until_stopped, price=("1000000",), max_cost=0.001) as (opened, _):
         result = opened.watch()
     assert result.stop_reason is not None and result.stop_reason.kind == "cost"
     assert result.dollars is not None and result.dollars >= 0.001
@@ -195,17 +193,10 @@ def test_a_view_whose_terminal_is_closed_costs_no_checkpoint(
         signals.request_stop(StopReason("signal", "SIGHUP"))
         raise error
 
-    def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        if coordinator.snapshot().status == "starting":
-            coordinator.started(2, 0)
-        elif coordinator.wait_for_stop_request(0.0) is not None:
-            coordinator.conclude(STOPPED)
-
     wanted = settle_options(config(images, tmp_path, precision="float32"))
     with (
         prepare(wanted, TrainRequest(signals=signals, view=view)) as prepared,
-        RunSession(prepared, StandIn(prepared, train)) as opened,
+        RunSession(prepared, StandIn(prepared, train_until_stopped)) as opened,
     ):
         assert opened.watch().stop_reason == StopReason("signal", "SIGHUP")
 
