@@ -103,6 +103,7 @@ def test_the_command_shows_them_in_a_pipe_also_if_the_loop_fails(images: Path, t
     assert done.returncode == 1
     assert "[worker0]:a warning\n" in done.stderr
     assert "KeyError: 'x'" in done.stderr and "Traceback" not in done.stderr
+    assert "leaked" not in done.stderr, "what the agent's modules say when Python ends"
 
 
 SCRIPT = """
