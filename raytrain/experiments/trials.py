@@ -254,6 +254,12 @@ def names_of(storage: str, name: str) -> list[str]:
     return [name]
 
 
+def begun_trials(storage: str, name: str) -> list[str]:
+    """Return the names of those runs of a sweep that have begun; of any other run, none."""
+    sweep = parse_sweep(read_json(run_store(storage, name), SWEEP))
+    return [] if sweep is None else [t for t in trial_names(sweep, name) if run_store(storage, t).exists(CONFIG)]
+
+
 def as_typed(values: Mapping[str, Any]) -> str:
     """Return varied values as a user types them: ``learning-rate=0.1 nesterov=true``."""
     return " ".join(f"{option_name(name)}={shown(value)}" for name, value in values.items())

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from raytrain.config import TrainConfig
 from raytrain.config.values import matches
@@ -35,7 +35,7 @@ from raytrain.runs.documents import (
 )
 from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.metric_row import MetricRow, SkippedImage
-from raytrain.runs.outcome import as_tuple
+from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.provenance import Provenance, read_provenance
 from raytrain.runs.status import RunStatus, parse_status
@@ -188,6 +188,7 @@ def _parse_document(path: str, content: bytes | Exception, parse: Callable[[byte
         return None
 
 
+_STATUSES = "starting", "running", *get_args(EndStatus), "interrupted"
 _FIELDS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}  # by the names of their flags
 
 
@@ -206,6 +207,11 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
         if name != "status" and name not in _FIELDS:
             hint = did_you_mean(name, ["status", *_FIELDS])
             raise UsageError(f"--filter {condition!r}: {name!r} is neither status nor an option of a run{hint}.")
+        if name == "status" and value not in _STATUSES:
+            hint = did_you_mean(value, _STATUSES)
+            raise UsageError(
+                f"--filter {condition!r}: {value!r} is no status{hint}; it is one of {', '.join(_STATUSES)}."
+            )
         wanted.append((name, value))
     return [run for run in runs if all(_meets(run, name, value) for name, value in wanted)]
 

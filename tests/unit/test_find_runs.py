@@ -91,6 +91,8 @@ def test_a_filter_that_is_not_understood_is_one_sentence() -> None:
         select_runs([], ["finished"])
     with pytest.raises(UsageError, match=r"did you mean learning-rate"):
         select_runs([], ["learning-rat=1"])
+    with pytest.raises(UsageError, match=r"'finish' is no status \(did you mean finished\?\); it is one of starting, "):
+        select_runs([], ["status=finish"])
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,18 @@ def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: py
     assert main([*words, "--yes"]) == 0
     assert [run.name for run in list_runs(str(tmp_path))] == ["second"]
     assert not (tmp_path / "first").exists()
+
+
+def test_the_trials_of_a_sweep_that_is_deleted_stay_and_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [{"seed": number} for number in range(3)]
+    write_json(stored(tmp_path, "rates"), SWEEP, {"vary": ["seed=0,1,2"], "points": points})
+    for number in range(2):  # the third has not started
+        stored(tmp_path, f"rates-0{number}", seed=number)
+    assert main(["rm", "rates", "--yes", "--storage", str(tmp_path)]) == 0
+    assert f"stay: raytrain rm rates-00 rates-01 --storage {tmp_path} deletes them" in capsys.readouterr().out
+    assert [run.name for run in sort_runs(list_runs(str(tmp_path)), "name")] == ["rates-00", "rates-01"]
 
 
 @pytest.mark.not_quick

@@ -14,7 +14,7 @@ from raytrain.cli.main import main
 from raytrain.display.run_tables import LogLines
 from raytrain.errors import StorageError
 from raytrain.runs import logs
-from raytrain.runs.documents import CONFIG, run_store
+from raytrain.runs.documents import CONFIG, SWEEP, run_store, write_json
 from raytrain.runs.logs import (
     MAX_LINE,
     LogCopies,
@@ -238,6 +238,21 @@ def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.
     assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 2
     assert "--worker is 2, and run 'first' has 2 workers, counted from 0." in capsys.readouterr().err
     assert main(["logs", "first", "--worker", "-1", "--storage", str(tmp_path)]) == 2
+    assert main(["logs", "first", "--worker", "0", "--storage", str(tmp_path)]) == 0
+    assert "worker 0 has printed nothing, and the run is over." in capsys.readouterr().out
+
+
+def test_the_logs_of_a_sweep_are_those_of_its_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = run_store(str(tmp_path), "rates")
+    store.put(CONFIG, b"{}")
+    write_json(store, SWEEP, {"vary": ["seed=0,1"], "points": [{"seed": 0}, {"seed": 1}]})
+    write_status(store, RunStatus(status="finished"))
+    assert main(["logs", "rates", "--storage", str(tmp_path)]) == 2
+    said = "'rates' is a sweep; its trials have the logs, none of which has begun."
+    assert said in capsys.readouterr().err
+    run_store(str(tmp_path), "rates-01").put(CONFIG, b"{}")
+    assert main(["logs", "rates", "--follow", "--storage", str(tmp_path)]) == 2
+    assert f"such as `raytrain logs rates-01 --storage {tmp_path}`" in capsys.readouterr().err
 
 
 def test_lines_that_were_followed_end_without_an_empty_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

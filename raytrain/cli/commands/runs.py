@@ -138,7 +138,9 @@ def rm(
 
     Example: raytrain rm first second
     """
+    from raytrain.experiments.trials import begun_trials
     from raytrain.runs.documents import open_run
+    from raytrain.runs.outcome import shell_command
     from raytrain.runs.records import delete_run
 
     if not runs:
@@ -147,6 +149,7 @@ def rm(
         open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
         return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
+    trials = [trial for name in runs for trial in begun_trials(storage, name) if trial not in runs]
     deleted = [delete_run(storage, name) for name in runs]
     num_files = sum(count for count, _ in deleted)
     left = [f"{name}/{path}" for name, (_, paths) in zip(runs, deleted, strict=True) for path in paths]
@@ -154,6 +157,9 @@ def rm(
     if left:
         are_left = "file that no run wrote is" if len(left) == 1 else "files that no run wrote are"
         text += f" {len(left):,} {are_left} left in {storage}, such as {left[0]}."
+    if trials:
+        command = shell_command("rm", *trials, storage=storage)
+        text += f" The trials of a sweep are runs, and stay: {command} deletes them."
     return CommandResult(text, {"deleted": runs, "files": num_files, "left": left})
 
 
@@ -184,10 +190,15 @@ def logs(
     Example: raytrain logs first --worker 1 --follow
     """
     from raytrain.display.run_tables import LogLines
+    from raytrain.experiments.trials import begun_trials
     from raytrain.monitor.run_reader import RunReader, follow_run
-    from raytrain.runs.documents import open_run
+    from raytrain.runs.documents import SWEEP, open_run
     from raytrain.runs.logs import DRIVER, LogReader, worker_log
+    from raytrain.runs.outcome import shell_command
 
+    if open_run(storage, run).exists(SWEEP):
+        begun = [f"such as `{shell_command('logs', trial, storage=storage)}`" for trial in begun_trials(storage, run)]
+        raise UsageError(f"{run!r} is a sweep; its trials have the logs, {(begun or ['none of which has begun'])[0]}.")
     reader, texts = RunReader(open_run(storage, run), run), list[str]()
     if worker is not None:
         num_workers = reader.snapshot().num_workers
@@ -217,7 +228,11 @@ def logs(
     else:
         show(reader.snapshot())
     text = "" if follow else "\n".join(texts)
-    return CommandResult(text if texts else "There is nothing yet.", {"run": run, "lines": texts})
+    if not texts:
+        snapshot, printing = reader.snapshot(), " and ".join(process.replace("-", " ") for process in processes)
+        is_final = logs and snapshot.over and snapshot.num_workers
+        text = f"{printing} has printed nothing, and the run is over." if is_final else "There is nothing yet."
+    return CommandResult(text, {"run": run, "lines": texts})
 
 
 def watch(
