@@ -76,13 +76,6 @@ class CheckpointState:
 
         Raises UsageError if it has no state, or if the checkpoint does not fit it.
         """
-        if self._is_complete:
-            raise UsageError(
-                f"The loop prepares {type(thing).__name__} after its first epoch has begun, and a resume could not "
-                "load it, as all is loaded before that: give it to run.prepare before `for epoch in run.epochs():`, "
-                "and use it from the epoch on that needs it."
-            )
-
         # Refuse now an object without a state; otherwise the first checkpoint would fail.
         methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
         if isinstance(thing, type) or not all(map(callable, methods)):
@@ -91,6 +84,13 @@ class CheckpointState:
                 f"run.prepare got {shown}; give it one thing with state_dict and load_state_dict: a network, an "
                 "optimizer, nn.ParameterList([...]) of single parameters, or an object of a class of yours that has "
                 "both methods."
+            )
+
+        if self._is_complete:
+            raise UsageError(
+                f"The loop prepares {type(thing).__name__} after its first epoch has begun, and a resume could not "
+                "load it, as all is loaded before that: give it to run.prepare before `for epoch in run.epochs():`, "
+                "and use it from the epoch on that needs it."
             )
 
         # Give it a name, and load its state.

@@ -107,10 +107,11 @@ def test_they_train_as_in_plain_pytorch_on_one_and_on_two_workers(tmp_path: Path
 
 def lazy_weights(folder: str) -> list[Tensor]:
     run = make_run(config(batch_size=7, model=f"{__name__}:lazy"), images(NUM_IMAGES), folder, Recorder())
-    train(run)
-    own = run.prepare(lazy(run.num_classes, 3))  # one that a loop makes itself, after the seeds of a step
+    torch.manual_seed(run.rank)  # as a loop may do that makes its network itself
+    own = run.prepare(lazy(run.num_classes, 3))
     assert all(each.device.type == "cpu" and each.numel() for each in own.parameters())
-    return [each.detach().clone() for each in (*run.models.trained[0].parameters(), *own.parameters())]
+    train(run)
+    return [each.detach().clone() for each in (*run.models.trained[1].parameters(), *own.parameters())]
 
 
 def test_lazy_layers_get_their_shapes_from_the_images(tmp_path: Path) -> None:
