@@ -85,6 +85,8 @@ def _digest(tensor: Tensor) -> Tensor:
     NaN and infinity are replaced by numbers, which can be compared.
     """
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    if values.is_floating_point() and values.element_size() == 1:  # torch does not add up numbers of 8 bits
+        values = values.float()
     sums = [values[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3)]
     norm = torch.linalg.vector_norm(values if values.is_floating_point() else values.double(), dtype=torch.float64)
     return torch.stack([*sums, norm]).nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)

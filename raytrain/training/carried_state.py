@@ -18,6 +18,7 @@ import inspect
 import random
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -172,11 +173,15 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
         return value.item() if isinstance(value, np.generic) else "nothing" if value is None else value
     if isinstance(value, Tensor):
         is_plain = value.layout == torch.strided and not value.is_quantized and not is_lazy(value)
-        if not is_plain or value.device.type == "meta" or value.data_ptr() in kept:
+        try:
+            if not is_plain or value.device.type == "meta" or value.data_ptr() in kept:
+                return None
+            shape = tuple(value.shape)
+            return (shape, *digest_of_tensors([value])[0].tolist()) if value.numel() else shape
+        except RuntimeError:  # torch cannot add up all kinds, such as integers of 4 bits
             return None
-        return (tuple(value.shape), *digest_of_tensors([value])[0].tolist()) if value.numel() else tuple(value.shape)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return value.shape, *digest_of_tensors([torch.from_numpy(np.ascontiguousarray(value))])[0].tolist()
+        return value.shape, *digest_of_tensors([torch.from_numpy(np.ascontiguousarray(value, np.float64))])[0].tolist()
     if isinstance(value, _GENERATORS):
         return _state_of(value)
     if isinstance(value, (list, tuple, deque, dict)) and len(value) <= _LONGEST and depth < _DEEPEST:
@@ -289,7 +294,9 @@ def _live(code: CodeType, offset: int) -> tuple[set[str], set[str]]:
             before = uses | (after - writes)
             if before != live[index]:
                 live[index], has_changed = before, True
-    names = live[index_of.get(max(offset, 0), 0)] if instructions else frozenset()
+    # A frame of Python 3.12 that waits for a generator is at the cache behind its instruction.
+    index = bisect_right(instructions, max(offset, 0), key=lambda each: each.offset) - 1
+    names = live[index] if instructions else frozenset()
     return {name for name in names if not name.startswith(".")}, {name[1:] for name in names if name.startswith(".")}
 
 

@@ -9,8 +9,10 @@ carries from epoch to epoch (:mod:`raytrain.training.carried_state`).
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ from raytrain.training.carried_state import CarriedState, users_frames
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.numbered_batches import number_that_decides
 
+_log = logging.getLogger(__name__)
 _NOTE = (
     "the loop changes the weights of {names}, which it has not prepared: no checkpoint holds them, so a resumed run "
     "would begin with others, and their gradients are not joined over the workers; give the network to run.prepare "
@@ -46,6 +49,15 @@ _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
 
 
+@contextmanager
+def _searching() -> Iterator[None]:
+    """Log an exception of this context, in which all kinds of the user's objects are met: no run must fail by it."""
+    try:
+        yield
+    except Exception:
+        _log.debug("what the loop carries from epoch to epoch is not known", exc_info=True)
+
+
 class UnpreparedNetworks:
     """Reports, by ``report``, the networks that a loop changes and that are not in ``state``.
 
@@ -64,7 +76,8 @@ class UnpreparedNetworks:
 
     def begin_epoch(self, frame: FrameType | None) -> None:
         """Note what the functions of ``frame`` may carry into the epoch that begins."""
-        self._carried.begin_epoch(frame)
+        with _searching():
+            self._carried.begin_epoch(frame)
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
         """Report the networks held by the variables of ``frame`` that have changed since the first look at them.
@@ -73,8 +86,10 @@ class UnpreparedNetworks:
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1
+        if not is_due:
+            return
         frame = next(users_frames(frame), None)  # not that of a progress bar, which hands on the batches
-        if frame is None or not is_due:
+        if frame is None:
             return
         if self._num_batches == 1 and (number := number_that_decides(frame)):
             self._report(_NUMBER_NOTE.format(number=number))
@@ -92,8 +107,9 @@ class UnpreparedNetworks:
             self._report(_NOTE.format(names=some_of(changed)))
         if counters := self._changed_counters():
             self._report(_COUNTER_NOTE.format(names=some_of(counters)))
-        if is_first_of_epoch and (carried := self._carried.changed(frame, run)):
-            self._report(_CARRIED_NOTE.format(names=some_of(carried)))
+        with _searching():
+            if is_first_of_epoch and (carried := self._carried.changed(frame, run)):
+                self._report(_CARRIED_NOTE.format(names=some_of(carried)))
 
     def _changed_counters(self) -> list[str]:
         """Return the names of numbers in attributes of optimizers that have changed and are in no state_dict."""

@@ -174,6 +174,17 @@ def in_global_variables(run: Run) -> None:
             learn(model, optimizer, batch, loss_of)
 
 
+def things_of_rare_kinds(run: Run) -> None:
+    """Values whose contents torch or NumPy cannot all add up, beside one that is carried."""
+    model, optimizer = prepared(run)
+    swapped, small = np.zeros(3, dtype=">f4"), torch.zeros(3).to(torch.float8_e4m3fn)
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch, cross_entropy)
+        swapped = swapped + 1
+        small = small.clone()
+
+
 CARRIED: dict[Callable[[Run], None], set[str]] = {
     best_by_hand: {"best", "global_step", "history"},
     queue: {"keys"},
@@ -182,6 +193,7 @@ CARRIED: dict[Callable[[Run], None], set[str]] = {
     through_a_bar: {"num_seen"},
     generators: {"rng", "drawn", "window"},
     in_global_variables: {"ema", "past_losses"},
+    things_of_rare_kinds: {"swapped"},
 }
 
 
@@ -251,6 +263,26 @@ def sane(run: Run) -> None:
 
 def test_what_a_resume_computes_again_is_not_named(tmp_path: Path) -> None:
     assert names_in_notes(sane, tmp_path) == []
+
+
+class Strange:
+    """An object at which the search itself fails."""
+
+    def __init__(self) -> None:
+        vars(self).update({7: []})  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def with_a_strange_object(run: Run) -> None:
+    model, optimizer = prepared(run)
+    thing = Strange()
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch, cross_entropy)
+        print(thing)
+
+
+def test_a_loop_with_an_object_that_cannot_be_searched_trains(tmp_path: Path) -> None:
+    assert names_in_notes(with_a_strange_object, tmp_path) == []
 
 
 def accumulated(run: Run) -> None:
