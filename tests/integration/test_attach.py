@@ -53,6 +53,7 @@ def test_one_process_trains_what_two_workers_do_and_its_run_is_one_of_raytrains(
     assert raytrain.load("run", storage=str(tmp_path), trust=True).classify(photo)[0] in ("blue", "green", "red")
 
 
+@pytest.mark.slow  # the imports of three processes; those of a group that is there train the same below
 def test_torchrun_trains_what_two_workers_do(images: Path, tmp_path: Path, reference: raytrain.TrainResult) -> None:
     command = [BIN / "torchrun", "--nproc-per-node=2", "-m", "tests.helpers.attached_runs", images, tmp_path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -391,7 +391,7 @@ def of_one_process() -> dict[str, dict[str, Tensor]]:
     return run_loops()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_processes_train_what_one_does(of_one_process: dict[str, dict[str, Tensor]], world_size: int) -> None:
     first, *others = run_in_processes(world_size, run_loops)
     for name, wanted in of_one_process.items():

@@ -43,7 +43,7 @@ def test_workers_compute_what_one_process_computes(world_size: int) -> None:
             ), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_repeated_run_is_bitwise_the_same(world_size: int) -> None:
     again = together(dict(reversed(cases(world_size).items())), world_size)  # In other processes, after other runs.
     for first, second in zip(results(world_size), again, strict=True):

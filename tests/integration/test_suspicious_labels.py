@@ -130,6 +130,6 @@ def test_microbatches_count_like_whole_batches(tmp_path: Path) -> None:
 def test_several_workers_and_a_resume_in_an_epoch_find_the_same(tmp_path: Path) -> None:
     alone = margins(str(tmp_path))
     assert alone["sums"][0].tolist() == [2] * NUM_IMAGES
-    for found in (on_workers(2, None), on_workers(3, 3, None)):
-        torch.testing.assert_close(found["sums"], alone["sums"], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found["rivals"], alone["rivals"])
+    found = on_workers(3, 3, None)
+    torch.testing.assert_close(found["sums"], alone["sums"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["rivals"], alone["rivals"])
