@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from raytrain.config.values import Location
 from raytrain.errors import UsageError
-from raytrain.runs.documents import open_run
+from raytrain.runs.documents import open_single_run
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.stored_rows import FIELDS, StoredRows, read_rows
 from raytrain.storage.open import check_output, new_output
@@ -71,7 +71,7 @@ def history(name: str, *, storage: Location = "./runs") -> list[dict[str, Any]]:
         rows = pandas.DataFrame(raytrain.history("first"))
         rows[rows.kind == "evaluation"].plot(x="step", y="accuracy")
     """
-    return [row.to_json() for rows in read_rows(open_run(os.fspath(storage), name)) for row in rows]
+    return [row.to_json() for rows in read_rows(open_single_run(os.fspath(storage), name)) for row in rows]
 
 
 def export_history(storage: str, name: str, output: str) -> int:
@@ -82,7 +82,7 @@ def export_history(storage: str, name: str, output: str) -> int:
     Example: ``export_history("s3://runs/photos", "first", "history.csv")``.
     """
     check_output(output, (".parquet", ".csv"))
-    store = open_run(storage, name)
+    store = open_single_run(storage, name)
 
     # A first reading finds the columns: no row says which ones later rows have.
     num_rows, names = 0, dict[str, None]()

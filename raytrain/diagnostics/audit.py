@@ -17,7 +17,7 @@ from raytrain.data.parquet_size import read_columns
 from raytrain.data.plan.batch_plan import BatchPlan, samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs.documents import MANIFEST, TRACE, open_run, read_resolved_config
+from raytrain.runs.documents import MANIFEST, TRACE, open_single_run, read_resolved_config
 from raytrain.runs.history import read_skipped
 from raytrain.storage.store import Store
 
@@ -66,7 +66,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
 
     Example: ``raytrain.audit("first").clean``
     """
-    store = open_run(os.fspath(storage), run)
+    store = open_single_run(os.fspath(storage), run)
     steps, samples = _read_trace(store, run)
     manifest = Manifest.from_parquet(store.get(MANIFEST))
     keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)

@@ -111,10 +111,15 @@ def new_name(recipe: str) -> str:
     return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def check_name(name: str, option: str = "--name") -> str:
-    """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise."""
+def check_name(name: str, option: str = "--name", storage: str = "") -> str:
+    """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise.
+
+    ``storage``: where the run is looked for, if it is there already.
+    """
     if not _NAME.fullmatch(name):
         folder, slash, last = name.rstrip("/").rpartition("/")
+        if slash and "://" in storage and "://" not in folder:  # a path in the bucket
+            folder = f"{storage.rstrip('/')}/{folder}".rstrip("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
         if not slash and name.endswith("/"):  # as a shell completes the name of its folder
             hint = f" (did you mean {last}?)"
@@ -136,7 +141,8 @@ def run_store(storage: str, name: str) -> Store:
     """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
-    return open_store(f"{storage.rstrip('/')}/{check_name(name, 'The name of a run')}")
+    folder = storage if storage.endswith("://") else storage.rstrip("/")
+    return open_store(f"{folder}/{check_name(name, 'The name of a run', storage)}")
 
 
 def open_run(storage: str, name: str) -> Store:
@@ -150,6 +156,18 @@ def open_run(storage: str, name: str) -> Store:
         hint = "`raytrain runs` lists the runs" if names else "there are no runs yet"
         raise UsageError(f"There is no run {name!r} in {storage}{did_you_mean(name, names)}; {hint}.")
     return store
+
+
+def open_single_run(storage: str, name: str) -> Store:
+    """Return the store of a run; raise UsageError if it does not exist, or is a sweep, whose trials are runs."""
+    store = open_run(storage, name)
+    _refuse_sweep(store)
+    return store
+
+
+def _refuse_sweep(store: Store) -> None:
+    if store.exists(SWEEP):
+        raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
 
 
 def run_names(store: Store, report: Report | None = None) -> list[str]:
@@ -199,8 +217,7 @@ def read_resolved_config(store: Store) -> ResolvedConfig:
 
     Raises UsageError if the document is damaged, or belongs to a sweep, whose trials each have options of their own.
     """
-    if store.exists(SWEEP):
-        raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
+    _refuse_sweep(store)
     return _read_config(store, ResolvedConfig, warn_once)
 
 

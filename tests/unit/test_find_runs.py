@@ -124,6 +124,19 @@ def test_runs_are_sorted_by_each_column(
     assert f" {key}" in text or key in ("name", "best")  # the column is shown on 80 columns, too
 
 
+@pytest.mark.parametrize(
+    ("storage", "name", "hint"),
+    [
+        ("./runs", "elsewhere/first", "(a run in elsewhere is named first, with --storage elsewhere)"),
+        ("s3://bucket", "runs/first", "(a run in s3://bucket/runs is named first, with --storage s3://bucket/runs)"),
+        ("s3://", "first", "has no bucket; write s3://bucket/prefix"),
+    ],
+)
+def test_a_path_in_place_of_a_name_is_told_how_to_write_it(storage: str, name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(hint)):
+        run_store(storage, name)
+
+
 def test_a_wrong_word_to_sort_by_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--storage", str(tmp_path), "--sort", "bset"]) == 2
     assert "--sort is 'bset' (did you mean best?); it must be one of heartbeat" in capsys.readouterr().err
@@ -164,6 +177,18 @@ def test_the_trials_of_a_sweep_that_is_deleted_stay_and_are_named(
     assert main(["rm", "rates", "--yes", "--storage", str(tmp_path)]) == 0
     assert f"stay: raytrain rm rates-00 rates-01 --storage {tmp_path} deletes them" in capsys.readouterr().out
     assert [run.name for run in sort_runs(list_runs(str(tmp_path)), "name")] == ["rates-00", "rates-01"]
+
+
+@pytest.mark.parametrize(
+    "words", ["audit rates", "export-history rates --output rates.csv", "watch rates --terminal", "evaluate rates"]
+)
+def test_what_needs_one_run_takes_no_sweep(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_json(stored(tmp_path, "rates"), SWEEP, {"vary": ["seed=0,1"], "points": [{"seed": 0}, {"seed": 1}]})
+    assert main([*words.split(), "--storage", str(tmp_path)]) == 2
+    assert "rates is a sweep; name one of its trials, which `raytrain runs` lists." in capsys.readouterr().err
 
 
 @pytest.mark.not_quick

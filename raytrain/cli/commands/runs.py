@@ -250,11 +250,11 @@ def watch(
     if terminal:
         from raytrain.display.terminal import TerminalView
         from raytrain.monitor.run_reader import RunReader, follow_run
-        from raytrain.runs.documents import open_run
+        from raytrain.runs.documents import open_single_run
 
         if len(runs) != 1:
             raise UsageError("--terminal shows one run; without it, the page shows several.")
-        reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
+        reader = RunReader(open_single_run(storage, runs[0]).fail_fast(), runs[0])
         with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
             follow_run(reader, view.update)
         return CommandResult("", {"storage": storage, "runs": runs})
