@@ -12,6 +12,7 @@ images differs between workers anyway: tensors with a row for each of them, and 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config.user_code import is_of_user, line_of
 from raytrain.training.agreement import digest_of_tensors
 
+_log = logging.getLogger(__name__)
 Place = tuple[int, str, int]
 """A step of this attempt, a file and a line of the user's."""
 
@@ -67,7 +70,11 @@ class LoopNumbers:
     def follow(self, name: str, args: Any, kwargs: Any, result: Any, frame: FrameType | None) -> None:
         """Follow a call of torch's function ``name``, for which ``frame`` has called the watch."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        values = list(self._new_values(name, args, kwargs, result, tensors))
+        try:
+            values = list(self._new_values(name, args, kwargs, result, tensors))
+        except Exception:  # all kinds of the user's objects are met here, and no run must fail by a search
+            _log.debug("the numbers of a call of %s are not known", name, exc_info=True)
+            values = []
         places = frozenset[Place]().union(*(self._places.get(tensor, ()) for tensor in tensors))
         if values and (line := _users_line(frame)):
             place = (self._step, *line)
@@ -85,7 +92,7 @@ class LoopNumbers:
         self._in_losses.update(place for loss in losses for place in self._places.get(loss, ()))
 
     def in_losses(self) -> dict[Place, list[float]]:
-        """Return the numbers that the losses so far depend on, but for lines that run once for each image."""
+        """Return the numbers that the losses since then depend on, but for lines that run once for each image."""
         counts = {place: len(self._values[place]) for place in self._in_losses}
         return {
             (step, Path(file).name, line): [
@@ -99,6 +106,11 @@ class LoopNumbers:
         """Return the lines of these numbers, as a sentence shows them."""
         return {(Path(file).name, line): line_of(file, line) for _, file, line in self._in_losses}
 
+    def forget(self) -> None:
+        """Forget the numbers of the losses so far, which have been compared."""
+        self._values.clear()
+        self._in_losses.clear()
+
     def _new_values(
         self, name: str, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
     ) -> Iterable[float | Tensor]:
@@ -109,7 +121,7 @@ class LoopNumbers:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
                 yield _digest(torch.as_tensor(np.ascontiguousarray(leaf)))
-        if name in _FROM_NUMBERS and isinstance(result, Tensor) and not self._is_of_images(result.shape):
+        if name in _FROM_NUMBERS and _has_numbers(result) and not self._is_of_images(result.shape):
             yield _digest(result)
         indices = args[1] if name in _INDEXED and isinstance(args[1], tuple) else args[1:2]
         for index in indices if name in _INDEXED else ():
@@ -127,7 +139,7 @@ class LoopNumbers:
         """
         if tensor in self._places or id(tensor) in self._weights or self._is_of_images(tensor.shape):
             return False
-        if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_quantized or tensor.device.type == "meta":
+        if not _has_numbers(tensor) or tensor.numel() == 0:
             return False
         return tensor in self._earlier or (tensor.is_cpu and tensor.ndim < 2 and tensor.numel() < self._num_images)
 
@@ -153,6 +165,15 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
             if not all(math.isclose(*pair, rel_tol=_ROUNDING) or all(map(math.isnan, pair)) for pair in pairs):
                 lines.add(place[1:])
     return sorted(lines)
+
+
+def _has_numbers(tensor: object) -> bool:
+    """Return whether a digest of ``tensor`` can be computed: not while torch.compile or vmap traces with others."""
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    if is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def _digest(tensor: Tensor) -> Tensor:
