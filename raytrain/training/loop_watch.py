@@ -1,10 +1,10 @@
-"""Watches the first two steps of a loop on several workers for signs that the result depends on their number.
+"""Watches some steps of a loop on several workers for signs that the result depends on their number.
 
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
 outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
-first two steps, and follows all that is computed from the batch, from tensor to tensor. Nothing is replaced, and from
-the third step on, nothing is watched. Numbers that come from outside of these calls are compared between the workers
-(:mod:`raytrain.training.loop_numbers`).
+first two steps of an attempt and of its first epochs, because some losses begin after a warm-up, and follows all that
+is computed from the batch, from tensor to tensor. Nothing is replaced, and other steps are not watched. Numbers that
+come from outside of these calls are compared between the workers (:mod:`raytrain.training.loop_numbers`).
 
 A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
@@ -54,7 +54,8 @@ from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, used_generators
 from raytrain.training.warning_places import warnings_at_callers
 
-_NUM_WATCHED = 2  # steps
+_NUM_WATCHED = 2  # steps of an epoch
+_NUM_EPOCHS = 5  # of an attempt
 _NOTES = {
     "sum": (
         "the loss is a sum over images, and a run of several workers takes it for a mean: let it be a mean "
@@ -117,7 +118,7 @@ _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the o
 
 
 class LoopWatch:
-    """Finds out in the first steps of an attempt whether the loop depends on the number of workers.
+    """Finds out in the first steps of each epoch whether the loop depends on the number of workers.
 
     ``report`` gets a note, on all workers, for each sign that any of them has found.
     """
@@ -129,7 +130,9 @@ class LoopWatch:
         self._notes: set[str] = set()  # of this worker
         self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = _Calls(self._notes.add, config.batch_size)
-        self._num_steps_left = _NUM_WATCHED if worker.world_size > 1 and not config.compile else 0
+        self._num_steps_left = 0  # that are watched in this epoch
+        self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 and not config.compile else 0
+        self._epoch: int | None = None
 
     @contextmanager
     def step(self, batch: Batch, frame: FrameType | None, run: object) -> Iterator[None]:
@@ -137,6 +140,10 @@ class LoopWatch:
 
         Its variable ``run`` is left out in the search for generators, because the run seeds its own for each image.
         """
+        if batch.epoch != self._epoch and self._num_epochs_left:
+            self._num_epochs_left -= 1
+            self._num_steps_left = _NUM_WATCHED
+        self._epoch = batch.epoch
         if not self._num_steps_left:
             yield
             return
@@ -195,6 +202,7 @@ class LoopWatch:
         for note in sorted({note for notes, _, _ in gathered for note in notes}):
             self._report(note)
         lines = self._calls.numbers.lines()
+        self._calls.numbers.forget()
         for line in differing_lines([of_worker for _, _, of_worker in gathered]):
             self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
         differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, _ in gathered)]

@@ -337,7 +337,7 @@ class Steps:
             self._flush_metrics()  # at once, because whoever starts a run waits for its first loss
             self._models.check_agreement(step)
             self.optimizers.check_agreement(step)
-            self.watch.compare()
+        self.watch.compare()  # which does nothing unless the step was watched
         return totals
 
     def _report_frozen_differently(self) -> None:
