@@ -40,6 +40,7 @@ def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Pat
 def test_mixed_precision_is_that_of_the_loop_for_methods_copies_and_nested_outputs(tmp_path: Path) -> None:
     def loop(run: Run) -> None:
         model = run.prepare(TwoPaths(run.num_classes))
+        norm = run.prepare(nn.BatchNorm2d(3))
         for epoch in run.epochs(evaluate=dict):
             for batch in epoch:
                 outputs = model(batch.images)
@@ -48,7 +49,7 @@ def test_mixed_precision_is_that_of_the_loop_for_methods_copies_and_nested_outpu
                 other = copy.deepcopy(model)
                 nn.init.zeros_(other.head.weight)
                 assert torch.equal(other(batch.images)["logits"], other.head.bias.bfloat16().expand(7, -1).float())
-                assert isinstance(run.prepare(nn.BatchNorm2d(3)), nn.BatchNorm2d)
+                assert isinstance(norm, nn.BatchNorm2d)
                 assert pickle.loads(pickle.dumps(run.models.trained[1])).training
                 return
 
