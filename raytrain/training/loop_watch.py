@@ -199,11 +199,14 @@ class LoopWatch:
         gathered: list[Any] = [None] * self._worker.world_size
         in_losses = self._calls.numbers.in_losses()
         dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses))
-        for note in sorted({note for notes, _, _ in gathered for note in notes}):
+        all_notes = {note for notes, _, _ in gathered for note in notes}
+        for note in sorted(all_notes):
             self._report(note)
         lines = self._calls.numbers.lines()
         self._calls.numbers.forget()
-        for line in differing_lines([of_worker for _, _, of_worker in gathered]):
+        # Numbers that a worker draws differ, too, which has a note of its own.
+        draws = any(note.startswith(_DRAWS.partition("{")[0]) or note == _NOTES["generator"] for note in all_notes)
+        for line in [] if draws else differing_lines([of_worker for _, _, of_worker in gathered]):
             self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
         differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, _ in gathered)]
         if differing:
