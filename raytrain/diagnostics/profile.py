@@ -254,14 +254,23 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
 def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
     """Mark each call of the method ``name`` of ``owner`` in this context as a ``phase`` in the trace."""
     method = getattr(owner, name)
+    is_within = False
 
     @wraps(method)
     def marked(*arguments: Any, **options: Any) -> Any:
-        wait()
-        with record_function(phase):
-            result = method(*arguments, **options)
+        # In the steps in which the loop is watched, torch hands its own call on to the method once more.
+        nonlocal is_within
+        if is_within:
+            return method(*arguments, **options)
+        is_within = True
+        try:
             wait()
-        return result
+            with record_function(phase):
+                result = method(*arguments, **options)
+                wait()
+            return result
+        finally:
+            is_within = False
 
     setattr(owner, name, marked)
     try:

@@ -76,7 +76,8 @@ def test_a_debugger_opens_in_the_terminal_and_the_run_goes_on(folder: Path) -> N
     with subprocess.Popen(
         command("asked", "--backend", "local", "--workers", "1"), cwd=folder, env={**os.environ, **TERMINAL}, **ends
     ) as process:
-        assert "loop.py(13)train()" in terminal.answer("(Pdb) ", "p secret")
+        stops_at = 13 if sys.version_info < (3, 13) else 12  # before the next line, or at the breakpoint's own
+        assert f"loop.py({stops_at})train()" in terminal.answer("(Pdb) ", "p secret")
         answered = terminal.answer("(Pdb) ", "c")
         assert "42000" in answered and "╭" not in answered  # the picture of the run is not drawn over it
         terminal.answer("(Pdb) ", "p secret")

@@ -36,6 +36,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import shell_command
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.records import list_runs, read_run, select_runs
 from raytrain.runs.status import RunStatus, write_status
@@ -175,7 +176,8 @@ def test_the_trials_of_a_sweep_that_is_deleted_stay_and_are_named(
     for number in range(2):  # the third has not started
         stored(tmp_path, f"rates-0{number}", seed=number)
     assert main(["rm", "rates", "--yes", "--storage", str(tmp_path)]) == 0
-    assert f"stay: raytrain rm rates-00 rates-01 --storage {tmp_path} deletes them" in capsys.readouterr().out
+    again = shell_command("rm", "rates-00", "rates-01", storage=str(tmp_path))
+    assert f"stay: {again} deletes them" in capsys.readouterr().out
     assert [run.name for run in sort_runs(list_runs(str(tmp_path)), "name")] == ["rates-00", "rates-01"]
 
 

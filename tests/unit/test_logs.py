@@ -26,6 +26,7 @@ from raytrain.runs.logs import (
     log_name,
     worker_log,
 )
+from raytrain.runs.outcome import shell_command
 from raytrain.runs.redact import redact
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.folder import FolderStore
@@ -252,7 +253,8 @@ def test_the_logs_of_a_sweep_are_those_of_its_trials(tmp_path: Path, capsys: pyt
     assert said in capsys.readouterr().err
     run_store(str(tmp_path), "rates-01").put(CONFIG, b"{}")
     assert main(["logs", "rates", "--follow", "--storage", str(tmp_path)]) == 2
-    assert f"such as `raytrain logs rates-01 --storage {tmp_path}`" in capsys.readouterr().err
+    again = shell_command("logs", "rates-01", storage=str(tmp_path))
+    assert f"such as `{again}`" in capsys.readouterr().err
 
 
 def test_lines_that_were_followed_end_without_an_empty_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
