@@ -42,7 +42,7 @@ def failing(run: raytrain.Run) -> None:
 
 
 @pytest.mark.usefixtures("new_agents")
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_bucket_has_them_and_a_resume_goes_on_with_them(backend: str, images: Path, s3_url: str) -> None:
     put_images(images, open_store(f"{s3_url}/images"))
     options = config(f"{s3_url}/images", s3_url, backend=backend, epochs=2)

@@ -179,7 +179,7 @@ def test_an_agent_that_is_killed_in_the_first_step_is_no_mistake_of_the_loop(dat
 
 
 @pytest.mark.usefixtures("new_agents")
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=lambda sent: sent.name)
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT], ids=str)
 def test_an_agent_that_is_killed_too_often_fails_the_run(
     sent: signal.Signals, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
