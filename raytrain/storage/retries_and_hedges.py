@@ -6,7 +6,7 @@ many, which stay if they are at least 1.1 times as fast.
 
 Hedges: one answer in twenty or so takes hundreds of milliseconds, whatever the object. A request that has taken twice
 the 90th percentile of the last ones is sent a second time, and the answer that comes first counts. At most a tenth of
-the requests of a call are hedged, so that a bucket that is slow altogether gets few more.
+the requests of a call and one more are hedged, so that a bucket that is slow altogether gets few more.
 
 Retries: a busy cloud refuses requests, and connections break. Such a request is sent again after a random wait, of
 which the longest doubles each time (exponential backoff with full jitter): many workers that were refused at the same
@@ -37,7 +37,7 @@ _NUM_REMEMBERED, _LEARN_EVERY = 1024, 64  # requests; many, because the slow one
 _MIN_HEDGE_DELAY_S = 0.1  # no shorter, because on a busy machine many requests are delayed
 _POLL_HEDGES_EVERY_S = 0.05
 _WAKE_AT = 16  # answers: waking for each one would take a tenth of the time of small requests
-_HEDGED_FRACTION = 0.1  # of a call's requests at most
+_HEDGED_FRACTION = 0.1  # of a call's requests at most, and one more
 
 INITIAL_WAIT_S = 0.1
 MAX_WAIT_S = 15.0

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
 
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import OWN_COLUMNS
@@ -71,6 +72,19 @@ def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.devic
     rounding = torch.tensor([_ROUNDINGS * precision for precision in precisions], dtype=torch.float64)
     allowed = rounding.to(spread.device) * max(step, 1) ** 0.5 * extremes[0, :, -1]
     return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
+
+
+def has_digest(tensor: Any) -> bool:
+    """Return whether :func:`digest_of_tensors` takes ``tensor``: a plain tensor with numbers in it.
+
+    Sparse, quantized and lazy ones are none, nor are those with which torch.compile and vmap trace a function.
+
+    Example: ``digests = digest_of_tensors(filter(has_digest, network.buffers()))``
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or is_functorch_wrapped_tensor(tensor):
+        return False
+    is_plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    return is_plain and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def digest_of_tensors(tensors: Iterable[Tensor]) -> Tensor:

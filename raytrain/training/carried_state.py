@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 import random
 import sys
 import time
@@ -27,12 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.config.user_code import is_of_user
-from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.agreement import digest_of_tensors, has_digest
+from raytrain.training.random_numbers import state_of
 
 _MOST_FRAMES, _DEEPEST, _LONGEST = 12, 4, 1000  # calls up the stack, attributes of attributes, items of a list
 _CLOCKS = (time.time, time.perf_counter)
@@ -76,9 +77,12 @@ class CarriedState:
 
     def changed(self, frame: FrameType | None, run: object) -> list[str]:
         """Return names of what the loop carries on, each once; not of ``run``. ``frame`` asks for its first batch."""
+        # The first look finds out which attributes carry something.
         frames = [each for each in users_frames(frame) if id(each) in self._live]
         if self._attributes is None:
             self._attributes = _carried_attributes(frames)
+
+        # Collect what the variables of the loop and its callers hold, and then those of their modules.
         found: dict[tuple[str, int], Any] = {}
         kept = self._addresses()
         self._searched = set()
@@ -87,20 +91,22 @@ class CarriedState:
             is_module = each.f_locals is each.f_globals  # of a script, whose variables count if an epoch reads them
             for name, value in [*each.f_locals.items()]:
                 if value is not run and (name in live or not is_module):
-                    found.update(self._contents(name, value, kept, is_live=name in live))
+                    found.update(self._in_value(name, value, kept, is_live=name in live))
         for namespace in {id(each.f_globals): each.f_globals for each in frames}.values():
             for name, value in [*namespace.items()]:
                 if isinstance(value, ModuleType) or name in self._attributes or isinstance(value, _CONTAINERS):
-                    found.update(self._attribute(name, name, value, kept, 0))
+                    found.update(self._in_attribute(name, name, value, kept, 0))
+
+        # Compare it with what they held at first. A variable that did not exist before the first batch is not needed
+        # then, after a resume either.
         if self._first is None:
             self._first = found
-        # A variable that did not exist before the first batch is not needed then, after a resume either.
         changed = [key for key, content in found.items() if self._first.get(key, content) != content]
         new = [key[0] for key in changed if key[0] not in self._named and not self._is_time(found[key])]
         self._named.update(new)
         return new
 
-    def _contents(
+    def _in_value(
         self, name: str, value: Any, kept: set[int], *, is_live: bool, identity: int = 0, depth: int = 0
     ) -> Iterator[tuple[tuple[str, int], Any]]:
         """Yield what ``value`` holds, and what its attributes do, by names such as ``ema.shadow``.
@@ -125,9 +131,9 @@ class CarriedState:
             for attribute, held in [*vars(owner).items()]:
                 if attribute.startswith("__") or (is_network and attribute.startswith("_")):
                     continue
-                yield from self._attribute(f"{name}.{attribute}", attribute, held, kept, depth)
+                yield from self._in_attribute(f"{name}.{attribute}", attribute, held, kept, depth)
 
-    def _attribute(
+    def _in_attribute(
         self, name: str, attribute: str, held: Any, kept: set[int], depth: int
     ) -> Iterator[tuple[tuple[str, int], Any]]:
         """Yield what an attribute of an object or a module, or a global variable, holds."""
@@ -137,7 +143,7 @@ class CarriedState:
         if not is_carried and isinstance(held, _CONTAINERS) and "cache" not in attribute.lower():
             is_carried, identity = True, id(held)
             self._containers += [held] if self._first is None else []
-        yield from self._contents(name, held, kept, is_live=is_carried, identity=identity, depth=depth + 1)
+        yield from self._in_value(name, held, kept, is_live=is_carried, identity=identity, depth=depth + 1)
 
     def _is_time(self, content: Any) -> bool:
         """Return whether a number is a time of this attempt, as a clock shows it."""
@@ -169,21 +175,24 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
 
     Tensors that a checkpoint holds count as nothing, and so does a dictionary of numbers, mostly results by name.
     """
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return value.item() if isinstance(value, np.generic) else "nothing" if value is None else value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return str(value)  # a NaN does not even equal itself
+    if isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Tensor):
-        is_plain = value.layout == torch.strided and not value.is_quantized and not is_lazy(value)
+        if not has_digest(value):
+            return "empty" if value.numel() == 0 else None
         try:
-            if not is_plain or value.device.type == "meta" or value.data_ptr() in kept:
-                return None
-            shape = tuple(value.shape)
-            return (shape, *digest_of_tensors([value])[0].tolist()) if value.numel() else shape
+            is_kept = value.data_ptr() in kept
+            return None if is_kept else (tuple(value.shape), *digest_of_tensors([value])[0].tolist())
         except RuntimeError:  # torch cannot add up all kinds, such as integers of 4 bits
             return None
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value.shape, *digest_of_tensors([torch.from_numpy(np.ascontiguousarray(value, np.float64))])[0].tolist()
     if isinstance(value, _GENERATORS):
-        return _state_of(value)
+        return state_of(value)
     if isinstance(value, (list, tuple, deque, dict)) and len(value) <= _LONGEST and depth < _DEEPEST:
         items: Any = value.values() if isinstance(value, dict) else value
         contents = [_content(item, kept, depth + 1) for item in items]
@@ -193,15 +202,6 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
             return None
         return tuple(contents)
     return None
-
-
-def _state_of(generator: Any) -> Any:
-    """Return the state of a random number generator as something that can be compared."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))
 
 
 def _is_users(thing: Any) -> bool:

@@ -257,11 +257,10 @@ class CheckpointState:
     def state_dict(self) -> dict[str, StateDict]:
         """Return the state of every prepared object, by name."""
         states = {name: thing.state_dict() for name, thing in self._objects.items()}
-        waiting = {
-            name: self._waiting.get(thing) for name, thing in self._objects.items() if isinstance(thing, Optimizer)
-        }
-        waiting_states = {name: state for name, state in waiting.items() if state is not None}
-        return {**states, **waiting_states, _FROZEN: self._frozen()}
+        for name, thing in self._objects.items():
+            if isinstance(thing, Optimizer) and thing in self._waiting:
+                states[name] = self._waiting[thing]  # the loop has not added its groups again yet
+        return {**states, _FROZEN: self._frozen()}
 
     def _frozen(self) -> dict[str, list[str]]:
         """Return the names of the weights that do not learn, by network."""
@@ -277,9 +276,9 @@ class CheckpointState:
         if before is None:
             return [], []
         pairs = [(now[name], before[name]) for name in now if name in before]
-        return [key for ours, theirs in pairs for key in ours if key not in theirs], [
-            key for ours, theirs in pairs for key in theirs if key not in ours
-        ]
+        is_frozen_now = [key for ours, theirs in pairs for key in ours if key not in theirs]
+        learns_now = [key for ours, theirs in pairs for key in theirs if key not in ours]
+        return is_frozen_now, learns_now
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""

@@ -21,13 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config.user_code import is_of_user, line_of
-from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.agreement import digest_of_tensors, has_digest
 
 _log = logging.getLogger(__name__)
 Place = tuple[int, str, int]
@@ -121,7 +120,7 @@ class LoopNumbers:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
                 yield _digest(torch.as_tensor(np.ascontiguousarray(leaf)))
-        if name in _FROM_NUMBERS and _has_numbers(result) and not self._is_of_images(result.shape):
+        if name in _FROM_NUMBERS and has_digest(result) and not self._is_of_images(result.shape):
             yield _digest(result)
         indices = args[1] if name in _INDEXED and isinstance(args[1], tuple) else args[1:2]
         for index in indices if name in _INDEXED else ():
@@ -139,7 +138,7 @@ class LoopNumbers:
         """
         if tensor in self._places or id(tensor) in self._weights or self._is_of_images(tensor.shape):
             return False
-        if not _has_numbers(tensor) or tensor.numel() == 0:
+        if not has_digest(tensor):
             return False
         return tensor in self._earlier or (tensor.is_cpu and tensor.ndim < 2 and tensor.numel() < self._num_images)
 
@@ -165,15 +164,6 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
             if not all(math.isclose(*pair, rel_tol=_ROUNDING) or all(map(math.isnan, pair)) for pair in pairs):
                 lines.add(place[1:])
     return sorted(lines)
-
-
-def _has_numbers(tensor: object) -> bool:
-    """Return whether a digest of ``tensor`` can be computed: not while torch.compile or vmap traces with others."""
-    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
-        return False
-    if is_functorch_wrapped_tensor(tensor):
-        return False
-    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
 outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
-first two steps of an attempt and of its first epochs, because some losses begin after a warm-up, and follows all that
-is computed from the batch, from tensor to tensor. Nothing is replaced, and other steps are not watched. Numbers that
-come from outside of these calls are compared between the workers (:mod:`raytrain.training.loop_numbers`).
+first two steps of each of the first five epochs of an attempt, because some losses begin after a warm-up, and follows
+all that is computed from the batch, from tensor to tensor. Nothing is replaced, and other steps are not watched.
+Numbers that come from outside of these calls are compared between the workers
+(:mod:`raytrain.training.loop_numbers`).
 
 A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
@@ -26,7 +27,6 @@ metric, change no weight. ``statistic``, ``moved`` and ``selected`` have no note
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ from raytrain.training.gradients import HOOK_NOTE
 from raytrain.training.loop_numbers import LoopNumbers, differing_lines
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
-from raytrain.training.random_numbers import held_generators, used_generators
+from raytrain.training.random_numbers import held_generators, state_of, used_generators
 from raytrain.training.warning_places import warnings_at_callers
 
 _NUM_WATCHED = 2  # steps of an epoch
@@ -118,7 +117,7 @@ _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the o
 
 
 class LoopWatch:
-    """Finds out in the first steps of each epoch whether the loop depends on the number of workers.
+    """Finds out in the first steps of an attempt's first epochs whether the loop depends on the number of workers.
 
     ``report`` gets a note, on all workers, for each sign that any of them has found.
     """
@@ -128,6 +127,7 @@ class LoopWatch:
     ) -> None:
         self._config, self._worker, self._models, self._report = config, worker, models, report
         self._notes: set[str] = set()  # of this worker
+        self._draws = False  # True if this worker draws numbers that others do not, or for all images the same
         self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = _Calls(self._notes.add, config.batch_size)
         self._num_steps_left = 0  # that are watched in this epoch
@@ -153,7 +153,7 @@ class LoopWatch:
         variables = [] if frame is None else [value for value in frame.f_locals.values() if value is not run]
         generators = held_generators([*variables, *self._models.trained])
         generators = [generator for generator in generators if not isinstance(generator, torch.Generator)]
-        states = list(map(_state_of, generators))
+        states = list(map(state_of, generators))
 
         weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, set(map(id, weights)))
@@ -161,13 +161,15 @@ class LoopWatch:
             yield
         # A generator for each image draws for it alone.
         draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
-        if draws_for_all or list(map(_state_of, generators)) != states:
+        if draws_for_all or list(map(state_of, generators)) != states:
             self._notes.add(_NOTES["generator"])
+            self._draws = True
 
         # The run has seeded the libraries' own generators for this step.
         seed = mix(self._config.seed, batch.step, self._worker.rank)
         if libraries := used_generators(seed, self._worker.device):
             self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
+            self._draws = True
         self._has_news = True
 
     @contextmanager
@@ -198,17 +200,17 @@ class LoopWatch:
         }
         gathered: list[Any] = [None] * self._worker.world_size
         in_losses = self._calls.numbers.in_losses()
-        dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses))
-        all_notes = {note for notes, _, _ in gathered for note in notes}
-        for note in sorted(all_notes):
+        dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses, self._draws))
+        for note in sorted({note for notes, *_ in gathered for note in notes}):
             self._report(note)
+
+        # Numbers that a worker draws differ, too, which has a note of its own.
         lines = self._calls.numbers.lines()
         self._calls.numbers.forget()
-        # Numbers that a worker draws differ, too, which has a note of its own.
-        draws = any(note.startswith(_DRAWS.partition("{")[0]) or note == _NOTES["generator"] for note in all_notes)
-        for line in [] if draws else differing_lines([of_worker for _, _, of_worker in gathered]):
-            self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
-        differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, _ in gathered)]
+        if not any(draws for *_, draws in gathered):
+            for line in differing_lines([of_worker for _, _, of_worker, _ in gathered]):
+                self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
+        differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, *_ in gathered)]
         if differing:
             self._report(
                 f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
@@ -443,10 +445,3 @@ def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_image
 def _has_rows(tensor: Tensor, num_images: int) -> bool:
     """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
     return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0
-
-
-def _state_of(generator: Any) -> str:
-    """Return the state of a generator of NumPy or Python as text, to compare it later."""
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))

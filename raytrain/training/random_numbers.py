@@ -53,6 +53,18 @@ def used_generators(seed: int, device: torch.device) -> list[str]:
     return [name for name, is_used in used.items() if is_used]
 
 
+def state_of(generator: Any) -> str:
+    """Return the state of a generator of torch, NumPy or Python as text, to compare it with a later one.
+
+    Example: ``before = state_of(np.random.default_rng(0))``
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))
+
+
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
     """Restore the generators after this context, so that they continue as if they had not been used or seeded in it."""

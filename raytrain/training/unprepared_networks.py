@@ -16,12 +16,10 @@ from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from raytrain.errors import some_of
-from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.agreement import digest_of_tensors, has_digest
 from raytrain.training.carried_state import CarriedState, users_frames
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.numbered_batches import number_that_decides
@@ -59,7 +57,7 @@ def _searching() -> Iterator[None]:
 
 
 class UnpreparedNetworks:
-    """Reports, by ``report``, the networks that a loop changes and that are not in ``state``.
+    """Reports, by ``report``, what a loop changes and ``state`` lacks: networks, counters, and what it carries on.
 
     Example::
 
@@ -96,7 +94,7 @@ class UnpreparedNetworks:
         in_checkpoints = self._state.addresses()
         changed: list[str] = []
         for name, network in _networks_in(frame, run):
-            tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if _has_numbers(tensor)]
+            tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if has_digest(tensor)]
             own = [tensor for tensor in tensors if tensor.data_ptr() not in in_checkpoints]
             if not own:
                 continue
@@ -134,9 +132,3 @@ def _networks_in(frame: FrameType, run: object) -> Iterator[tuple[str, nn.Module
             if not isinstance(held, (list, tuple, dict)) or len(held) > _LONGEST_SEARCHED:
                 candidates = [held]
             yield from ((where, candidate) for candidate in candidates if isinstance(candidate, nn.Module))
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    """Return whether a digest can be computed of ``tensor``."""
-    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not is_lazy(tensor)
-    return is_plain and tensor.device.type != "meta" and tensor.numel() > 0

@@ -238,7 +238,7 @@ def sane(run: Run) -> None:
     scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     criterion = run.prepare(Kept())
     last_time, meter, results = time.perf_counter(), Meter(), {"loss": 0.0}
-    confusion = torch.zeros(4, 4)
+    confusion, limit = torch.zeros(4, 4), float("nan")
     for epoch in run.epochs():
         meter.reset()
         confusion.zero_()
@@ -251,6 +251,8 @@ def sane(run: Run) -> None:
             optimizer.step()
             meter.update(loss.item(), len(batch.labels))
             losses.append(loss.item())
+            if loss.item() > limit:  # never: no number is larger than NaN
+                limit = loss.item()
             confusion[batch.labels, batch.labels] += 1
             if number % 2 == 0:
                 print(number, meter.mean, meter.value)

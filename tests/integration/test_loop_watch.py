@@ -228,19 +228,11 @@ def first_half_covered(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(pixels), batch.labels)
 
 
-def after_warm_up(run: Any) -> None:
+def after_warm_up(model: nn.Module, batch: Any) -> Tensor:
     """A loss by the neighbours of an image, and a weight by two losses, from the second epoch on."""
-    model = run.prepare(mlp())
-    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
-    for epoch in run.epochs():
-        for batch in epoch:
-            logits = model(batch.images)
-            loss = F.cross_entropy(logits, batch.labels)
-            if epoch.number >= 1:
-                loss = loss + (logits - logits.roll(1, dims=0)).square().mean() / loss.item()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    logits = model(batch.images)
+    loss = F.cross_entropy(logits, batch.labels)
+    return loss if batch.epoch == 0 else loss + (logits - logits.roll(1, dims=0)).square().mean() / loss.item()
 
 
 class Remembered:
@@ -321,8 +313,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
-    "a comparison after a warm-up": (after_warm_up, "run.gather("),
-    "a number after a warm-up": (after_warm_up, "numbers that differ between the workers"),
+    "a comparison after a warm-up": (by_steps(after_warm_up, mlp), "run.gather("),
+    "a number after a warm-up": (by_steps(after_warm_up, mlp), "numbers that differ between the workers"),
     "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
     "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
     "counts by NumPy": (by_steps(counted_by_numpy, mlp), "`weights = torch.tensor(1 / (1 + np.bincount("),

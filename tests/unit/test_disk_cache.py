@@ -216,7 +216,7 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
         first, bad = reader.read(build_manifest(store))
         again, _ = reader.read(build_manifest(store))
         assert bad == {} and np.array_equal(first, again)
-        assert len({*gets}) == 20 and len(gets) < 30, "a few slow requests are sent a second time, and not all"
+        assert len({*gets}) == 20 and len(gets) <= 23, "a tenth of slow requests and one more are sent a second time"
         gets.clear()
         put_image(url, "class-0/0.png", 99)
         assert 99 in reader.read(build_manifest(store))[0]

@@ -196,10 +196,11 @@ def logs(
     from raytrain.runs.logs import DRIVER, LogReader, worker_log
     from raytrain.runs.outcome import shell_command
 
-    if open_run(storage, run).exists(SWEEP):
+    store = open_run(storage, run)
+    if store.exists(SWEEP):
         begun = [f"such as `{shell_command('logs', trial, storage=storage)}`" for trial in begun_trials(storage, run)]
         raise UsageError(f"{run!r} is a sweep; its trials have the logs, {(begun or ['none of which has begun'])[0]}.")
-    reader, texts = RunReader(open_run(storage, run), run), list[str]()
+    reader, texts = RunReader(store, run), list[str]()
     if worker is not None:
         num_workers = reader.snapshot().num_workers
         if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
