@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 from raytrain.display.dashboard import dashboard
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.history import History
+from raytrain.runs.metrics_history import History
 from raytrain.runs.records import RunRecord, read_run
 from raytrain.storage.open import open_store
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -165,6 +166,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     similar = get_close_matches(name, dict.fromkeys(known), cutoff=0.7)
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+
+
+def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:
+    """Return a command line as one types it on this machine.
+
+    It begins with ``uv run`` if this process runs under uv, which sets UV, together with the ``extra`` that the command
+    needs, which uv then installs. It names ``storage`` if that is not the default.
+
+    Example:
+        >>> shell_command("show", "digits", storage="s3://bucket/runs")
+        'raytrain show digits --storage s3://bucket/runs'
+    """
+    where = [] if storage == "./runs" else ["--storage", storage]
+    uv = ["uv", "run", *(("--extra", extra) if extra else ())] if "UV" in os.environ else []
+    return shlex.join([*uv, program, *words, *where])
 
 
 def format_count(number: float, noun: str) -> str:

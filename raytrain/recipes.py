@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from tyro.conf import UseAppendAction
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark, Synonym
+from raytrain.config.option_marks import Mark, Synonym
 from raytrain.config.options import marks_of, options_with
 from raytrain.errors import UsageError, flag
 

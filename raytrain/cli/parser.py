@@ -35,7 +35,7 @@ from raytrain.cli.flags import complete_switches, hints_of_command, join_repeate
 from raytrain.cli.options_file import read_options_file
 from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import SECTIONS, TrainConfig
-from raytrain.config.marks import Mark, Synonym
+from raytrain.config.option_marks import Mark, Synonym
 from raytrain.config.options import marks_of, options_with
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import hints_of

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from raytrain.config.auto_augment import AutoAugment
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.values import (
     LOCATION,
     OPTIONAL_LOCATION,

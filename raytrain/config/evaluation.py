@@ -1,13 +1,13 @@
-"""Options of the evaluation on the validation images, of what stops a run that is good enough, and of checkpoints."""
+"""Options of the evaluation on the validation images, and of what stops a run that is good enough."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
-from raytrain.config.marks import Mark
-from raytrain.config.values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, seconds, section
+from raytrain.config.option_marks import Mark
+from raytrain.config.values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, section
 from raytrain.errors import UsageError, did_you_mean
 
 TestView = Literal["flip", "shift"]
@@ -74,50 +74,3 @@ def check_evaluation(options: EvaluationOptions) -> None:
             )
     if (options.until or options.patience) and not options.evaluate_every:
         raise UsageError("--until and --patience look at evaluations, of which --evaluate-every 0 makes none.")
-
-
-class Intervals(NamedTuple):
-    """A checkpoint is due after so many epochs, steps or seconds, whichever comes first; 0 turns that interval off."""
-
-    epochs: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    @classmethod
-    def parse(cls, texts: Iterable[str]) -> Intervals:
-        """Return the intervals that ``texts`` name; raise UsageError for a text that names none.
-
-        Example: ``Intervals.parse(["1ep", "10m"]) == Intervals(epochs=1, seconds=600)``
-        """
-        intervals = cls()
-        for text in texts:
-            if count := re.fullmatch(r"([1-9]\d*)(ep|st)", text):
-                unit = "epochs" if count[2] == "ep" else "steps"
-                intervals = intervals._replace(**{unit: int(count[1])})
-            elif time := seconds(text):
-                intervals = intervals._replace(seconds=time)
-            elif text != "none":
-                raise UsageError(
-                    f"--checkpoint-every is {text!r}; give epochs, steps or a time, such as 1ep, 500st or 10m, or none."
-                )
-        return intervals
-
-
-@section
-class CheckpointOptions:
-    """Checkpoints, and recovery from failures."""
-
-    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]", Mark.SET_BY_FIND_RATE] = option_field(
-        default=("1ep", "10m"), converter=TEXTS
-    )
-    """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
-    keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
-    """Number of newest checkpoints to keep, besides the best."""
-    max_failures: Annotated[NonNegativeInt, Mark.OF_LAUNCHER] = 3
-    """Failures of workers after which the run starts again from its last checkpoint. A loop that fails twice in the
-    same way ends it."""
-
-    @property
-    def checkpoint_intervals(self) -> Intervals:
-        """``checkpoint_every``, parsed."""
-        return Intervals.parse(self.checkpoint_every)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.values import (
     NUMBERS,
     TEXTS,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from raytrain.config.marks import Mark, TakenBy
+from raytrain.config.option_marks import Mark, TakenBy
 from raytrain.config.values import NUMBERS, OPTIONAL_LOCATION, TEXTS, Accepts, PositiveInt, option_field, section
 from raytrain.errors import UsageError, flag, format_count
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from annotated_types import Interval
 
-from raytrain.config.marks import Mark, Synonym, TakenBy
+from raytrain.config.option_marks import Mark, Synonym, TakenBy
 from raytrain.config.values import (
     Accepts,
     Location,

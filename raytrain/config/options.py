@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from annotated_types import Interval
 
+from raytrain.config.checkpoints import CheckpointOptions, Intervals
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
-from raytrain.config.evaluation import (
-    NAMED_METRICS,
-    CheckpointOptions,
-    EvaluationOptions,
-    Intervals,
-    check_evaluation,
-    is_fraction,
-)
+from raytrain.config.evaluation import NAMED_METRICS, EvaluationOptions, check_evaluation, is_fraction
 from raytrain.config.machines import MachineOptions, check_machines
-from raytrain.config.marks import Mark, Synonym, TakenBy
 from raytrain.config.network import (
     DEFAULT_SIZE,
     CropFraction,
@@ -36,6 +29,7 @@ from raytrain.config.network import (
     first_and_full_size,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total_of_workers
+from raytrain.config.option_marks import Mark, Synonym, TakenBy
 from raytrain.config.values import (
     LOCATION,
     TEXTS,

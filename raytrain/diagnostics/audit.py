@@ -18,7 +18,7 @@ from raytrain.data.plan.batch_plan import BatchPlan, samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.documents import MANIFEST, TRACE, open_single_run, read_resolved_config
-from raytrain.runs.history import read_skipped
+from raytrain.runs.metrics_history import read_skipped
 from raytrain.storage.store import Store
 
 

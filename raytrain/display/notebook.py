@@ -14,7 +14,7 @@ from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.background import Throttle
-from raytrain.runs.history import sample_of_rows
+from raytrain.runs.metrics_history import sample_of_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

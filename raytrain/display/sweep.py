@@ -20,7 +20,7 @@ from raytrain.display.notebook import INTERRUPT, CellOutput
 from raytrain.display.run_tables import Column, command_line, resume_heading, rows_table, status_text, try_next
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
-from raytrain.errors import UsageError, option_name
+from raytrain.errors import UsageError, option_name, shell_command
 from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.experiments.sweep import sweep as run_sweep
 from raytrain.experiments.sweep_session import SweepView
@@ -29,7 +29,7 @@ from raytrain.experiments.trials import PLAN, as_typed, shown
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store
-from raytrain.runs.outcome import StopReason, resume_command, shell_command
+from raytrain.runs.outcome import StopReason, resume_command
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:

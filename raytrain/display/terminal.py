@@ -21,8 +21,8 @@ from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_
 from raytrain.display.event_text import event_text
 from raytrain.display.notebook import INTERRUPT, WAITING, CellOutput, is_notebook
 from raytrain.monitor.snapshot import Snapshot, View
-from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import EVENTS, STARTUP, redirect_handlers
+from raytrain.runs.metrics_history import sample_of_rows
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError

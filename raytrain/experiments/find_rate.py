@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.marks import Mark
 from raytrain.config.optimisation import Schedule
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.train import train
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import new_name, read_resolved_config, run_store
-from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason, TrainResult
 
 if TYPE_CHECKING:

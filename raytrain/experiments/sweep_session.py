@@ -34,13 +34,13 @@ from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import Placement, device_kind, gpus
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_budget
 from raytrain.monitor.cost import CostMeter
-from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.background import Background
 from raytrain.runs.documents import STUDY, SUMMARY, write_json
-from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus, read_status
@@ -143,7 +143,7 @@ class SweepSession:
         if self._waiting or len(self._runs) < planned.num_trials:
             check_budget(prepared.config, before, f"Sweep {prepared.name!r}")
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
-        self._recorder = RunRecorder(prepared.store, self._num_steps, before=before)
+        self._writer = DocumentWriter(prepared.store, self._num_steps, before=before)
         self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
         self._is_concluded = False
         self._gpus: SimpleQueue[str | None] = SimpleQueue()  # GPUs that no trial uses now
@@ -222,7 +222,7 @@ class SweepSession:
                 self._images = opened.enter_context(shared)
             self._prepared.data.write(self._prepared.store)
             write_sweep(self._prepared.store, self._planned)
-            self._recorder.begin(self._prepared.config)
+            self._writer.begin(self._prepared.config)
 
             # One thread for each trial that trains at once; when that trial ends, the thread takes the next one.
             PLAN.info("%s", self._plan_text())
@@ -251,7 +251,7 @@ class SweepSession:
         if not self._is_concluded:
             status = "interrupted" if kind is KeyboardInterrupt else "failed"
             with suppress(RaytrainError):  # the reason why the sweep ends matters more
-                self._recorder.write_status(status)
+                self._writer.write_status(status)
             name = self._prepared.name
             self._notification.send({"text": f"Sweep {name} was {status}", "name": name, "status": status})
         self._notification.wait()
@@ -306,7 +306,7 @@ class SweepSession:
         # Write the documents, and notify: a session that ends without them has failed.
         self._images.finish(result.status)
         write_json(self._prepared.store, SUMMARY, result.summary())
-        self._recorder.write_status(result.status, snapshot)
+        self._writer.write_status(result.status, snapshot)
         self._is_concluded = True
         self._notification.send(message_of_sweep(result, failure))
         if failure is not None:
@@ -386,8 +386,8 @@ class SweepSession:
         """Write the documents that are due; return a stop request found in storage. Runs in the background."""
         if self._judge.study is not None:
             self._judge.study.write()
-        self._recorder.heartbeat(snapshot)
-        return self._recorder.stop_request()
+        self._writer.heartbeat(snapshot)
+        return self._writer.stop_request()
 
     def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
         """Return what more workers gain, for each combination of the other options. All are timed to the same value."""

@@ -14,8 +14,8 @@ from raytrain.experiments.search_space import Point
 from raytrain.experiments.trials import Trial, as_typed
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CONFIG, SUMMARY, read_json
-from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.runs.redact import one_line, redact
 from raytrain.runs.status import read_status

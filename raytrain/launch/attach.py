@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import describe, trace_of
 from raytrain.data.dataset import Dataset

@@ -12,8 +12,8 @@ from typing import Any
 from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.runs.history import History
 from raytrain.runs.logs import PrintedLine
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.redact import redact
 from raytrain.storage.store import Store

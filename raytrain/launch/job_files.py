@@ -17,7 +17,7 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import names_own_function
 from raytrain.errors import UsageError, current_folder, flag

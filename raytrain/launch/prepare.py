@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.marks import Mark
 from raytrain.config.network import Precision, Resizer, timm_name
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import UsageError, flag, format_count

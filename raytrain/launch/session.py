@@ -34,8 +34,8 @@ from raytrain.launch.notification import Notification, message_of, notify_target
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.suspicious_pictures import SuspiciousPictures
 from raytrain.monitor.cost import CostMeter
+from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import DocumentLost, Note, ProvenanceChanged
-from raytrain.monitor.recorder import RunRecorder, progress_of
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
@@ -116,7 +116,7 @@ class RunSession:
         if prepared.config.resume:
             with suppress(StorageError):
                 before = read_status(prepared.store)
-        self._recorder = RunRecorder(
+        self._writer = DocumentWriter(
             prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
         )
         self._notification = Notification(notify_target(prepared.config) if prepared.notifies else None)
@@ -146,7 +146,7 @@ class RunSession:
         stopped_before_training = False
         # If this is a restart, a request that the attempt before did not get is passed on now: what is left of the run
         # may take less than a second.
-        if self._prepared.restarting and (stored := self._recorder.stop_request()) is not None:
+        if self._prepared.restarting and (stored := self._writer.stop_request()) is not None:
             signals.request_stop(stored)
             self._monitor.request_stop(stored)
 
@@ -215,8 +215,8 @@ class RunSession:
     def _record(self, snapshot: Snapshot) -> StopReason | None:
         """Write the documents that are due; return a stop request found in storage. Runs in the background."""
         self._write_first_documents()
-        self._recorder.heartbeat(snapshot)
-        return self._recorder.stop_request()
+        self._writer.heartbeat(snapshot)
+        return self._writer.stop_request()
 
     def _write_first_documents(self) -> None:
         """Write the run's first documents, by which others know that it exists, and this attempt's provenance."""
@@ -224,7 +224,7 @@ class RunSession:
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
             prepared.data.write(prepared.store)
-            self._recorder.begin(self._launch.config, restarting=prepared.restarting)
+            self._writer.begin(self._launch.config, restarting=prepared.restarting)
             ask_to_stop = prepared.signals.request_stop
             self._tracking.begin(
                 self._launch.config, prepared.store, self._monitor.event, ask_to_stop, sweep=prepared.sweep
@@ -284,17 +284,17 @@ class RunSession:
 
         # End the history with the result, and show the last rows; then write the summary.
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
-        result = self._recorder.result(outcome, snapshot, self._launch.num_workers, self._launch.config.best_metric)
+        result = self._writer.result(outcome, snapshot, self._launch.num_workers, self._launch.config.best_metric)
         self._monitor.finish(outcome.status, result)
         snapshot = self._show()
         self._picturing.close()
         self._pictures.update(snapshot)
         with unless_failed:
-            self._recorder.conclude(result, snapshot)
+            self._writer.conclude(result, snapshot)
 
         # Trackers may report events at their end, too. A run that starts again at once sends no message.
         self._tracking.finish(result)
-        self._recorder.log_events(self._show())
+        self._writer.log_events(self._show())
         starts_again = result.accumulate is not None and self._prepared.config.accumulate == "auto"
         if not starts_again:
             self._notification.send(message_of(result))
@@ -312,7 +312,7 @@ class RunSession:
             if self._recording.close(_ABORTED_WITHIN_S) and self._phase is RunPhase.RECORDED:
                 status = _STATUS_AFTER.get(kind, "failed")
                 with suppress(RaytrainError):  # the reason why the session ends matters more
-                    self._recorder.write_status(status, fail_fast=True)
+                    self._writer.write_status(status, fail_fast=True)
                 if status != "starting":
                     name = self._prepared.name
                     self._notification.send({"text": f"Run {name} was {status}", "name": name, "status": status})

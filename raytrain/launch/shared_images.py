@@ -11,7 +11,7 @@ from raytrain.loader.image_cache import ImageCache, image_cache, keeps_shared
 from raytrain.loader.machine import image_memory
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.history import History
+from raytrain.runs.metrics_history import History
 
 
 class SharedImages(RunMonitor):

@@ -42,7 +42,7 @@ from raytrain.loader.process_images import ProcessImages, machine_cache, start_d
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
-from raytrain.training import local_images
+from raytrain.training import images_of_tensors
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.device_batches import DeviceBatches, HostTensors
@@ -218,7 +218,7 @@ class ImageLoader:
             # From now on the batch counts as used, and after the last batch the epoch.
             self._next_step = self._step_after(step)
             yield batch
-        local_images.expect_nothing()  # the next batch may be from another loader
+        images_of_tensors.expect_nothing()  # the next batch may be from another loader
 
     # Its state.
 
@@ -382,7 +382,7 @@ class HeldOutImages:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this process's batches, resized and normalised."""
         yield from self._loader._start().held_out(self._part)
-        local_images.expect_nothing()
+        images_of_tensors.expect_nothing()
 
 
 def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:

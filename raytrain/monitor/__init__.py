@@ -1,1 +1,1 @@
-"""A run that is alive: its events, snapshots and stop requests, and the recorder of its documents."""
+"""A run that is alive: its events, snapshots and stop requests, and who writes its documents."""

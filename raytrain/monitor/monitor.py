@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from raytrain.monitor import events
 from raytrain.monitor.events import Event, TimedEvent
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, epoch_of, time_left_s
-from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage, SuspiciousLabel
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 
 _NUM_EVENTS = 50

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STARTUP = logging.getLogger("raytrain.startup")
-EVENTS = logging.getLogger("raytrain.monitor.recorder")  # of runs
+EVENTS = logging.getLogger("raytrain.monitor.document_writer")  # of runs
 
 COPY_EVERY_S = 10.0
 READ_EVERY_S = 0.25

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import names_own_function
-from raytrain.errors import TrainingFailed, option_name
+from raytrain.errors import TrainingFailed, option_name, shell_command
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import known_fields
 
@@ -224,21 +223,6 @@ def train_command(config: TrainConfig, command: str = "train") -> str:
     hidden = ("recipe", "resume", *options_with(Mark.SECRET))
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden]
     return shlex.join([*words, *_flags(config, names)])
-
-
-def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:
-    """Return a command line as one types it on this machine.
-
-    It begins with ``uv run`` if this process runs under uv, which sets UV, together with the ``extra`` that the command
-    needs, which uv then installs. It names ``storage`` if that is not the default.
-
-    Example:
-        >>> shell_command("show", "digits", storage="s3://bucket/runs")
-        'raytrain show digits --storage s3://bucket/runs'
-    """
-    where = [] if storage == "./runs" else ["--storage", storage]
-    uv = ["uv", "run", *(("--extra", extra) if extra else ())] if "UV" in os.environ else []
-    return shlex.join([*uv, program, *words, *where])
 
 
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:

@@ -33,8 +33,8 @@ from raytrain.runs.documents import (
     warn_once,
     write_config,
 )
-from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metrics_history import read_metrics, read_skipped
 from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.provenance import Provenance, read_provenance

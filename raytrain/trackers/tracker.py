@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import as_tuple

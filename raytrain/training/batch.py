@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from raytrain.errors import UsageError
-from raytrain.training import local_images
-from raytrain.training.local_images import LocalImages
+from raytrain.training import images_of_tensors
+from raytrain.training.images_of_tensors import LocalImages
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Batch:
     begin_microbatch: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # called by the run
 
     def __post_init__(self) -> None:
-        local_images.remember(self.images, LocalImages(len(self.images), self.num_used, self.samples, self.step))
+        images_of_tensors.remember(self.images, LocalImages(len(self.images), self.num_used, self.samples, self.step))
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the images and the labels, like a pair from torch's ``DataLoader``."""
-        local_images.expect(self.images)
+        images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
     def to(self, *device: Any, **options: Any) -> Batch:

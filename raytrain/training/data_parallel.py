@@ -8,7 +8,8 @@ forwards:
   the last microbatch. Other networks, such as a head that gets features, belong to the microbatch that has begun.
 - **How many images on this worker.** m_j is the number of rows of the first tensor that the network gets. It may be 0:
   then the worker takes part in all sums, and adds nothing to them. Batches of ``raytrain.ImageLoader`` are recognised
-  by their images, and have their number (:mod:`raytrain.training.local_images`), since a placeholder does not count.
+  by their images, and have their number (:mod:`raytrain.training.images_of_tensors`), since a placeholder does not
+  count.
 - **How many images in all.** M comes from one small gather, which begins before the forward, and for which the backward
   waits. It must not begin in the backward, because the order of that and of batch norm's sums may differ between
   workers there. In evaluation mode nothing is sent before a backward, because one worker may evaluate alone.
@@ -33,11 +34,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raytrain.errors import UsageError
-from raytrain.training import local_images
+from raytrain.training import images_of_tensors
 from raytrain.training.agreement import digest_of
 from raytrain.training.exact_networks import BatchNormMode, BeforeForward, ExactNetworks, make_layers_exact
 from raytrain.training.gradients import WRAPPERS, own_group
-from raytrain.training.local_images import LocalImages
+from raytrain.training.images_of_tensors import LocalImages
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
 
@@ -118,7 +119,7 @@ class ParallelNetworks(ExactNetworks):
         """Begin a microbatch with ``images``, which ``network`` gets."""
         if self._worker.world_size == 1:
             _check_group_came_first(1)
-        self._images = local_images.known_or_expected(images, num_rows) or LocalImages(num_rows, num_rows)
+        self._images = images_of_tensors.known_or_expected(images, num_rows) or LocalImages(num_rows, num_rows)
 
         # If a backward will follow, gather the numbers of images. An evaluation may run on one worker only.
         self._gather = None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
-from raytrain.training import batchnorm, dropout, local_images
+from raytrain.training import batchnorm, dropout, images_of_tensors
 from raytrain.training.agreement import broadcast_weights
 from raytrain.training.gradients import ExactGradients
 from raytrain.training.protocols import Worker
@@ -145,7 +145,7 @@ class ExactNetworks:
         """
         if network not in self._layers:
             return
-        local = local_images.known(images)
+        local = images_of_tensors.known(images)
         num_used = self._num_used if local is None else local.num_used
         # To the layers, only the difference between no images and some images matters.
         if (num_used == 0) != (self._num_counted[network] == 0):

@@ -10,8 +10,8 @@ import pytest
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.runs.history import History
 from raytrain.runs.metric_row import SkipLimit, SkippedImage
+from raytrain.runs.metrics_history import History
 from raytrain.storage.open import open_store
 
 Make = Callable[[SkipLimit], RunMonitor]

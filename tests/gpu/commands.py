@@ -14,8 +14,8 @@ from torch import nn
 import raytrain
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import run_store
-from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import read_metrics
 from tests.gpu.trial import Trial
 from tests.helpers.photographs import write_photographs
 

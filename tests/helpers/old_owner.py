@@ -11,12 +11,12 @@ import sys
 import torch
 
 from raytrain.errors import OwnerChanged, StorageError
-from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.runs import ownership
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, STOP_REQUEST, run_store
-from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import Progress
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.training.checkpoint import Checkpoints
@@ -35,14 +35,14 @@ def write(owner: RunClaim, steps: range, keep: int = 1) -> None:
     store = owner.owned_store
     history = History(store)
     checkpoints = Checkpoints(store, Identity("net", ("a",), "", 1, 0), keep=keep)
-    recorder = RunRecorder(store, num_steps=100, first_step=steps.start)
+    documents = DocumentWriter(store, num_steps=100, first_step=steps.start)
     history.rewind(steps.start - 1)
     for step in steps:
         history.record(MetricRow(kind="step", step=step, epoch=1, metrics={"owner": owner.claim.fence, "loss": 1.0}))
         history.flush()
         checkpoints.save({"model": {"weight": torch.full((3,), owner.claim.fence)}}, Progress(step=step))
         checkpoints.close()
-        recorder.write_status("running")
+        documents.write_status("running")
         store.delete(STOP_REQUEST)
     history.close()
 

@@ -18,8 +18,8 @@ from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
-from raytrain.runs.history import History, read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.ownership import machine_id
 from raytrain.runs.status import read_status
 from raytrain.storage.folder import FolderStore

@@ -16,8 +16,8 @@ import raytrain
 from raytrain import TrainingFailed
 from raytrain.monitor.events import Event, LossNotFinite
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint

@@ -27,12 +27,12 @@ import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.launch.prepare import prepare, settle_options
-from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.runs import ownership as claims
 from raytrain.runs.checkpoint_files import Identity, checkpoint_path, newest_checkpoint, newest_step
 from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, run_store
-from raytrain.runs.history import History, read_metrics
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.outcome import Progress
 from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
@@ -226,11 +226,11 @@ def write_metrics(owner: RunClaim, step: int) -> None:
 
 
 def write_status(owner: RunClaim, step: int) -> None:
-    RunRecorder(owner.owned_store, num_steps=100, first_step=step).write_status("running")
+    DocumentWriter(owner.owned_store, num_steps=100, first_step=step).write_status("running")
 
 
 def write_heartbeat(owner: RunClaim, step: int) -> None:
-    RunRecorder(owner.owned_store, num_steps=100).heartbeat(snapshot(step=step))
+    DocumentWriter(owner.owned_store, num_steps=100).heartbeat(snapshot(step=step))
 
 
 def delete(owner: RunClaim, step: int) -> None:
@@ -241,7 +241,7 @@ def delete_stop_request(owner: RunClaim, step: int) -> None:
     raytrain_config = config("images", "runs").resolve(
         name="run", num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    RunRecorder(owner.owned_store, num_steps=100).begin(raytrain_config)
+    DocumentWriter(owner.owned_store, num_steps=100).begin(raytrain_config)
 
 
 WRITES = [write_checkpoint, write_metrics, write_status, write_heartbeat, delete, delete_stop_request]

@@ -14,7 +14,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.open import open_store
@@ -110,7 +110,7 @@ RUN_STAGES = [
     "raytrain.launch.ray.ray_launch.TrainerThread",
     "raytrain.launch.ray.feed.data_feed.CacheFiller",
     "raytrain.data.dataset.Dataset.write",
-    "raytrain.monitor.recorder.RunRecorder.begin",
+    "raytrain.monitor.document_writer.DocumentWriter.begin",
 ]
 SWEEP_STAGES = [
     "raytrain.launch.ray.coordinator.lend_credentials",
@@ -171,7 +171,7 @@ def test_the_next_try_of_a_run_that_could_not_be_opened_succeeds(
 
     with monkeypatch.context() as broken:
         # No file or storage fails exactly here, when the cluster is joined and nothing is written.
-        broken.setattr(RunRecorder, "begin", fail)
+        broken.setattr(DocumentWriter, "begin", fail)
         with pytest.raises(Injected):
             raytrain.train(config(images, tmp_path, epochs=1))
     assert raytrain.train(config(images, tmp_path, epochs=1)).status == "finished"

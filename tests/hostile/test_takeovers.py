@@ -15,7 +15,7 @@ import pytest
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import run_store
-from raytrain.runs.history import read_metrics
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.ownership import claim_run
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint

@@ -23,7 +23,7 @@ from torch import Tensor
 import raytrain
 from raytrain import ImageLoader, StorageError, UsageError
 from raytrain.storage.open import open_store
-from raytrain.training import local_images
+from raytrain.training import images_of_tensors
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import make_images, put_images
@@ -268,7 +268,7 @@ def test_tensors_after_the_last_batch_are_not_taken_for_its_images(images: Path)
     with raytrain.ImageLoader(images, batch_size=8, image_size=12, validation_fraction=0.2) as loader:
         for split in (loader, loader.validation):
             own = [(images.clone(), len(images)) for images, _ in split]
-            assert all(local_images.known_or_expected(copied, rows) is None for copied, rows in own)
+            assert all(images_of_tensors.known_or_expected(copied, rows) is None for copied, rows in own)
 
 
 def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:

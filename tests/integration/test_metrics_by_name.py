@@ -11,7 +11,7 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.runs.documents import run_store
-from raytrain.runs.history import read_metrics
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.training.loop import train
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Case, Recorder, config, images, make_run

@@ -15,7 +15,7 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.inference.classifier import load
 from raytrain.runs.documents import run_store
-from raytrain.runs.history import read_metrics
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.training.run import Run
 from tests.helpers.loops_with_networks import (
     LOOPS,

@@ -15,7 +15,7 @@ from raytrain import TrainConfig
 from raytrain.experiments.trial_results import SweepSnapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import run_store
-from raytrain.runs.history import read_metrics
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.records import RunRecord, read_run
 from tests.helpers.free_cluster import wait_until_free

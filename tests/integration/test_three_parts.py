@@ -17,7 +17,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_page
 from raytrain.runs.documents import TEST_MANIFEST, VALIDATION_MANIFEST, run_store
-from raytrain.runs.history import read_metrics
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run

@@ -17,7 +17,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.cli.commands.datasets import new
+from raytrain.cli.commands.training import new
 from raytrain.demo.s3_server import S3Server
 from raytrain.inference import trained_run
 from raytrain.monitor.stop_request import request_stop

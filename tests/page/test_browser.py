@@ -20,6 +20,7 @@ from playwright.sync_api import Page, expect
 from raytrain.demo.demo import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
+from raytrain.errors import shell_command
 from raytrain.experiments.find_rate import stored_suggestion
 from raytrain.monitor.events import Note, TrainingStarted
 from raytrain.runs.documents import (
@@ -35,7 +36,6 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.machine_history import MachineHistory, MachineUse
-from raytrain.runs.outcome import shell_command
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy

@@ -21,10 +21,10 @@ import pytest
 from raytrain.display.page import server as page_server
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, shell_command
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
-from raytrain.runs.outcome import StopReason, shell_command
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.snapshots import snapshot

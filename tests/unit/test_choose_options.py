@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.errors import UsageError
 from raytrain.launch.choose_options import (

@@ -19,7 +19,7 @@ from raytrain.display.event_text import stop_text
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import resumed_options, settle_options
 from raytrain.monitor.cost import CostMeter
-from raytrain.monitor.recorder import RunRecorder
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.run_reader import RunReader
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.machine_history import MachineUse
@@ -133,11 +133,11 @@ def test_a_resume_that_has_spent_its_limit_is_refused(images: Path, tmp_path: Pa
 
 def test_each_status_keeps_the_cost_for_the_next_attempt_and_for_who_watches(tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
-    recorder = RunRecorder(store, 10, before=RunStatus(status="stopped", dollars=1.25, gpu_kwh=0.5))
-    recorder.write_status("starting")
+    documents = DocumentWriter(store, 10, before=RunStatus(status="stopped", dollars=1.25, gpu_kwh=0.5))
+    documents.write_status("starting")
     assert (read_status(store).dollars, read_status(store).gpu_kwh) == (1.25, 0.5)
-    recorder.write_status("running", dataclasses.replace(snapshot(), dollars=2.0, gpu_kwh=0.75))
-    recorder.write_status("interrupted")
+    documents.write_status("running", dataclasses.replace(snapshot(), dollars=2.0, gpu_kwh=0.75))
+    documents.write_status("interrupted")
     watched = RunReader(store, "run").snapshot()
     assert (watched.dollars, watched.gpu_kwh) == (2.0, 0.75)
 

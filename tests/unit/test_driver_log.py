@@ -32,7 +32,7 @@ def test_what_it_prints_and_logs_and_why_it_failed_is_kept_without_secrets(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret-1")
-    before, events = (sys.stdout, sys.stderr), logging.getLogger("raytrain.monitor.recorder")
+    before, events = (sys.stdout, sys.stderr), logging.getLogger("raytrain.monitor.document_writer")
 
     def drive() -> None:
         with DriverLog(store):

@@ -17,7 +17,7 @@ from raytrain.cli.main import main
 from raytrain.data.table_file import export_history
 from raytrain.display.console import PlainConsole
 from raytrain.display.run_tables import comparison_page, runs_table
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, shell_command
 from raytrain.experiments.compare import sort_runs
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.monitor.run_reader import RunReader, follow_run
@@ -36,7 +36,6 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import shell_command
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.records import list_runs, read_run, select_runs
 from raytrain.runs.status import RunStatus, write_status

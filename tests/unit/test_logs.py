@@ -12,7 +12,7 @@ import pytest
 
 from raytrain.cli.main import main
 from raytrain.display.run_tables import LogLines
-from raytrain.errors import StorageError
+from raytrain.errors import StorageError, shell_command
 from raytrain.runs import logs
 from raytrain.runs.documents import CONFIG, SWEEP, run_store, write_json
 from raytrain.runs.logs import (
@@ -26,7 +26,6 @@ from raytrain.runs.logs import (
     log_name,
     worker_log,
 )
-from raytrain.runs.outcome import shell_command
 from raytrain.runs.redact import redact
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.folder import FolderStore

@@ -20,10 +20,10 @@ from raytrain.monitor.events import (
 )
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import RowCursor
-from raytrain.runs import history
-from raytrain.runs.history import History, read_metrics, read_skipped
+from raytrain.runs import metrics_history
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metrics_history import History, read_metrics, read_skipped
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
@@ -274,7 +274,7 @@ def test_a_run_can_finish_although_its_history_cannot_be_written(monitor: RunMon
 def test_a_storage_failure_and_its_recovery_are_one_event_each(
     monitor: RunMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "RETRY_S", 0.1)  # a real history tries again after two seconds
+    monkeypatch.setattr(metrics_history, "RETRY_S", 0.1)  # a real history tries again after two seconds
     in_the_way = tmp_path / "metrics.jsonl" / "in the way"
     in_the_way.mkdir(parents=True)
     monitor.record(step_row(1))

@@ -17,9 +17,9 @@ import torch
 
 from raytrain import recipes
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
-from raytrain.config.evaluation import Intervals
-from raytrain.config.marks import Mark
+from raytrain.config.checkpoints import Intervals
 from raytrain.config.optimisation import Schedule
+from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_by_call, options_with
 from raytrain.errors import UsageError
 

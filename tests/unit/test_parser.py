@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from raytrain.cli.parser import Without, parse
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
 from raytrain.errors import UsageError
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import run_store, write_config

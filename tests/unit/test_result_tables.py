@@ -20,12 +20,13 @@ from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import evaluation_page
 from raytrain.display.run_tables import result_page, run_page, run_record_json, runs_table
+from raytrain.errors import shell_command
 from raytrain.experiments.search_space import Point
 from raytrain.experiments.trials import Sweep, sweep_command
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
-from raytrain.runs.outcome import StopReason, shell_command
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
 from raytrain.storage.store import StoredObject

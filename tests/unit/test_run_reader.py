@@ -13,8 +13,8 @@ from raytrain.monitor.run_reader import RunReader, follow_run
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import EVENTS, MACHINES, METRICS, read_json, write_json
-from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse, write_machines
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import StopReason
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 

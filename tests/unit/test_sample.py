@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from raytrain.runs.history import Sample
+from raytrain.runs.metrics_history import Sample
 
 
 def parity(number: int) -> int:

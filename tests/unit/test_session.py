@@ -20,7 +20,7 @@ from raytrain.launch import suspicious_pictures
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
-from raytrain.monitor import recorder
+from raytrain.monitor import document_writer
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
@@ -210,7 +210,7 @@ def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
         assert free.wait(60)
 
     # Storage that hangs with everything else would not let the run begin.
-    monkeypatch.setattr(recorder, "write_status", hang)
+    monkeypatch.setattr(document_writer, "write_status", hang)
 
     def train(coordinator: Coordinator) -> None:
         coordinator.checked()

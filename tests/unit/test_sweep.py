@@ -23,9 +23,9 @@ from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import METRICS, SUMMARY, read_config, read_json, run_store, write_config
-from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.records import tag_run
 from raytrain.runs.status import read_status

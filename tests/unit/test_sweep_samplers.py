@@ -30,8 +30,8 @@ from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import STUDY, run_store, write_config
-from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import StopReason, TrainResult
 from tests.helpers.run_records import write_summary
 from tests.helpers.small_runs import config as small_config

@@ -28,7 +28,7 @@ from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import METRICS, SUMMARY, encode_lines, read_json, run_store, write_config
-from raytrain.runs.history import History
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import StopReason, TrainResult
 from tests.helpers.run_records import write_summary
 from tests.helpers.scaling_histories import history

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from raytrain.cli.command import CommandResult
 from raytrain.cli.commands.cluster import devices, doctor, submit
-from raytrain.cli.commands.datasets import demo, fetch_dataset, new, pack, upload
+from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.inference import evaluate, export, predict, serve
 from raytrain.cli.commands.runs import audit, compare, export_history, logs, rm, runs, show, tag, track, watch
-from raytrain.cli.commands.training import find_rate, look, profile, stop, sweep, train
+from raytrain.cli.commands.training import demo, find_rate, look, new, profile, stop, sweep, train
 from raytrain.errors import option_name
 
 GROUPS: dict[str, tuple[Callable[..., CommandResult], ...]] = {

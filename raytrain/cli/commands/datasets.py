@@ -1,21 +1,13 @@
-"""Commands for a first try (demo, new), and those that fetch, upload and pack images."""
+"""Commands that fetch, upload and pack images."""
 
 from __future__ import annotations
 
-import shlex
-import shutil
 from dataclasses import asdict
-from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from raytrain.cli.command import CommandResult, Storage
-from raytrain.errors import UsageError
-from raytrain.runs.outcome import shell_command
-from raytrain.storage.folder import explain_os_error
-from raytrain.storage.open import open_store
+from raytrain.cli.command import CommandResult
 
 
 def fetch_dataset(
@@ -100,44 +92,3 @@ def pack(
         quality=quality,
     )
     return CommandResult(None, asdict(result))
-
-
-def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:
-    """Draw images of digits, serve them over S3 on this machine, train on them, and test the result.
-
-    Example: raytrain demo
-    """
-    from raytrain.demo.demo import run_demo, summary
-
-    result = run_demo(storage=storage, workers=workers)
-    return CommandResult(summary(result, storage), result.summary())
-
-
-def new(
-    folder: Annotated[Positional[str], arg(help="Folder to write into; no file there is replaced.")],
-) -> CommandResult:
-    """Start a project: a training loop of your own, and a script that trains it.
-
-    Example: raytrain new my-project
-    """
-    if "://" in folder:
-        raise UsageError(f"{folder} is not a folder of this machine; give one: a loop travels to a cluster from there.")
-    target = Path(folder)
-    with as_file(files("raytrain.cli") / "project_template") as template:
-        names = sorted(path.name for path in template.iterdir() if path.is_file())
-        # If one of the files exists already, none is written.
-        existing = [name for name in names if (target / name).exists()]
-        if existing:
-            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
-        open_store(folder).check_writable()
-        target.mkdir(parents=True, exist_ok=True)
-        try:
-            for name in names:
-                shutil.copyfile(template / name, target / name)
-        except OSError as error:  # such as a full disk; the files written so far are removed
-            for name in names:
-                (target / name).unlink(missing_ok=True)
-            raise explain_os_error(error, folder) from error
-    command = shell_command("train.py", program="python")
-    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {shlex.quote(folder)} && {command}"
-    return CommandResult(text, {"folder": folder, "files": names})

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 import raytrain
 from raytrain.cli.command import CommandResult, Flag, RunName, Storage, confirmed
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import UsageError, format_count, shell_command
 
 if TYPE_CHECKING:
     from raytrain.display.page.server import PageServer
@@ -140,7 +140,6 @@ def rm(
     """
     from raytrain.experiments.trials import begun_trials
     from raytrain.runs.documents import open_run
-    from raytrain.runs.outcome import shell_command
     from raytrain.runs.records import delete_run
 
     if not runs:

@@ -1,24 +1,30 @@
-"""Commands that train, and the one that stops a run."""
+"""Commands that begin a project, that train, and the one that stops a run."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 import raytrain
 from raytrain.cli.command import CommandResult, Flag, RunName, Storage, process_started_at
 from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
-from raytrain.config.marks import Mark
+from raytrain.config.option_marks import Mark
+from raytrain.errors import UsageError, shell_command
 from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import RATE_PICTURE, SWEEP_PICTURE
-from raytrain.runs.outcome import shell_command
+from raytrain.storage.folder import explain_os_error
+from raytrain.storage.open import open_store
 
 RateConfig = Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)]
 TrustResumed = Annotated[
@@ -29,6 +35,47 @@ TrustResumed = Annotated[
     ),
 ]
 Watch = Annotated[Flag, arg(help="Show the run in the browser too; prints the address.")]
+
+
+def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:
+    """Draw images of digits, serve them over S3 on this machine, train on them, and test the result.
+
+    Example: raytrain demo
+    """
+    from raytrain.demo.demo import run_demo, summary
+
+    result = run_demo(storage=storage, workers=workers)
+    return CommandResult(summary(result, storage), result.summary())
+
+
+def new(
+    folder: Annotated[Positional[str], arg(help="Folder to write into; no file there is replaced.")],
+) -> CommandResult:
+    """Start a project: a training loop of your own, and a script that trains it.
+
+    Example: raytrain new my-project
+    """
+    if "://" in folder:
+        raise UsageError(f"{folder} is not a folder of this machine; give one: a loop travels to a cluster from there.")
+    target = Path(folder)
+    with as_file(files("raytrain.cli") / "project_template") as template:
+        names = sorted(path.name for path in template.iterdir() if path.is_file())
+        # If one of the files exists already, none is written.
+        existing = [name for name in names if (target / name).exists()]
+        if existing:
+            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
+        open_store(folder).check_writable()
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            for name in names:
+                shutil.copyfile(template / name, target / name)
+        except OSError as error:  # such as a full disk; the files written so far are removed
+            for name in names:
+                (target / name).unlink(missing_ok=True)
+            raise explain_os_error(error, folder) from error
+    command = shell_command("train.py", program="python")
+    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {shlex.quote(folder)} && {command}"
+    return CommandResult(text, {"folder": folder, "files": names})
 
 
 def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False) -> CommandResult:

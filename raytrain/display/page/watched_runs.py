@@ -36,8 +36,8 @@ from raytrain.runs.documents import (
     read_json,
     run_store,
 )
-from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
+from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason, resume_command, stop_reason_of
 from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options

@@ -1,4 +1,4 @@
-"""History of a run: metrics, events and skipped images as JSON lines, written in the background."""
+"""Metrics, events and skipped images of a run as JSON lines, written in the background, and read again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _POLL_EVERY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class RunRecorder:
+class DocumentWriter:
     """Keeps the documents of the run in ``store`` up to date. It begins after ``first_step`` of ``num_steps``.
 
     ``before`` is the status of the run's last attempt, whose cost the first status keeps.

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.monitor.recorder import RunRecorder, progress_of
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs.documents import SUMMARY, read_json, run_names, run_store
-from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse, read_machine_history, read_machines
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
@@ -39,21 +39,21 @@ def monitor(store: Store) -> RunMonitor:
 
 
 def test_a_run_is_listed_once_it_has_started(store: Store, config: ResolvedConfig, tmp_path: Path) -> None:
-    recorder = RunRecorder(store, num_steps=100, first_step=40)
+    documents = DocumentWriter(store, num_steps=100, first_step=40)
     assert run_names(open_store(str(tmp_path))) == []
-    recorder.begin(config)
+    documents.begin(config)
     assert run_names(open_store(str(tmp_path))) == ["first"]
     status = read_status(store)
     assert (status.status, status.step, status.num_steps) == ("starting", 40, 100)
 
 
 def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfig, monitor: RunMonitor) -> None:
-    recorder = RunRecorder(store, num_steps=100)
-    recorder.begin(config)
+    documents = DocumentWriter(store, num_steps=100)
+    documents.begin(config)
     use = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.5)
     monitor.started(num_workers=1, step=0)
     monitor.measured(use)
-    recorder.heartbeat(monitor.snapshot())
+    documents.heartbeat(monitor.snapshot())
     assert read_machines(store) == (use,)
     [worker] = read_machine_history(store).to_json()["workers"]
     assert worker == {"rank": 0, "node": "n", "values": {"images_per_s": [10.0], "data_wait_fraction": [0.5]}}
@@ -62,22 +62,22 @@ def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfi
 def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
     store: Store, config: ResolvedConfig, tmp_path: Path
 ) -> None:
-    recorder = RunRecorder(store, num_steps=100)
-    recorder.begin(config)
+    documents = DocumentWriter(store, num_steps=100)
+    documents.begin(config)
     request_stop(str(tmp_path), "first", StopReason("caller", "enough"))
-    recorder.begin(config, restarting=True)
-    assert recorder.stop_request() == StopReason("caller", "enough")
-    recorder.begin(config)
+    documents.begin(config, restarting=True)
+    assert documents.stop_request() == StopReason("caller", "enough")
+    documents.begin(config)
     assert read_stop_request(store) is None
 
 
 def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="raytrain")
-    recorder = RunRecorder(store, num_steps=100)
+    documents = DocumentWriter(store, num_steps=100)
     monitor.started(num_workers=2, step=0)
-    recorder.heartbeat(monitor.snapshot())
+    documents.heartbeat(monitor.snapshot())
     monitor.event(CheckpointWritten("checkpoints/step-000000020.pt", 20))
-    recorder.heartbeat(monitor.snapshot())
+    documents.heartbeat(monitor.snapshot())
     assert [record.getMessage() for record in caplog.records] == [
         "first: training_started num_workers=2 step=0",
         "first: checkpoint_written path=checkpoints/step-000000020.pt step=20",
@@ -85,14 +85,14 @@ def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: p
 
 
 def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -> None:
-    recorder = RunRecorder(store, num_steps=100)
+    documents = DocumentWriter(store, num_steps=100)
     monitor.started(num_workers=2, step=0)
     monitor.request_stop(StopReason("signal", "SIGINT"))
     progress = Progress(step=50, samples_seen=400, validation_accuracy=0.75, validation_loss=0.5, evaluated_step=40)
     outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
-    result = recorder.result(outcome, monitor.snapshot(), num_workers=2, best_metric="accuracy")
+    result = documents.result(outcome, monitor.snapshot(), num_workers=2, best_metric="accuracy")
     monitor.finish(outcome.status, result)
-    recorder.conclude(result, monitor.snapshot())
+    documents.conclude(result, monitor.snapshot())
     assert (result.status, result.epochs, result.stop_reason) == ("stopped", 1.25, StopReason("signal", "SIGINT"))
     assert result.checkpoint == f"{store.url}/checkpoints/step-000000050.pt"
     assert read_json(store, SUMMARY) == result.summary()

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from raytrain.monitor.run_reader import RunReader
-from raytrain.runs import history as history_module
-from raytrain.runs import line_file
-from raytrain.runs.history import History, read_metrics, read_skipped
+from raytrain.runs import line_file, metrics_history
 from raytrain.runs.line_file import LineFile
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metrics_history import History, read_metrics, read_skipped
 from raytrain.runs.stored_rows import read_rows
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
@@ -303,7 +302,7 @@ def test_a_cut_that_comes_while_storage_fails_is_made_later(store: Any) -> None:
 def test_a_history_of_any_length_takes_a_bounded_amount_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_module, "SAMPLE_SIZE", 100)  # the real one takes 20 times 32,768 rows
+    monkeypatch.setattr(metrics_history, "SAMPLE_SIZE", 100)  # the real one takes 20 times 32,768 rows
     history = History(open_store(str(tmp_path)))
     for step in range(1, 2001):
         history.record(step_row(step))
