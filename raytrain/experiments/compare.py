@@ -16,7 +16,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.values import Location
-from raytrain.errors import RaytrainError, UsageError
+from raytrain.errors import RaytrainError, UsageError, shell_command
 from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
@@ -72,7 +72,8 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
     names = [name for name in stated if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
         raise UsageError(
-            "raytrain compare takes two runs or more, or a sweep, each named once; `raytrain runs` lists them."
+            "raytrain compare takes two runs or more, or a sweep, each named once; "
+            f"`{shell_command('runs', storage=storage)}` lists them."
         )
     return [read_run(storage, name) for name in names]
 

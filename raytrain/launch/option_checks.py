@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import Decoder
-from raytrain.errors import UsageError, current_folder
+from raytrain.errors import UsageError, current_folder, shell_command
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import check_name
@@ -55,7 +55,7 @@ def check_named(config: TrainConfig) -> None:
         raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
     current_folder()  # raises UsageError if there is none: processes are about to start there
     if config.resume and not config.name:  # with a name, --data would be that of the run
-        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
+        raise UsageError(f"--resume needs --name; `{shell_command('runs', storage=config.storage)}` lists the runs.")
     if not config.data:
         raise UsageError(
             "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import matches
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.errors import UsageError, did_you_mean, shell_command
 from raytrain.storage.store import Store
 
 CONFIG = "config.json"
@@ -153,7 +153,7 @@ def open_run(storage: str, name: str) -> Store:
         from raytrain.storage.open import open_store
 
         names = run_names(open_store(storage))
-        hint = "`raytrain runs` lists the runs" if names else "there are no runs yet"
+        hint = f"`{shell_command('runs', storage=storage)}` lists the runs" if names else "there are no runs yet"
         raise UsageError(f"There is no run {name!r} in {storage}{did_you_mean(name, names)}; {hint}.")
     return store
 

@@ -236,10 +236,13 @@ def tag_run(
 ) -> TrainConfig:
     """Add and remove tags of a run, and replace its note if one is given; return its options.
 
-    Raises UsageError if there is no such run.
+    Raises UsageError if there is no such run, or if it has no tag of those to remove.
     """
     store = open_run(storage, name)
     config = read_config(store)
+    if unknown := [tag for tag in remove if tag not in (*config.tag, *add)]:
+        known = f"its tags are {', '.join(config.tag)}" if config.tag else "it has no tags"
+        raise UsageError(f"{name} has no tag {unknown[0]!r}{did_you_mean(unknown[0], config.tag)}; {known}.")
     tags = tuple(tag for tag in dict.fromkeys([*config.tag, *add]) if tag not in remove)
     changed = dataclasses.replace(config, tag=tags, note=config.note if note is None else note or None)
     if changed != config:

@@ -153,6 +153,19 @@ def test_tags_and_a_note_are_added_and_removed(tmp_path: Path, capsys: pytest.Ca
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("tags", "hint"),
+    [(("good", "old"), " (did you mean good?); its tags are good, old."), ((), "; it has no tags.")],
+)
+def test_a_tag_that_a_run_does_not_have_is_not_removed_in_silence(
+    tags: tuple[str, ...], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = stored(tmp_path, "first", tag=tags)
+    assert main(["tag", "first", "--storage", str(tmp_path), "--add", "new", "--remove", "goood"]) == 2
+    assert f"first has no tag 'goood'{hint}" in capsys.readouterr().err
+    assert read_config(store).tag == tags
+
+
 def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, "first")
     stored(tmp_path, "second")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, shell_command
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs import status as status_module
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
@@ -145,7 +145,7 @@ def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:
     make_run(storage, "other")
     with pytest.raises(UsageError, match=r"There is no run 'frist' in .* \(did you mean first\?\)"):
         request_stop(storage, "frist", StopReason("caller", ""))
-    with pytest.raises(UsageError, match="raytrain runs"):
+    with pytest.raises(UsageError, match=f"`{shell_command('runs', storage=storage)}` lists the runs"):
         request_stop(storage, "zzz", StopReason("caller", ""))
     assert not Path(storage, "frist").exists()
 

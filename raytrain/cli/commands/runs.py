@@ -143,7 +143,7 @@ def rm(
     from raytrain.runs.records import delete_run
 
     if not runs:
-        raise UsageError("raytrain rm takes the names of runs; `raytrain runs` lists them.")
+        raise UsageError(f"raytrain rm takes the names of runs; `{shell_command('runs', storage=storage)}` lists them.")
     for name in runs:
         open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
