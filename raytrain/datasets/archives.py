@@ -53,7 +53,7 @@ _HOLE_ROWS = 8  # so many empty images in succession are a hole of zeros in the 
 
 
 class ArchivedImage(NamedTuple):
-    """An image of an archive. Its key is a relative path that does not lead out of its folder."""
+    """An image of an archive. From :meth:`Archive.read`, its key is a relative path that stays inside its folder."""
 
     key: str
     content: bytes
@@ -90,9 +90,10 @@ class Archive:
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                     continue
-                # A key must not lead out of its folder, nor have hidden names, which would not be listed later.
-                parts = PurePosixPath(image.key.replace("\0", "_")).parts
-                key = "/".join(part.lstrip(".") or "_" for part in parts if part != "/")
+                # A key must not lead out of its folder, nor have hidden names, which would not be listed later. Slashes
+                # at its start are removed first, because pathlib keeps two of them as a root of its own.
+                parts = PurePosixPath(image.key.replace("\0", "_").lstrip("/")).parts
+                key = "/".join(part.lstrip(".") or "_" for part in parts)
                 yield image._replace(key=key, label=label)
         except (pa.ArrowException, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             # Damage found by Arrow or gzip is an OSError, too; one with a number comes from the disk or the network.

@@ -122,21 +122,24 @@ def test_tars_in_a_bucket(images: Path, tmp_path: Path, s3_url: str) -> None:
 
 
 def test_a_tar_writes_nothing_outside_of_its_folder(images: Path, tmp_path: Path) -> None:
-    (red, green) = [
-        next(data for label, data in files_of(images).values() if label == name) for name in ("red", "green")
-    ]
+    red, green, blue = (
+        next(data for label, data in files_of(images).values() if label == name) for name in ("red", "green", "blue")
+    )
     hostile = {
         "../../escaped.png": red,
         "../../escaped.cls": b"a",
         "/tmp/.x/hidden.png": green,
         "/tmp/.x/hidden.cls": b"b",
+        f"/{tmp_path}/outside/two.png": blue,  # pathlib keeps two slashes as a root of its own
+        f"/{tmp_path}/outside/two.cls": b"c",
     }
     packed(write_tar(tmp_path / "hostile.tar", hostile), tmp_path / "packed")
     assert contents(tmp_path / "packed") == {
         "hostile/_/_/escaped.png": ("a", red),
         "hostile/tmp/x/hidden.png": ("b", green),
+        f"hostile{tmp_path}/outside/two.png": ("c", blue),
     }
-    assert not list(tmp_path.parent.glob("escaped*"))
+    assert not list(tmp_path.parent.glob("escaped*")) and not (tmp_path / "outside").exists()
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "labels.csv"])
