@@ -191,13 +191,12 @@ class LoopWatch:
         self._has_news = False
 
         # A layer may keep a statistic of a worker's images as a plain number, which no comparison of weights covers.
-        numbers = {
-            f"{type(layer).__name__}.{name}": value
-            for model in self._models.trained
-            for layer in model.modules()
-            for name, value in vars(layer).items()
-            if isinstance(value, float) and not name.startswith("_")
-        }
+        # Layers of one class share a name. The numbers are compared as texts, because NaN differs from itself.
+        numbers: dict[str, list[str]] = {}
+        for layer in (layer for model in self._models.trained for layer in model.modules()):
+            for name, value in vars(layer).items():
+                if isinstance(value, float) and not name.startswith("_"):
+                    numbers.setdefault(f"{type(layer).__name__}.{name}", []).append(repr(value))
         gathered: list[Any] = [None] * self._worker.world_size
         in_losses = self._calls.numbers.in_losses()
         dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses, self._draws))
@@ -336,7 +335,7 @@ class _Calls(TorchFunctionMode):
             marks.discard("moved")
         elif len(set(have_moved)) > 1:
             marks.add("compares")
-        if first is args[0] and _moves_rows(name, args, kwargs, num_images):
+        if args and first is args[0] and _moves_rows(name, args, kwargs, num_images):  # without, all are keywords
             marks ^= {"moved"}  # a second move usually undoes the first
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.

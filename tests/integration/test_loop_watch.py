@@ -95,6 +95,36 @@ class Scaled(nn.Module):
         return self.net(pixels / self.size)
 
 
+class TwiceScaled(nn.Module):
+    """Has two layers of one class, of which the first alone learns from the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.first, self.second = mlp(), Scale(0.2), Scale(0.0)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.net(self.second(self.first(pixels)))
+
+
+class Scale(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.size = rate, 1.0
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.size += self.rate * (float(pixels.detach().flatten(1).norm(dim=1).mean()) - self.size)
+        return pixels / self.size
+
+
+class NotANumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = mlp(), float("nan")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.net(pixels)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,6 +341,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),
     "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
+    "a number of one of two layers": (by_steps(entropy, TwiceScaled), "Scale.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
     "a comparison after a warm-up": (by_steps(after_warm_up, mlp), "run.gather("),
@@ -419,6 +450,12 @@ def sane_numbers(run: Any) -> None:
             run.log(loss=loss, share=torch.tensor(average) / 2)
 
 
+def by_name(model: nn.Module, batch: Any) -> Tensor:
+    """Functions of torch that get all of their arguments by name."""
+    losses = F.cross_entropy(input=model(batch.images), target=batch.labels, reduction="none")
+    return torch.mean(input=torch.cat(tensors=[losses, losses]))
+
+
 SILENT: dict[str, Loop] = {
     "numbers of all workers": sane_numbers,
     "a generator for each image": by_steps(drawn_for_each, mlp),
@@ -426,6 +463,8 @@ SILENT: dict[str, Loop] = {
     "per image": by_features(per_image),
     "weighted": by_steps(weighted, mlp),
     "metrics": with_metrics,
+    "arguments by name alone": by_steps(by_name, mlp),
+    "a layer's number that is none": by_steps(entropy, NotANumber),
 }
 
 
