@@ -54,7 +54,7 @@ from raytrain.runs.metric_row import SkippedImage
 Report = Callable[[list[SkippedImage], int], None]
 """Reports, from a process that reads, images that cannot be used, and the number of requests that were retried.
 
-It returns when the worker's reporter has been told: only then may others use the images.
+It returns when the worker's reporter has the report: only then may others use the images.
 """
 
 _THREADS = 8  # of a process; more would wait for the interpreter
@@ -80,7 +80,7 @@ class BlockReader(Protocol):
         ...
 
     def read_ahead(self) -> None:
-        """Read all blocks that are kept in memory, if any; called by several threads and processes at once."""
+        """Read the blocks that are to be kept in memory, if any; called by several threads and processes at once."""
 
 
 OpenReaders = Callable[[Report], Sequence[BlockReader]]
@@ -223,7 +223,7 @@ class Decoders(AbstractContextManager["Decoders"]):
     def check(self) -> None:
         """Raise the exception that has ended the decoding, if any: the reporter's, or that of a process's end.
 
-        A block is kept in memory only after the reporter has been told of its bad images. So whoever calls this after
+        A block is kept in memory only after its bad images were reported to the reporter. So whoever calls this after
         getting a kept block learns if these were too many.
         """
         if self._broken is not None:
@@ -257,7 +257,7 @@ class Decoders(AbstractContextManager["Decoders"]):
                 with self._sending, suppress(OSError):
                     connection.send(_HEARD)
 
-        # The process has ended. If it was not told to, a signal that killed a forked process ends this one, too.
+        # The process has ended. If this process had not ended it, a signal that killed a fork ends this one, too.
         exit_code = wait() or 0
         if self._broken is None:
             if exit_code < 0 and self._new_processes is None:

@@ -6,7 +6,8 @@ The images reach each process in the same way, and through the same code, as a w
 2. The plan says which samples are in which global batch, and each process has a contiguous slice of it. So all of them
    together read the same batches, whatever their number, and the number of the next step is all of a loader's state.
 3. Processes beside this one fetch and decode (:mod:`raytrain.loader.decoders`), and keep what fits, once for all
-   processes of a machine. They are new ones, not forked: this process may have threads and a GPU in use.
+   processes of a machine if these have a process group of torch, otherwise once for each. They are new ones, not
+   forked: this process may have threads and a GPU in use.
 4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
 
 Images are listed when the loader is made, so that a wrong address is reported at once. Meanwhile the processes that
@@ -22,6 +23,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import copy
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -55,7 +57,7 @@ _OTHER_OPTIONS = (  # of other sections than those of the data and of the augmen
 )
 _ENDLESS = 1_000_000  # epochs, if the user gives no number
 # Attributes with processes, pipes and threads, which cannot be copied or pickled.
-_OPEN = ("_processes", "_source", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
+_OPEN = ("_processes", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
 
 
 class ImageLoader:
@@ -152,7 +154,7 @@ class ImageLoader:
     def _reset_open_resources(self) -> None:
         """Set the attributes of a loader that has no open processes and reads nothing ahead yet."""
         self._processes: list[NewProcess] = []  # that wait for the first batch
-        self._source: ProcessImages | None = None
+        self._batches: DeviceBatches | None = None
         self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
         self._ahead_step = 0  # that the next item of it is for
         self._opened, self._opened_by = ExitStack(), os.getpid()
@@ -165,6 +167,11 @@ class ImageLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset_open_resources()
+        # A shallow copy would read held-out images by the processes of the original, and report skipped images to it.
+        self._skipped = copy(self._skipped)
+        self._skipped.by_key = dict(self._skipped.by_key)
+        self.validation = HeldOutImages(self, "validation")
+        self.test = HeldOutImages(self, "test") if self._data.test is not None else None
 
     # What is read.
 
@@ -190,7 +197,7 @@ class ImageLoader:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next batch belongs to, counted from 0."""
+        """Number of the next batch's epoch, counted from 0; after a loop that left early, still the epoch it left."""
         return self._next_step // self._plan.steps_per_epoch
 
     def __len__(self) -> int:
@@ -237,13 +244,13 @@ class ImageLoader:
         next_step: object = state.get("next_step") if isinstance(state, Mapping) else None
         if not isinstance(next_step, int) or next_step < 0:
             raise UsageError(
-                "ImageLoader.load_state_dict got what is no state of a loader, as it has no number of the next step; "
-                "give it what state_dict() of a loader has returned."
+                "ImageLoader.load_state_dict got something else than the state of a loader: its next_step is no whole "
+                "number from 0 on; give it the result of a loader's state_dict()."
             )
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise UsageError(
-                    f"The state is of a loader whose {name} is {state.get(name)}, and that of this one is {value}; "
+                    f"The state is of a loader with {name} {state.get(name)}, and this loader has {name} {value}; "
                     "load it into a loader of the same images and options, or begin without it."
                 )
         self._next_step = self._step_after(next_step - 1) if next_step else 0
@@ -257,7 +264,7 @@ class ImageLoader:
         return (epoch + 1) * self._plan.steps_per_epoch if is_last else step + 1
 
     def _identity(self) -> dict[str, Any]:
-        """Return the options and the manifest that the number of a step depends on."""
+        """Return what decides which images step n has: a state fits a loader only if all of this is equal."""
         config, train = self._config, self._data.train
         return {
             "batch_size": config.batch_size,
@@ -290,7 +297,7 @@ class ImageLoader:
         if self._opened_by != os.getpid():  # a fork: the threads and the ends of the pipes are in the other process
             self._close.detach()
             self._reset_open_resources()
-        if self._source is not None:
+        if self._batches is not None:
             return self._batches
 
         # By now, the rank and the device of this process are set.
@@ -320,7 +327,7 @@ class ImageLoader:
         cache = machine_cache(config, data, self._next_step, group, self._opened)
         processes, self._processes = self._processes or start_decoding(config.data, self._opened), []
         images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
-        self._source = self._opened.enter_context(images)
+        self._opened.enter_context(images)
 
         # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.
         own = own or load_optional("transforms", config.transforms)
@@ -328,10 +335,11 @@ class ImageLoader:
         augment = Augment(config, crops=own is None)
         sets = data.train.label_sets
         label_sets = None if sets is None else torch.from_numpy(sets).to(device)
-        self._batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
-        self._opened.callback(self._batches.close)
+        batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
+        self._opened.callback(batches.close)
         self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
-        return self._batches
+        self._batches = batches
+        return batches
 
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
         """Return options and images with the decoder decided, in the same way in all processes."""
@@ -348,6 +356,7 @@ class ImageLoader:
     def close(self) -> None:
         """End the processes beside this one, and free the kept images. That also happens when this process ends."""
         self._close()
+        self._batches = self._ahead = None  # they hold the kept images
 
     def __enter__(self) -> ImageLoader:
         return self
@@ -440,7 +449,7 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
             f"batch_size is {batch_size!r}, and ImageLoader takes a whole number, of images of all processes together; "
             "for 32 of each process give 32 * world_size."
         )
-    if "epochs" not in options and isinstance(options.get("image_size"), str):
+    if "epochs" not in options and ".." in str(options.get("image_size")):
         raise UsageError(f"image_size is {options['image_size']}, which grows with the epochs; give epochs, too.")
     asked = TrainConfig(**{"epochs": _ENDLESS, **options, "data": data, "batch_size": batch_size})
     if not asked.data:
@@ -449,7 +458,7 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
 
 
 def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:
-    """List the images on process 0 for all processes; return them with the resolved options. Nothing is open then."""
+    """List the images on process 0, and return the resolved options and the images on all processes."""
     group.check_equal("a loader of other options", options.to_json())
 
     def list_images() -> tuple[ResolvedConfig, Dataset]:
@@ -480,7 +489,9 @@ class _SkippedImages:
     def skip(self, images: list[SkippedImage]) -> None:
         """Add ``images`` that cannot be read, and log some of them. Raise UsageError if there are too many."""
         for image in images:
-            self.by_key.setdefault(image.key, image)
+            if image.key in self.by_key:
+                continue  # it was reported in an earlier epoch
+            self.by_key[image.key] = image
             count = len(self.by_key)
             if count & (count - 1) == 0:
                 _log.warning("Images left out so far: %d, the last one %s (%s).", count, image.key, image.reason)
@@ -493,7 +504,7 @@ class _SkippedImages:
             )
 
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        """Count images that a GPU could not decode, and log some of them."""
+        """Count images that the CPU decoded because a GPU cannot, and log the count each time it has doubled."""
         before, self.num_decoded_on_cpu = self.num_decoded_on_cpu, self.num_decoded_on_cpu + num_images
         if before.bit_length() < self.num_decoded_on_cpu.bit_length():
             _log.warning("Images decoded on the CPU so far: %d, the last one a %s.", self.num_decoded_on_cpu, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -62,6 +63,9 @@ class SharedBlocks:
         self._starts = ends - row_bytes  # (samples,) of each row, from the first one's
         folder.mkdir(exist_ok=True)
         self._file = os.open(folder / "images", os.O_RDWR | os.O_CREAT, 0o600)
+        # The system frees the images once no process has their file open. Closing it any earlier than this object goes
+        # could hit a thread that still writes.
+        weakref.finalize(self, os.close, self._file)
         self._lengths_at = num_samples * np.dtype(np.int64).itemsize  # after the labels
         self._images_at = 2 * self._lengths_at
         self._written_at = self._images_at + int(ends[-1])

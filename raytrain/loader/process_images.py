@@ -25,7 +25,10 @@ _log = logging.getLogger("raytrain")
 def machine_cache(
     config: ResolvedConfig, data: Dataset, first_step: int, group: ProcessGroup, opened: ExitStack
 ) -> ImageCache:
-    """Return the cache of this machine, which the first of its processes chooses for all of them."""
+    """Return the cache of this machine, which the first of its processes chooses for all of them.
+
+    Processes that cannot talk to each other each get a cache of their own.
+    """
     rank, _ = group.rank_and_size()
     machines = group.gather(socket.gethostname())
     leader = machines.index(machines[rank]) if len(machines) > 1 else 0
@@ -59,7 +62,7 @@ class ProcessImages:
     """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
     If an image has killed a decoder, all images are decoded again, in isolation. ``loads`` are the shares of all
-    processes. ``isolated``: decode in isolation from the start. ``reporter`` is told of images that cannot be read.
+    processes. ``isolated``: decode in isolation from the start. ``reporter`` gets the images that cannot be read.
     ``processes`` are those of :func:`start_decoding`.
     """
 
@@ -85,7 +88,12 @@ class ProcessImages:
         plan = training_plan(self._config, self._data.train)
         self._is_isolated = isolated
         self._batches = MachineBatches(
-            *(self._data, plan, self._rank, self._loads, self._cache, self._reporter),
+            self._data,
+            plan,
+            self._rank,
+            self._loads,
+            self._cache,
+            self._reporter,
             isolated=isolated,
             processes=processes,
         )
@@ -106,7 +114,10 @@ class ProcessImages:
         return self._data.train.keys[sample].as_py()
 
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
-        """Yield all local batches. ``open_batches`` returns those of a source after a number of batches."""
+        """Yield all local batches, even if an image kills a decoder: then go on after the batches read so far.
+
+        ``open_batches(source, n)`` returns the batches of ``source`` without the first n.
+        """
         num_read = 0
         while True:
             batches = self._batches
