@@ -69,6 +69,14 @@ def chosen(
         ({}, {"batch_size": 128}, {"batch_size": 128, "learning_rate": 3e-4}),
         ({}, {"epochs": 1}, {"epochs": 1, "head_epochs": 0}),
         ({"side": 32}, {"image_size": (128, 128)}, {"model": "efficientnet_b0", "image_size": (128, 128)}),
+        # Another optimizer has a rate of its own, and SGD without momentum cannot look ahead along it.
+        ({"side": 32}, {"optimizer": "adamw"}, {"nesterov": False, "learning_rate": 5e-4, "weight_decay": 0.05}),
+        ({"side": 32}, {"momentum": 0.0}, {"optimizer": "sgd", "nesterov": False, "momentum": 0.0}),
+        ({}, {"weights": None, "optimizer": "lion"}, {"nesterov": False, "weight_decay": 0.05}),
+        ({}, {"optimizer": "sgd"}, {"weights": "DEFAULT", "learning_rate": 8e-3, "weight_decay": 5e-4}),
+        # Images that must not be mirrored are not measured mirrored, and rare classes are balanced once.
+        ({}, {"flip": "none"}, {"test_views": ()}),
+        ({"imbalance": 20.0}, {"sampling": "balanced"}, {"class_weights": None}),
         ({}, {"image_size": "96..128"}, {"image_size": "96..128", "translate": 6}),
     ],
 )
