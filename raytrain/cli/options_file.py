@@ -37,7 +37,7 @@ from raytrain.storage.open import read_input
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_BYTES = 1_000_000
-_MAX_DIGITS = 20  # of a number: Python reads no text of thousands
+_MAX_DIGITS = 20  # of a whole number; int() refuses a text with thousands of digits
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?\d+")
 _FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?")
@@ -62,7 +62,10 @@ class OptionsFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An option in a file: its ``value``, and the same as text in ``words``; ``where`` names the file and the line."""
+    """An option in a file: its ``value``, and the same as text in ``words``; ``where`` names the file and the line.
+
+    ``words`` is a list of texts for a list, and None for a value that is not to be read as text, such as a mapping.
+    """
 
     where: str
     name: str
@@ -89,7 +92,7 @@ def read_options_file(place: str) -> OptionsFile:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UsageError(f"--config {place} is no text in UTF-8; save it as such.") from None
+        raise UsageError(f"--config {place} is not text in UTF-8; save it in this encoding.") from None
     entries = list(_json_entries(place, text) if place.lower().endswith(".json") else _yaml_entries(place, text))
 
     # The config.json of a run is recognised by the fields that only a resolved config has, such as its device.
@@ -116,12 +119,12 @@ def read_options_file(place: str) -> OptionsFile:
 
 
 def _value_of(entry: _Entry, name: str) -> Any:
-    """Return the value of an option as a plain value; raise UsageError if the option or such a value does not exist."""
+    """Return an option's value as a plain value; raise UsageError if it is no option or cannot have this value."""
     hint = hints_of(TrainConfig).get(name)
     if hint is None and is_secret_name(name):
         raise UsageError(
-            f"{entry.where}: {entry.name} looks like a secret, and is no option; keys belong into the environment or a "
-            "profile of the cloud, never into a file of options."
+            f"{entry.where}: {entry.name} looks like a secret, and is not an option; keep keys in the environment or "
+            "in a profile of the cloud, never in a file of options."
         )
     if hint is None or (name in options_with(Mark.SUBCOMMAND) and name != "recipe"):
         raise UsageError(
@@ -143,7 +146,8 @@ def _value_of(entry: _Entry, name: str) -> Any:
 
     value = None if str(entry.value).lower() == NONE and matches(None, hint) else entry.value
     try:
-        value = read_value(name, entry.words if not fits(value) and fits(entry.words) else value, hint)
+        use_words = entry.words is not None and not fits(value) and fits(entry.words)
+        value = read_value(name, entry.words if use_words else value, hint)
         check_limit(TrainConfig, name, value)
     except UsageError as error:
         raise UsageError(f"{entry.where}: {error}") from None
@@ -168,7 +172,14 @@ def _json_entries(place: str, text: str) -> Iterator[_Entry]:
         raise UsageError(f'--config {place} is no JSON object; give options by their names, as in {{"epochs": 10}}.')
     for name, value in pairs:
         plain = dict(value) if isinstance(value, _Pairs) else value
-        yield _Entry(place, name, plain, None if type(value) is bool else str(value))
+        yield _Entry(place, name, plain, _json_words(plain))
+
+
+def _json_words(value: Any) -> Any:
+    """Return a JSON text or number as text, a list as a list of texts; None for any other value."""
+    if isinstance(value, list):
+        return [_json_words(item) for item in cast("list[Any]", value)]
+    return str(value) if type(value) in (str, int, float) else None
 
 
 def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:

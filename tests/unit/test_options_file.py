@@ -98,6 +98,7 @@ MISTAKES = {
     f"epochs: {'9' * 5000}": "line 2: --epochs is inf",
     "data: [a": "this is no YAML",
     "- epochs": "no names of options",
+    "name: {a: 1}": "line 2: --name is {'a': 1}; give text",
     "AWS_SECRET_ACCESS_KEY: hunter22": "line 2: AWS_SECRET_ACCESS_KEY looks like a secret",
 }
 
@@ -118,10 +119,18 @@ def test_a_mistake_is_a_sentence_with_its_line(tmp_path: Path, text: str) -> Non
         ("[]", "no JSON object"),
         ("[" * 50_000, "nested too deeply"),
         ('{"epochs": ' + "9" * 5000 + "}", "a number of thousands of digits"),
+        ('{"storage": null}', "--storage is None; give text"),
+        ('{"data": ["a", "b"]}', "--data is ['a', 'b']; give text"),
+        ('{"loop": true}', "--loop is True; give text"),
     ],
 )
 def test_a_mistake_in_json_names_the_key(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused("train", "--config", written(tmp_path, text, "run.json"))
+
+
+def test_texts_and_numbers_in_json_are_what_the_option_takes(tmp_path: Path) -> None:
+    config = options("train", "digits", "--config", written(tmp_path, '{"name": 128, "tag": [1, "b"]}', "run.json"))
+    assert (config.name, config.tag) == ("128", ("1", "b"))
 
 
 def test_a_file_that_cannot_be_options_is_refused(tmp_path: Path) -> None:
