@@ -132,7 +132,8 @@ class SweepStudy:
     def choose(self, accepts: Callable[[Point], bool]) -> Point | None:
         """Return the point of the next trial, one that is new and for which ``accepts`` returns True.
 
-        If the sampler keeps choosing other points, a random one is drawn. Return None if there is no further point.
+        If 20 choices of the sampler are known already or refused, draw a point at random instead. Return None if no new
+        point is left, or 20 new ones that were drawn are refused.
         """
         with self._lock:
             for _ in range(_CHOICES_PER_POINT):
@@ -143,17 +144,24 @@ class SweepStudy:
                     break
                 self._refuse(trial, point)
             else:
-                # If one point more is drawn than there are trials, at least one is new.
-                try:
-                    drawn = points(self._space, len(self.points) + 1, self._seed_of_choice())
-                except UsageError:  # the space has no further point
+                if (point := self._draw(accepts)) is None:
                     return None
-                new = next((point for point in drawn if point not in self.points and accepts(point)), None)
-                if new is None:
-                    return None
-                self.give(point := new)
+                self.give(point)
         self._log.write()  # before the trial starts, so that a resumed sweep knows of it
         return point
+
+    def _draw(self, accepts: Callable[[Point], bool]) -> Point | None:
+        """Draw points at random until ``accepts`` takes a new one; None if no new one is left, or 20 are refused."""
+        # Of n points more than there are trials, at least n are new. With one seed, each list extends the one before.
+        seed = self._seed_of_choice()
+        for num_more in range(1, _CHOICES_PER_POINT + 1):
+            try:
+                drawn = points(self._space, len(self.points) + num_more, seed)
+            except UsageError:  # the space has no further point
+                return None
+            if new := next((point for point in drawn if point not in self.points and accepts(point)), None):
+                return new
+        return None
 
     def give(self, point: Point) -> None:
         """Make ``point``, which the sampler has not chosen, the point of the next trial."""
@@ -268,7 +276,11 @@ class SweepStudy:
 
 
 def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.samplers.BaseSampler:
-    """Return a sampler of Optuna's with Optuna's own defaults."""
+    """Return the sampler of Optuna's called ``name``; without a name, one that draws at random.
+
+    Each choice gets a sampler with a seed of its own, ``seed_of_choice``, so that it depends on the log alone. Only the
+    points of qmc are one sequence, whose seed is the sweep's ``seed``.
+    """
     from optuna import samplers
 
     if name == "tpe":
@@ -277,7 +289,7 @@ def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.sam
         return samplers.CmaEsSampler(seed=seed_of_choice, warn_independent_sampling=False)
     if name == "gp":
         return samplers.GPSampler(seed=seed_of_choice)
-    if name == "qmc":  # a sequence of points with one seed
+    if name == "qmc":
         by_chance = samplers.RandomSampler(seed=seed_of_choice)
         return samplers.QMCSampler(
             scramble=True, seed=seed, independent_sampler=by_chance, warn_independent_sampling=False

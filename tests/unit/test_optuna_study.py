@@ -110,6 +110,22 @@ def test_no_point_is_chosen_twice_and_none_that_is_not_allowed(tmp_path: Path) -
     assert len({tuple(point.values()) for point in tried.points}) == 3
 
 
+@pytest.mark.parametrize("seed", [3, 11, 14])
+def test_all_points_that_are_allowed_are_tried_before_a_sweep_ends(seed: int, tmp_path: Path) -> None:
+    tried = SweepStudy(
+        FolderStore(str(tmp_path)),
+        {"optimizer": tuple("abcdef"), "epochs": (1, 2)},
+        sampler="tpe",
+        pruner=None,
+        seed=seed,
+        is_lower_better=False,
+        num_epochs=4,
+    )
+    while (point := tried.choose(lambda point: point["optimizer"] == "a" or point["epochs"] == 1)) is not None:
+        tried.end(len(tried.points) - 1, 1.0 if point["optimizer"] == "a" else 0.1, is_pruned=False)
+    assert len(tried.points) == 7
+
+
 def test_points_that_others_chose_are_pruned_too_and_nothing_counts_twice(tmp_path: Path) -> None:
     generator = random.Random(0)
     tried = study(FolderStore(str(tmp_path)), None, "median")
