@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = os.path.join(Path(__file__).parent, "")  # with a slash at the end: raytrain_loops/ beside it is the user's
 
 
 class RaytrainError(Exception):

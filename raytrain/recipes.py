@@ -1,9 +1,10 @@
 """The recipes: each is a complete TrainConfig, any field of which can be overridden.
 
-Each recipe reproduces the training of a published document. The docstring of ``cifar10_fast`` lists its differences;
-the other recipes differ in these points. Images are normalised by each channel's mean and standard deviation, whereas
-the documents divide by 255 or subtract a mean image (the batch norm after the first convolution undoes either). The
-network is evaluated after each epoch, not only at the end. SGD has the documents' momentum of 0.9 in all of them.
+Each recipe but ``auto`` and ``custom`` reproduces the training of a published document. The docstring of
+``cifar10_fast`` lists how it differs from its document; the others differ in these points. Images are normalised by
+each channel's mean and standard deviation, whereas the documents divide by 255 or subtract a mean image (the batch norm
+after the first convolution undoes either). The network is evaluated after each epoch, not only at the end. SGD has the
+documents' momentum of 0.9.
 
 Example: ``raytrain.train(raytrain.recipes.cifar10(data="s3://bucket/cifar10", epochs=20))``
 """
@@ -156,7 +157,7 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
         image_size=(224, 224),  # the document's 227 are for a first convolution without padding: the same 55x55 map
         mean=(0.485, 0.456, 0.406),  # of ImageNet, which the weights were trained with
         std=(0.229, 0.224, 0.225),
-        epochs=30,  # this and the decay are the defaults of the document's trainer, which gives none
+        epochs=30,  # the document gives neither epochs nor decay: both are the defaults of its trainer
         batch_size="250/worker",
         learning_rate="0.00125/worker",
         schedule="piecewise:0.1/20ep",
@@ -166,10 +167,9 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
 
 
 def auto(**overrides: Any) -> TrainConfig:
-    """What fits your images: a network with ImageNet's weights for photographs, one of CIFAR-10's for small images.
+    """Options chosen for your images: a pretrained network for photographs, that of cifar10-fast for small images.
 
-    Each option that you do not give is chosen for the images. The run says which were chosen and why, in at most five
-    lines.
+    An option that you give stays as it is. The run prints which others were chosen and why, in at most five lines.
 
     Example: ``raytrain.train(raytrain.recipes.auto(data="photos", epochs=3))``
     """
@@ -187,7 +187,7 @@ def custom(**overrides: Any) -> TrainConfig:
 
 
 AUTO, CUSTOM = "auto", "custom"
-"""The recipes that a command without the name of one uses: the second one with a loop of the user's own."""
+"""The recipe of a command that names none: CUSTOM if the user gives a training loop, otherwise AUTO."""
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "digits": digits,
     "digits-lstm": digits_lstm,

@@ -36,9 +36,9 @@ _GARBAGE_THRESHOLD = 10_000  # new objects between two collections; with Python'
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
+    _open_closed_streams()
     # Help and tables have characters of all alphabets. If standard output is encoded as Latin-1 or ASCII, it gets a
     # question mark for each that it lacks.
-    _open_closed_streams()
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="replace")
     try:
@@ -189,7 +189,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
             sentence = f"On the cluster's head, {socket.gethostname()}, where this job runs: {sentence}"
     else:
         # This exception is our own mistake, and the run may have taken hours: the traceback is kept in a file.
-        with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="raytrain-", suffix=".log", delete=False) as log:
             log.write(redact("".join(traceback.format_exception(error))))
         message = (str(error).strip().splitlines() or ["no message"])[-1]
         sentence = redact(

@@ -12,7 +12,7 @@ from raytrain.errors import UsageError
 
 
 class Intervals(NamedTuple):
-    """A checkpoint is due after so many epochs, steps or seconds, whichever comes first; 0 turns that interval off."""
+    """The intervals between checkpoints; one is due when any of them is over. 0 turns an interval off."""
 
     epochs: int = 0
     steps: int = 0

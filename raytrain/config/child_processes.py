@@ -62,6 +62,6 @@ def _from_value(pickled: bytes, files: dict[str, str]) -> Any:
 
 
 def _import(files: dict[str, str]) -> None:
-    """Import the user's files that are not imported yet; this process sends their functions on in the same way."""
+    """Import the user's ``files`` that are not imported yet, and let this process send own code on in the same way."""
     send_own_code()
     import_missing_files(files)

@@ -31,7 +31,7 @@ class DataOptions:
     """Images and their labels."""
 
     data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default="", converter=LOCATION)
-    """Training images: a folder or a URL (s3://…, gs://…, az://…), with one folder per class, or any with --labels."""
+    """Training images: a folder or URL (s3://…, gs://…, az://…). Its folders are the classes, or --labels says them."""
     validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
         default=None, converter=OPTIONAL_LOCATION
     )
@@ -174,7 +174,7 @@ class AugmentationOptions:
     flip: Annotated[Literal["none", "random", "alternating"], Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE] = "none"
     """random mirrors half of the training images; alternating half of them in the first epoch, then the other half."""
     translate: Annotated[NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = 0
-    """Shift training images by up to this many pixels in each direction; the gap is 0 after normalisation."""
+    """Shift training images by up to this many pixels in each direction; the mean colour fills the gap."""
     random_resized_crop: bool = False
     """Train on random crops (8 % to 100 % of the area) of the original images, resized to --image-size."""
     cache_side: Annotated[float, Interval(ge=1)] | None = None

@@ -65,7 +65,7 @@ class MachineOptions:
     device: Annotated[
         str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
     ] = "auto"
-    """auto: GPUs if there are any; cuda:0,2: GPUs that `raytrain devices` counts so; cuda:A100: GPUs of a type."""
+    """auto: GPUs if there are any; cuda:0,2: GPUs by their numbers in `raytrain devices`; cuda:A100: GPUs of a type."""
     backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = "ray"
     """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
     address: Annotated[str | None, Mark.DECIDED_ANEW, Mark.OF_COMMAND, Mark.OF_LAUNCHER] = None
@@ -77,11 +77,11 @@ class MachineOptions:
     )
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
     wait_for_machines_s: Annotated[NonNegativeFloat, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = 0.0
-    """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
+    """Wait up to this many seconds if the cluster has too few machines for the workers, and an autoscaler adds more."""
     price: Annotated[tuple[str, ...], "X|GPU=X", Mark.DESCRIBES_RUN] = option_field(default=(), converter=TEXTS)
     """Dollars per machine and hour, such as 3.06, or per hour of a type of GPU, such as A100=1.8 L4=0.7."""
     max_cost: PositiveFloat | None = None
-    """Stop with a checkpoint at so many dollars by --price, of all attempts together; of a sweep, of all its trials."""
+    """Stop with a checkpoint when all attempts together cost this many dollars by --price; in a sweep, all trials."""
     scope_keys: Annotated[bool, Mark.OF_LAUNCHER] = False
     """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
 

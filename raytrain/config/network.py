@@ -175,7 +175,7 @@ def first_and_full_size(image_size: Size | str) -> tuple[Size, Size]:
 
 
 def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
-    """Return the size of training images in ``epoch``, counted from 0, of so many ``epochs``.
+    """Return the size of training images in ``epoch``, counted from 0, of a run of ``epochs`` epochs.
 
     The size grows linearly, in steps of four pixels. It is the full size in the last fifth of the epochs, and always in
     the last one, so that the network fits the size with which it is used.

@@ -163,7 +163,7 @@ class OptimisationOptions:
     max_steps: Annotated[PositiveInt | None, Mark.SWEEPABLE] = None
     """Finish after this many steps, even in the middle of an epoch."""
     max_time: Annotated[str | None, "TIME", Mark.SWEEPABLE] = None
-    """Stop after this time, such as 90s, 30m or 2h, counted anew from the start of each attempt and each resume."""
+    """Stop after this time, such as 90s, 30m or 2h, counted anew from the start of each attempt, as after a resume."""
 
     @property
     def learning_rate_schedule(self) -> Schedule:
@@ -182,7 +182,7 @@ class OptimisationOptions:
 
 
 def check_optimisation(options: OptimisationOptions) -> None:
-    """Raise UsageError if there is no batch size, or options of the optimizer do not fit together."""
+    """Raise UsageError if the batch size is missing, a text is malformed, or options contradict each other."""
     # Texts are numbers per worker, such as 32/worker; the types of the options have let any text pass.
     if options.batch_size is None:
         raise UsageError("--batch-size is not given; give 128 for all workers together, or 32/worker.")
@@ -198,7 +198,7 @@ def check_optimisation(options: OptimisationOptions) -> None:
     Schedule.parse(options.schedule)
     if options.max_time is not None and options.max_time_s is None:
         raise UsageError(f"--max-time is {options.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
-    if options.head_epochs >= max(options.epochs, 1) and options.head_epochs:
+    if options.head_epochs >= options.epochs:
         raise UsageError(
             f"--head-epochs is {options.head_epochs} and --epochs {options.epochs}, which leaves no epoch for all "
             "layers; give fewer, or --freeze all to train the head alone."
@@ -208,7 +208,7 @@ def check_optimisation(options: OptimisationOptions) -> None:
     if options.nesterov and (options.optimizer != "sgd" or options.momentum == 0):
         raise UsageError(
             f"--nesterov is for SGD with momentum, and --optimizer is {options.optimizer} with --momentum "
-            f"{options.momentum:g}; omit it."
+            f"{options.momentum:g}; give --no-nesterov."
         )
 
 

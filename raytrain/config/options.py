@@ -80,7 +80,7 @@ class RunOptions:
     notify: Annotated[str | None, "URL|COMMAND|$VARIABLE", Mark.OF_COMMAND, Mark.SECRET, Mark.SET_BY_FIND_RATE] = field(
         default=None, repr=False
     )
-    """Tell a webhook, such as one of Slack's, or a command of yours how the run ends; $NAME: what that variable has."""
+    """Tell a webhook, such as Slack's, or a command of yours how the run ends; $NAME: a variable that holds either."""
     trace: Annotated[bool, Mark.SET_BY_FIND_RATE] = False
     """Record which samples each worker used in each step, for `raytrain audit`."""
 
@@ -150,7 +150,7 @@ class TrainConfig(
     def scaled_to(self, num_workers: int) -> TrainConfig:
         """Return the same options with the global batch size and learning rate, of all ``num_workers`` together.
 
-        Example: ``config(batch_size="32/worker").scaled_to(4).batch_size == 128``
+        Example: ``TrainConfig(batch_size="32/worker").scaled_to(4).batch_size == 128``
         """
         rate = self.learning_rate
         return dataclasses.replace(
@@ -218,10 +218,10 @@ class TrainConfig(
             raise UsageError(f"--max-cost is {self.max_cost:g}, and no --price says what a machine or a GPU costs.")
 
     def check_metrics(self, measured: Collection[str], advice: str | None = None) -> None:
-        """Raise UsageError if evaluations, which measure ``measured``, lack a metric that an option is about.
+        """Raise UsageError if an option names a metric that is not among ``measured``, those of each evaluation.
 
-        ``advice`` is given for the metrics of a user's own loop. Without it, ``--until`` must not ask for a fraction
-        above 1.
+        ``advice`` ends the sentence; callers give it if the metrics are those of a user's own loop. Without it, the
+        metrics are the built-in ones, and ``--until`` must not ask for a fraction above 1.
 
         Example: ``TrainConfig(batch_size=1, until="acc=0.9").check_metrics(["accuracy", "loss"])`` raises it.
         """
@@ -288,22 +288,24 @@ def _check_sections_fit(config: TrainConfig) -> None:
             "--gradient-dtype is bfloat16, which keeps 8 of the 53 bits of --precision float64; omit one of them."
         )
 
-    # An image that is shifted by its whole side is gone. Without --image-size, the model decides on it later.
+    # An image that is shifted by its whole side is gone. Without --image-size, the size is not known yet.
     if config.image_size is not None and config.translate >= min(first):
         raise UsageError(
             f"--translate is {config.translate}, and images have {first[0]}x{first[1]} pixels; it must be less than "
             "each side."
         )
 
-    # These divide images, or probability, by the one class that an image has.
+    # These options are defined by the one class of an image. A recipe may have set them, so name the value to give.
     needs_one_class = {
-        "--sampling balanced": config.sampling == "balanced",
-        "--focal-gamma": config.focal_gamma > 0,
-        "--label-smoothing": config.label_smoothing > 0,
+        "--sampling balanced": (config.sampling == "balanced", "--sampling uniform"),
+        "--focal-gamma": (config.focal_gamma > 0, "--focal-gamma 0"),
+        "--label-smoothing": (config.label_smoothing > 0, "--label-smoothing 0"),
     }
-    for option, is_used in needs_one_class.items():
+    for option, (is_used, instead) in needs_one_class.items():
         if is_used and config.multi_label:
-            raise UsageError(f"{option} needs images of one class each, and here an image may have several; omit it.")
+            raise UsageError(
+                f"{option} needs images of one class each, and here an image may have several; give {instead}."
+            )
 
 
 @cache

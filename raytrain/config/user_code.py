@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import io
 import linecache
+import os
 import sys
 import sysconfig
 import traceback
@@ -22,7 +23,7 @@ from raytrain.config.network import timm_name
 from raytrain.errors import RaytrainError, UsageError, did_you_mean, file_title, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = os.path.join(Path(__file__).parents[1], "")  # with a slash: raytrain_loops/ beside it is the user's
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MAX_LINE_CHARS = 120  # of a line of code that an error shows
 _NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -211,9 +212,10 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
                 culprits[name] = [variable for variable in variables if not _can_be_pickled(variables[variable])]
         name, variables = max(culprits.items(), key=lambda culprit: len(culprit[1]))
         shown = ", ".join(f"`{variable}`" for variable in variables) or "what is used there"
+        are, them = ("are", "them") if len(variables) > 1 else ("is", "it")
         raise UsageError(
-            f"{name} cannot be sent to the workers, because of {shown}, which is of this process alone "
-            f"({describe(error)}); make it inside the function."
+            f"{name} cannot be sent to the workers, because of {shown}, which {are} of this process alone "
+            f"({describe(error)}); make {them} inside the function."
         ) from None
 
 
@@ -268,7 +270,8 @@ def describe(error: BaseException) -> str:
     Example: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``
     """
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    line = "" if isinstance(error, SyntaxError) else users_line(traceback.extract_tb(error.__traceback__))  # it has one
+    # The message of a SyntaxError names its line already.
+    line = "" if isinstance(error, SyntaxError) else users_line(traceback.extract_tb(error.__traceback__))
     return f"{type(error).__name__}: {first_line.rstrip('.')}{f' ({line})' if line else ''}"
 
 

@@ -44,7 +44,7 @@ Location = str | os.PathLike[str]
 MAX_PORT = 65_535
 
 Bound = tuple[Callable[[float, float], bool], str, float]
-"""A comparison that the first number of two must pass, the words for it, and the second number."""
+"""A comparison of a value with a limit, the words for it, and the limit: ``(operator.ge, "at least", 1)``."""
 
 _COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "ge": (operator.ge, "at least"),
@@ -196,7 +196,10 @@ def seconds(text: str) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in the types of the command line: text for paths, Python's numbers, tuples for sequences."""
+    """Return ``value`` in the types of the command line: text for paths, Python's numbers, tuples for sequences.
+
+    A set becomes a sorted tuple, and a dictionary a tuple of texts ``NAME=VALUE``.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):  # NAME=VALUE, as of --model-option
@@ -204,7 +207,7 @@ def _plain(value: Any) -> Any:
         options = ((name, item.tolist() if hasattr(item, "tolist") else item) for name, item in given)
         return tuple(f"{name}={item if _is_plain_text(item) else repr(item)}" for name, item in options)
     if isinstance(value, Set):
-        return tuple(sorted(cast("Set[Any]", value)))
+        return tuple(sorted(map(_plain, cast("Set[Any]", value)), key=str))
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -226,7 +229,9 @@ def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) 
     # A dictionary becomes JSON, or METRIC=X if it has one entry; two values become a pair such as MIN..MAX.
     if isinstance(given, Mapping):
         if "JSON" in forms:
-            return json.dumps(dict(cast("Mapping[str, object]", given)), default=_plain)
+            entries = cast("Mapping[object, object]", given).items()
+            # What is no value of JSON becomes text, which the check of the option refuses with a sentence.
+            return json.dumps({str(_plain(key)): _plain(item) for key, item in entries}, default=str)
         return items[0] if len(items) == 1 and pair == "=" and matches(items[0], hint) else cast(object, value)
     if len(items) == 2 and pair is not None and not takes_several:
         return pair.join(map(str, items))
@@ -279,7 +284,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 @cache
 def hints_of(options: type) -> dict[str, Any]:
-    """Return the annotation of each option, with its limits and marks; evaluating them all takes milliseconds."""
+    """Return the annotation of each option, with its limits and marks. Cached, as evaluating all takes milliseconds."""
     return get_type_hints(options, include_extras=True)
 
 

@@ -43,9 +43,14 @@ class DamagedShard(ValueError):
     """A shard does not hold the bytes that were written; the message says so."""
 
 
+def _in_packing_order(images: Manifest) -> Manifest:
+    """Return the images in the fixed random order in which shards hold them, one shard after the other."""
+    return images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
+
+
 def assign_shards(images: Manifest) -> list[Manifest]:
     """Shuffle images in a fixed way and divide them into shards; return those of each, in the order of its rows."""
-    packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
+    packed = _in_packing_order(images)
     # A shard ends with the image in which its bytes do: bounds are the first image of each shard, and the end.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
@@ -54,12 +59,12 @@ def assign_shards(images: Manifest) -> list[Manifest]:
 
 
 def packed_manifest(images: Manifest, shards: Sequence[Manifest], paths: Sequence[str], url: str) -> Manifest:
-    """Return the manifest of ``images`` in ``shards`` at these ``paths`` below ``url``."""
+    """Return the manifest of ``images`` packed into ``shards`` by :func:`assign_shards`, at ``paths`` below ``url``."""
     lengths = [len(shard) for shard in shards]
     row = np.concatenate([np.arange(length) for length in lengths])
     shard = np.repeat(np.arange(len(shards)), lengths)
     return replace(
-        images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY)),
+        _in_packing_order(images),
         url=url,
         packing=Packing(tuple(paths), shard.astype(np.int32), row.astype(np.int32)),
     )

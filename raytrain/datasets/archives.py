@@ -49,7 +49,7 @@ _LABEL_SUFFIXES = (".cls", ".json")
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
 _CHUNK_BYTES = 1 << 20
-_HOLE_ROWS = 8  # so many empty images in succession are a hole of zeros in the file, where content was lost
+_HOLE_ROWS = 8  # this many empty images in succession are a hole of zeros in the file, where content was lost
 
 
 class ArchivedImage(NamedTuple):

@@ -28,7 +28,9 @@ class DownloadResult:
 
 
 def download(name: str, destination: str, console: Console | None = None) -> DownloadResult:
-    """Download a data set into the new folder ``destination``. After a failure, whole archives are not loaded again.
+    """Download a data set into the new folder ``destination``.
+
+    After a failure, archives that have arrived whole are not downloaded again.
 
     ``cifar10`` becomes ``train/<class>/`` and ``test/<class>/``, 60,000 PNG images 32×32 (torchvision's ``CIFAR10``).
     ``flowers`` becomes ``<class>/``, 3,670 JPEG photographs of five classes, with its LICENSE.txt (the data set of

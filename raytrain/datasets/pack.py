@@ -97,14 +97,14 @@ def pack(
         split: the value of the column ``split`` whose images are packed.
         max_bad_fraction: fraction of the rows of ``labels`` that may lack an image.
         image_suffix: which image of a WebDataset sample with several is packed, such as ``png``; by default the JPEG.
-        shorter_side: larger images become JPEGs whose shorter side has so many pixels; by default they stay as they
+        shorter_side: larger images become JPEGs whose shorter side has this many pixels; by default they stay as they
             are. The smaller files lie in a temporary folder of this machine meanwhile.
         quality: of the JPEGs that ``shorter_side`` makes, 1 to 100.
         console: shows the progress bar; by default standard error.
 
     Raises:
-        UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it, or no
-            image can be shrunk like this.
+        UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it;
+            ``destination`` has other images; or an option has a value that it cannot have.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
 
     Example::
@@ -273,7 +273,7 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str
 
 
 def _fetch_unchanged(store: Store, images: Manifest) -> list[bytes]:
-    """Return the files of ``images``, in their order. Raise StorageError if one is not what was listed."""
+    """Return the files of ``images``, in their order. Raise StorageError if one is gone or has another size now."""
     keys: list[str] = images.keys.to_pylist()
     contents: list[bytes] = []
     for key, size_bytes, data in zip(keys, images.sizes_bytes, store.get_many(keys), strict=True):

@@ -225,7 +225,7 @@ _OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]
 def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> list[_OpenedArchive]:
     """Return each archive with a folder for its images and the context that opens its file.
 
-    The folder is called like the archive, with as much of its path as makes it unique.
+    The folder has the archive's name, with as much of its path as makes it unique.
     """
     names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
     prefixes = [name.rpartition("/")[2] for name in names]
@@ -246,13 +246,15 @@ def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> l
 
 def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> LabelTable:
     """Write the images of all archives below ``folder``, and return the table of their labels."""
-    label_of: dict[str, tuple[str, str]] = {}  # and the split
-    examples: dict[bool, tuple[str, str]] = {}  # whether labels are numbers; an archive of that kind, and one label
+    label_of: dict[str, tuple[str, str]] = {}  # label and split of each image, by its key
+    # An archive whose labels are all numbers (True) or all names (False), and one of these labels.
+    examples: dict[bool, tuple[str, str]] = {}
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
 
-    # Unpack archive after archive. No image may replace another one, and labels must be all numbers or all names.
+    # Unpack archive after archive. No image may replace another one, and if the labels of one archive are all numbers,
+    # those of another must not be all names.
     for prefix, archive, opening in opened:
         name, labels_of_archive = archive.name, set[str]()
         with opening as content:

@@ -80,7 +80,8 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
         return True
 
     console = console or Console(stderr=True)
-    sent, in_notebook = _map_in_threads(send, paths), console.is_jupyter  # which would keep each frame of a bar
+    in_notebook = console.is_jupyter  # a notebook would keep each frame of the progress bar
+    sent = _map_in_threads(send, paths)
     num_sent = sum(track(sent, f"Uploading to {url}", total=len(paths), console=console, disable=in_notebook))
 
     # Compare everything once more with a new listing of the bucket.

@@ -134,9 +134,9 @@ def _audit_epoch(
     return EpochAudit(
         epoch=plan.batch(first - 1).epoch + 1,
         planned=len(planned),
-        used_once=int(times_used[times_used == np.maximum(times_planned, 1)].sum()),
+        used_once=int(times_used[times_used == times_planned].sum()),
         unreadable=int(times_planned[was_skipped].sum()),
         missing=keys_of(np.flatnonzero((times_used < times_planned) & ~was_skipped)),
-        doubled=keys_of(np.flatnonzero(times_used > np.maximum(times_planned, 1))),
+        doubled=keys_of(np.flatnonzero(times_used > times_planned)),
         misplaced=keys_of(used[~is_as_planned]),
     )

@@ -67,7 +67,7 @@ class MinMedianMax(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[int]) -> MinMedianMax | None:
-        """Return the three of ``values``; None if there are no values."""
+        """Return the smallest, the middle and the largest of ``values``; None if there are no values."""
         numbers = np.fromiter(values, np.int64)
         return cls(*(int(statistic(numbers)) for statistic in (np.min, np.median, np.max))) if len(numbers) else None
 
@@ -187,7 +187,10 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
 def _suspicious_images(
     config: TrainConfig, store: Store, data: Dataset, write_to: str | None
 ) -> SuspiciousImages | None:
-    """Return the images whose labels look wrong to the run in ``store``, and write label files to ``write_to``."""
+    """Return the images whose labels look wrong to the run in ``store``; None if it does not rank them.
+
+    Write the label files if ``write_to`` names one; raise UsageError if the run does not rank its labels then.
+    """
     ranked = rank_labels(config, store, data) if config.resume else None
     if write_to is not None:
         ranked = check_can_rank(config, ranked)

@@ -117,7 +117,7 @@ def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
 def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> float:
     """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; return the bus bandwidth in bytes/s.
 
-    It is defined as in nccl-tests: each of the N ranks of a ring sends 2(N-1)/N times the tensor
+    The bandwidth is defined as in nccl-tests: each of the N ranks of a ring sends 2(N-1)/N times the tensor
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     import torch

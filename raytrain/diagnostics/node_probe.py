@@ -235,8 +235,8 @@ def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     for result in results:
         ahead = 0.0
         if result.result:
-            # The node's two times lie between these two of this machine, if the clocks agree. This is the smallest
-            # difference of the clocks that explains what was seen.
+            # If the clocks agree, the node's two times lie between ``asked`` and ``answered``. Otherwise, ``ahead`` is
+            # the smallest difference of the clocks that explains these times.
             started, ended = result.result.clock_s
             ahead = min(0.0, started - asked) + max(0.0, ended - answered)
         nodes.append(Node(**vars(result.node), report=result.result, error=result.error, clock_ahead_s=ahead))

@@ -178,7 +178,7 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
         starts, ends = np.sort(np.reshape(intervals, (-1, 2)), axis=0).T
         return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
 
-    # Copies lie between the wait for a batch and the loop's body. Forward goes from the begin of the body to the end of
+    # Copies lie between the wait for a batch and the loop's body. Forward goes from the start of the body to the end of
     # its last backward, without the backwards themselves.
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
     forwards: list[Interval] = []

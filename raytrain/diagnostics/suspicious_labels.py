@@ -143,7 +143,7 @@ def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
 def _encode(table: pa.Table, name: str) -> bytes:
     """Return the content of a label file.
 
-    Texts are not escaped, also those that a spreadsheet would take for formulas, because raytrain reads the file again.
+    Texts are not escaped, not even those that a spreadsheet takes for formulas, because raytrain reads the file again.
     """
     sink = io.BytesIO()
     if name.endswith(".csv"):

@@ -157,7 +157,7 @@ def _suspicious(result: LookResult) -> Iterable[RenderableType]:
         options = " ".join(f"{option} {shlex.quote(file)}" for option, file in images.label_files.items())
         if images.replaces_pattern:  # a run that starts from this run's config.json would have the pattern again
             options = f"--label-pattern none {options}"
-        yield Text(f"Correct the column label, from the first row on, and train again with {options}")
+        yield Text(f"Correct the labels in the file, from its first row on, and train again with {options}")
 
 
 def _pair_text(pair: Duplicate) -> str:

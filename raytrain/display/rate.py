@@ -62,8 +62,10 @@ def rate_page(result: RateResult, picture: str) -> RenderableType:
     """Return the plot, the suggested rate with its reason, and what was trained."""
     # The loss of each step, its average, and a dot at the suggested rate.
     rate, rates = result.suggestion, np.log10(result.rates).tolist()
-    curves = {("loss", "dim"): result.losses, ("averaged", "cyan"): result.smoothed}
-    lines = [Series(*about, rates, losses.tolist()) for about, losses in curves.items()]
+    lines = [
+        Series("loss", "dim", rates, result.losses.tolist()),
+        Series("averaged", "cyan", rates, result.smoothed.tolist()),
+    ]
     if rate is not None:
         suggested = float(np.log10(rate))
         loss = float(np.interp(suggested, rates, result.smoothed))

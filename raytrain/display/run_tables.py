@@ -156,7 +156,7 @@ class FittingTable:
 
 
 def rows_table(*columns: Column) -> Table:
-    """Return a table with a row for each run.
+    """Return a table of ``columns``, with a row for each run or trial.
 
     A heading that is a Text may be wrapped on a narrow screen; a column of numbers stays as wide as its cells.
     """

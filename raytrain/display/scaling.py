@@ -97,7 +97,7 @@ def scaling_sentences(result: SweepResult) -> Iterator[Text]:
 
 
 def scaling_figure(result: SweepResult) -> Figure:
-    """Return both plots as a figure, for the trials that are finished."""
+    """Return a figure of the finished trials: the metric over the time of training, and images/s over the workers."""
     figure = titled_figure(result.name, 9, 9)
     over_time, over_workers = figure.subplots(2)
 

@@ -46,7 +46,7 @@ _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
 _LINES_BESIDE_TRIALS = 8  # of the live table: headings, the plan, counts and the hint
 _BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
 _PANELS_PER_ROW = 3  # of the plots over options
-_FEW_VALUES = 5  # up to so many values, each one is labelled
+_FEW_VALUES = 5  # up to this many values, each one is labelled
 _DECADES = 1.5  # values that span more have a logarithmic axis
 
 
@@ -74,7 +74,7 @@ def sweep(
             are GPUs for, or without GPUs as leave room for reading data. ``best`` is the metric that trials are
             compared by. With ``resume``, trials that were stopped or failed are resumed.
         vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
-            ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on so many workers, none is
+            ``resume``. With ``workers=1,2,4``, one trial trains after the other, each on that many workers, none is
             stopped early, and the result has their ``scaling``.
         trials: how many points to choose; by default every combination of values.
         sampler: how points are chosen: ``random`` (the default with ``trials``), ``grid`` (the default without), or by
@@ -109,7 +109,8 @@ def sweep(
         raytrain.sweep(config, vary="learning-rate=log:0.01..1", trials=20, sampler="tpe", pruner="median").best
         raytrain.sweep(config, vary="workers=1,2,4").scaling
     """
-    # A terminal has room for one table, and other threads are somebody's who looks at their sweeps in their own way.
+    # Only a sweep in the main thread is shown: a terminal has room for one table, and a program that starts sweeps in
+    # other threads shows them itself.
     is_main = threading.current_thread() is threading.main_thread()
     terminal = SweepTerminalView() if view is None and is_main else None
     with terminal or nullcontext():
@@ -399,7 +400,7 @@ def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str,
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     xs: Sequence[float]
     if len(numbers) == len(values):
-        # Numbers: on a logarithmic axis if they span more than a decade, each with its own tick if they are few.
+        # Numbers: on a logarithmic axis if they span more than 1.5 decades, else each with a tick if they are few.
         xs = numbers
         if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
             axes.set_xscale("log")

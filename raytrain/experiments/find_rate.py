@@ -66,9 +66,10 @@ def find_rate(
     view: View | None = None,
     signals: StopSignals | None = None,
 ) -> RateResult:
-    """Train the short run, and return the rate that its losses suggest; see :func:`raytrain.display.rate.find_rate`.
+    """Train one short run with a rising learning rate; return its losses, and the rate that they suggest.
 
-    ``view`` is called about twice a second with the run's :class:`Snapshot`; without one, nothing is shown.
+    The arguments are those of :func:`raytrain.display.rate.find_rate`. ``view`` is called about twice a second with the
+    run's :class:`Snapshot`; without one, nothing is shown. Raises UsageError if fewer than 20 steps have a loss.
     """
     short = _short_run(config)
     result = train(short, loop=loop, view=view, signals=signals)

@@ -148,19 +148,17 @@ def num_points(space: Space) -> float:
 
     Example: ``num_points({"optimizer": ("sgd", "lion"), "epochs": Range(1, 3, log=False, whole=True)}) == 6``
     """
-    sizes = (
-        len(set(domain))
-        if not isinstance(domain, Range)
-        else domain.high - domain.low + 1
-        if domain.whole
-        else math.inf
-        for domain in space.values()
-    )
-    return math.prod(sizes)
+    num = 1.0
+    for domain in space.values():
+        if isinstance(domain, Range):
+            num *= domain.high - domain.low + 1 if domain.whole else math.inf
+        else:
+            num *= len(set(domain))
+    return num
 
 
 def outermost_points(space: Space) -> list[Point]:
-    """Return points that have each value of a list and both ends of a range: if TrainConfig refuses any, it is in one.
+    """Return points that together have each value of each list and both ends of each range, to check them beforehand.
 
     Example: ``outermost_points({"epochs": (1, 2)}) == [{"epochs": 1}, {"epochs": 2}]``
     """

@@ -186,10 +186,11 @@ class SweepSession:
             num_epochs=num_epochs,
         )
         study, points = open_study(is_resumed=prepared.config.resume), [trial.values for trial in trials]
+        # The log fits if the points in it begin with those of the trials, or the trials' begin with those in the log.
         if study.points[: len(points)] != points[: len(study.points)] or len(study.points) > planned.num_trials:
             _log.warning(
-                "%s/%s does not fit the trials of sweep %r: what the sampler and the pruner know begins anew, with the "
-                "trials themselves.",
+                "%s/%s does not fit the trials of sweep %r, so it is not used: the sampler and the pruner start again "
+                "from the results of the trials.",
                 prepared.store.url,
                 STUDY,
                 prepared.name,

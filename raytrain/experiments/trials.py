@@ -243,7 +243,7 @@ def num_digits(sweep: Sweep) -> int:
 
 
 def names_of(storage: str, name: str) -> list[str]:
-    """Return the names of a sweep's runs, some of which may not have started; of any other run, its own name.
+    """Return the names of all trials, begun or not, if ``name`` is a sweep; else ``name`` alone.
 
     Raises UsageError if there is no such run.
     """

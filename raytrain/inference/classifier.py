@@ -90,7 +90,7 @@ class Classifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, num_classes) of ``images``, decoded as uint8 (B, H, W, C).
 
-        They are resized and normalised as in training. Raise UsageError if they have another type or shape.
+        The images are resized and normalised as for validation. Raise UsageError if they have another type or shape.
 
         Example::
 

@@ -43,7 +43,7 @@ class NetworkWithEmbeddings(nn.Module):
         return torch.cat([logits, *(embedding.to(logits.dtype) for embedding in self._inputs)], dim=1)
 
     def _keep_input(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Keep the ``inputs`` of a head, averaged over the positions, (B, D): a hook before its forward."""
+        """Keep the ``inputs`` of a head, averaged over the positions, (B, D); torch calls this before the head runs."""
         features: Tensor = inputs[0]
         if isinstance(layer, nn.Conv2d):
             self._inputs.append(features.mean(dim=(2, 3)))  # (B, D, H, W)

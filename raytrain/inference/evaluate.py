@@ -96,15 +96,15 @@ def evaluate(
 
     # Images are predicted in the run's precision, so that the metrics agree with those that the run itself measured.
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
+    is_readable = table["error"].is_null()
+    readable = table.filter(is_readable)
     if trained.config.multi_label:
         result = score_labels(trained, manifest, table, thresholds)
     else:
-        readable = table.filter(table["error"].is_null())
         truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
         about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
         result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
         if len(truth):
-            is_readable = np.array(table["error"].is_null().to_pylist(), bool)  # to_numpy would import pandas
             groups = _groups(trained, manifest, labels)
             if groups is None and trained.config.group_by is not None:
                 _log.warning(
@@ -114,11 +114,11 @@ def evaluate(
             if groups is None:
                 result = replace(result, accuracy_interval=wilson_interval(int((truth == answers).sum()), len(truth)))
             else:
-                groups = groups[is_readable]
+                groups = groups[np.array(is_readable.to_pylist(), bool)]  # to_numpy would import pandas
                 interval, number = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
                 result = replace(result, accuracy_interval=interval, interval_groups=number)
 
-    result = replace(result, metrics=_named_metrics(trained, manifest, table.filter(table["error"].is_null())))
+    result = replace(result, metrics=_named_metrics(trained, manifest, readable))
 
     # Images of the user's own may be among those that the run was trained on; its own held-out images are not.
     return result if data is None else replace(result, **_count_training_images(trained, images, manifest))

@@ -293,7 +293,7 @@ def _trace(classifier: Classifier, run: str) -> ExportedProgram:
     try:
         return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # torch.export raises many kinds
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"torch.export cannot trace the network of run {run!r} ({reason}); use the network that raytrain.load "
             "returns."

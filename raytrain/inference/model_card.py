@@ -208,7 +208,7 @@ image = Image.open("photo.jpg")
 
 
 def preprocessing(classifier: Classifier) -> dict[str, Any]:
-    """Return how the network wants its images, as plain values: the metadata of an exported file."""
+    """Return how images are prepared for the network, and its classes, as plain values for an exported file."""
     cropping = classifier.cropping
     return {
         "image_size": list(classifier.shape.size),

@@ -93,9 +93,9 @@ class Predictor:
         """Predict ``images``, uint8 (n, H, W, C), whose true classes are ``labels`` (n,), negative if unknown.
 
         The columns are label and score (name and probability of the likeliest class), label_2, score_2 and so on, truth
-        and answer (the classes as numbers), loss (cross entropy) and perhaps probabilities, a list with a number for
-        each class. If an image may have several classes, they are truth and probabilities. With embeddings, there is a
-        column embedding, too: a list of float32.
+        and answer (the true and the likeliest class as numbers), loss (cross entropy) and, with ``gives_all``,
+        probabilities, a list with a number for each class. If an image may have several classes, there are only truth
+        and probabilities. With ``embeddings``, there is a column embedding, too: a list of float32.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -170,16 +170,22 @@ class TrainedRun:
     ) -> pa.Table:
         """Predict the manifest's images, which are in the store ``images``: a row for each, in the manifest's order.
 
-        The cluster at ``address``, or else a running cluster that commands on this machine join, does the work; without
-        any, this process does. The columns are those of :func:`raytrain.launch.predict_request.predict_here`. With
-        ``as_measured``, images are predicted in the precision in which the run evaluated itself. ``embeddings`` adds a
-        column ``embedding``.
+        The cluster at ``address`` does the work, or else, if there is more than one block of images, a running cluster
+        that commands on this machine join; otherwise this process does it. The columns are those of
+        :func:`raytrain.launch.predict_request.predict_here`. With ``as_measured``, images are predicted in the
+        precision in which the run evaluated itself. ``embeddings`` adds a column ``embedding``.
         """
         views = replace(self.config, test_views=test_views).test_views  # the options check them
-        options: dict[str, Any] = {"top_k": top_k, "test_views": views, "as_measured": as_measured}
-        options["embeddings"] = embeddings
-        options["gives_all"] = as_measured and bool(self.config.named_metrics)
-        load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
+        load_predictor = partial(
+            Predictor,
+            run=self.name,
+            top_k=top_k,
+            test_views=views,
+            trust=self.trust,
+            as_measured=as_measured,
+            gives_all=as_measured and bool(self.config.named_metrics),
+            embeddings=embeddings,
+        )
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
 
         # Without a cluster: a network on each GPU of this machine, or one on its CPUs. That is also so for a single

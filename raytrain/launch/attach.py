@@ -11,7 +11,7 @@ The processes of the default group of `torch.distributed` are the run's workers;
 2. Each process puts its part of the run together, as a worker of any backend does; the block gets it as ``run``.
 3. At the end of the block, all processes finish the run together. If one leaves the block by an error, it reports that
    to process 0, which marks the run as failed, even while its own loop still waits for that process. The launcher may
-   kill all processes as soon as the first has ended, so that one waits until process 0 is done, for some seconds.
+   kill all processes as soon as the first has ended, so the process with the error waits some seconds for process 0.
 
 Processes are never restarted here. That is up to the launcher; ``resume=True`` goes on from the last checkpoint.
 """

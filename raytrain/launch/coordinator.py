@@ -21,7 +21,7 @@ from raytrain.training.script_logging import LoggedRecord
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
-SENT_WITHIN_S = 5.0  # what worker 0's loop has written into the bucket, if another worker has failed
+SENT_WITHIN_S = 5.0  # time for worker 0 to send the files of its loop to the bucket after another worker has failed
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -102,11 +102,11 @@ class Coordinator(RunMonitor):
     def give_up(self, error: RaytrainError, trace: str = "", rank: int = 0) -> bool:
         """Note an error of the user's that worker ``rank`` met; return True if it ends the run.
 
-        It does if another attempt would end the same way. A loop that fails after some steps gets another attempt,
-        unless an earlier attempt ended by the same error.
+        The error ends the run if another attempt would end the same way. A loop that fails after some steps gets
+        another attempt, unless an earlier attempt ended by the same error.
 
-        The run does not end by the loop of another worker, for some seconds, before worker 0 has met the error, too: it
-        may still send the files of its loop to the bucket.
+        If the loop fails on another worker than worker 0, wait some seconds for worker 0 to meet the error, too: until
+        then, it may still send the files of its loop to the bucket.
         """
         first_attempt = self._first_attempt_with_error.setdefault(str(error), self._attempt)
         if isinstance(error, LoopFailed) and error.restart_may_help and first_attempt == self._attempt:
@@ -148,7 +148,7 @@ class Coordinator(RunMonitor):
     def workers_lost(self, dead: dict[int, str]) -> None:
         """Note that the attempt has failed; the backend starts the next one unless there were too many.
 
-        ``dead`` has, by rank, how those workers died that could not report why.
+        ``dead`` says, by rank, how each worker died that could not report a reason.
         """
         lost = (
             " and ".join(f"worker {rank} {how}" for rank, how in dead.items())

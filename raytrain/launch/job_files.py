@@ -64,8 +64,8 @@ def check_places(config: TrainConfig) -> None:
         if place in (None, "", "DEFAULT") or "://" in place or Path(place).is_absolute():
             continue
         raise UsageError(
-            f"{flag(option)} is {place}, which would be a folder of the job, gone after it; give s3://bucket/prefix, "
-            "or the whole path of a folder that all machines of the cluster share."
+            f"{flag(option)} is {place}, which the job would look for in a temporary folder of its own; give a URL "
+            "(s3://bucket/prefix), or an absolute path that all machines of the cluster share."
         )
 
 

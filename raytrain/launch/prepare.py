@@ -1,8 +1,8 @@
-"""Everything before a run starts, in the order in which :func:`raytrain.train` calls it.
+"""The steps before a run starts, in the order in which :func:`raytrain.train` calls them.
 
-1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing. 2.
-:func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are images,
-   and, if it resumes, with which options it was started. After that, a cluster may start.
+1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
+2. :func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are
+   images, and, if it resumes, with which options it was started. After that, a cluster may start.
 3. :func:`already_trained` finds a resume that has nothing to do, and refuses one that has spent its dollars.
 4. :func:`prepare` lists the images, which may take minutes, and takes ownership of the run.
 """
@@ -50,7 +50,7 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
-from raytrain.runs.status import RunStatus, read_status, stored_status
+from raytrain.runs.status import RunStatus, parse_status, read_status, stored_status
 from raytrain.storage.lent_credentials import Scope
 from raytrain.training.weights_source import DEFAULT, check_downloads
 
@@ -68,10 +68,10 @@ Loop = Callable[["Run"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """What runs share that train in this process at the same time, such as the trials of a sweep.
+    """Inputs that runs share if they train in this process at the same time, such as the trials of a sweep.
 
-    ``placement`` is the same for each run, on workers of its own. ``images`` are the images of ``data``, in the form in
-    which the backend shares them.
+    Each run has workers of its own, all placed by the same ``placement``. ``images`` are the images of ``data``, in the
+    form in which the backend shares them.
     """
 
     placement: Placement
@@ -81,7 +81,7 @@ class RunGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What the caller of :func:`raytrain.train` gives besides the options.
+    """The arguments of a caller of :func:`raytrain.train` besides the options.
 
     Attributes:
         loop: the caller's own training loop, if any.
@@ -126,9 +126,9 @@ def settle_options(config: TrainConfig) -> TrainConfig:
 
     # A run that ended before its first step is replaced, because nothing of it can be resumed.
     if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
-        status = read_status(store)
-        # A run without a status may be about to write it, so it has not ended.
         written = read_json(store, STATUS)
+        status = parse_status(written)
+        # A run without a status may be about to write it, so it has not ended.
         has_ended = bool(written) and (not stored_status(written).active or status.is_gone)
         if has_ended and status.status != "finished" and not status.step and newest_checkpoint(store) is None:
             _log.warning("Run %r has ended before its first step; a new one takes its place.", name)
@@ -230,14 +230,14 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     )
 
 
-def check_budget(config: TrainConfig, before: RunStatus, what: str) -> None:
-    """Raise UsageError if ``what`` has spent the dollars of ``--max-cost`` ``before`` it starts.
+def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
+    """Raise UsageError if ``subject``, a run or a sweep with the status ``before``, has spent ``--max-cost`` already.
 
     Example: ``check_budget(config, read_status(store), "Run 'first'")``
     """
     if config.max_cost is not None and (before.dollars or 0.0) >= config.max_cost:
         raise UsageError(
-            f"{what} has cost ${before.dollars:,.2f} already, and --max-cost is {config.max_cost:g}; give a higher "
+            f"{subject} has cost ${before.dollars:,.2f} already, and --max-cost is {config.max_cost:g}; give a higher "
             "limit to go on."
         )
 
@@ -478,7 +478,7 @@ class PreparedRun(TrainRequest):
         builds_network = self.command != "attach" and (loop is None or "build_model" in names_in_code(loop))
         is_on = builds_network and suits_channels_last(self.config, len(self.data.train.classes))
         if is_on and self.group is None:
-            STARTUP.info("images and weights are channels last, as a network of convolutions is faster so on a GPU …")
+            STARTUP.info("storing images and weights channels last, which makes convolutions faster on a GPU …")
         return is_on
 
     def scope(self) -> Scope | None:

@@ -144,7 +144,8 @@ def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
 def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> Iterator[Callable[[], Connection]]:
     """Open a cluster, import Ray and torch in a thread, which takes seconds, and yield a function that joins both."""
     with Connection(config.address, config.gpus, check) as cluster:
-        # Not a daemon thread: Python would stop that within an import at its end, and hang at the import's lock.
+        # Not a daemon thread: when the process ends, Python would stop such a thread in the middle of an import, and
+        # then hang at the import's lock.
         importing = Thread(target=importlib.import_module, args=("raytrain.launch.ray.ray_launch",), name="imports")
         importing.start()
 

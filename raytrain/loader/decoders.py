@@ -59,7 +59,7 @@ It returns when the worker's reporter has the report: only then may others use t
 
 _THREADS = 8  # of a process; more would wait for the interpreter
 _END, _HEARD = "end", "heard"
-_MAX_DECODERS = 32  # threads for a worker; so many decode more photographs than a GPU can use
+_MAX_DECODERS = 32  # threads for a worker; this many decode more photographs than a GPU can use
 
 
 class ImageReporter(Protocol):

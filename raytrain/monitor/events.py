@@ -67,7 +67,7 @@ class Tested(Event):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """A checkpoint is in storage; ``path`` is relative to the run."""
+    """A checkpoint is in storage; ``path`` is relative to the run's folder."""
 
     path: str
     step: int
@@ -249,7 +249,7 @@ def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
 
 
 def _checked(value: object, hint: Any) -> Any:
-    """Return a field of an event as a value of the type ``hint``; raise ValueError if it is none."""
+    """Return a field of an event as a value of the type ``hint``; raise ValueError if it has another type."""
     if hint is StopReason:
         return StopReason.from_json(value)
     if not matches(value, hint):

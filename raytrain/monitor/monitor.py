@@ -22,7 +22,7 @@ from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 
 _NUM_EVENTS = 50
-_NUM_DIVERGED_ROWS = 3  # a run ends after so many rows of steps in succession whose loss is not finite
+_NUM_DIVERGED_ROWS = 3  # a run ends after this many rows of steps in succession whose loss is not finite
 _SHOWN_WITHIN_S = 5.0  # a debugger opens after this time even if a view hangs
 
 
@@ -111,7 +111,8 @@ class RunMonitor:
             # from another process, so the time of the start-up is added to theirs. Later, the monitor has counted all
             # of the time itself.
             elapsed_s = self._elapsed_s()
-            rows_s = max([row.elapsed_s for row in self._history.sample.rows[-1:]], default=0.0)
+            rows = self._history.sample.rows
+            rows_s = rows[-1].elapsed_s if rows else 0.0
             if self._startup_s is None:
                 self._startup_s = elapsed_s
                 self._elapsed_before_s = rows_s + elapsed_s
@@ -240,7 +241,10 @@ class RunMonitor:
         return self.stop_request
 
     def finish(self, status: Status, result: TrainResult | None = None) -> None:
-        """End the run, and write the rest of the history; an event says so if that fails. Record nothing after this."""
+        """End the run, and write the rest of the history. If that fails, the next snapshot has an event about it.
+
+        The caller must not record anything afterwards.
+        """
         with self._lock:
             self._status, self._result = status, result
             self._step = result.steps if result is not None else self._step  # not each step has a row

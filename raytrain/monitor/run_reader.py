@@ -30,7 +30,7 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 _READ_EVERY_S = 1.0
-_NUM_ROWS_TIMED = 50  # the time left is extrapolated from so many of the latest rows
+_NUM_ROWS_TIMED = 50  # the time left is extrapolated from this many of the latest rows
 _END_BYTES = 1000  # read again to recognise that a document was replaced
 
 
@@ -153,9 +153,9 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 class _GrowingLines(Generic[T]):
     """Reads a document of JSON lines in pieces, while lines are added to it.
 
-    ``parsed`` has the results of ``parse`` for the lines, unless the caller has removed them. ``version`` counts how
-    often the document was replaced by another one, as when a run resumes. That is recognised by reading the last bytes
-    of the previous piece again.
+    ``parsed`` has the results of ``parse`` for the lines, unless the caller has removed them. ``version`` begins at 1,
+    and grows by 1 whenever the document was replaced by another one, as when a run resumes. That is recognised by
+    reading the last bytes of the previous piece again.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:

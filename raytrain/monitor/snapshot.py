@@ -68,7 +68,7 @@ class Snapshot:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the latest step, counted from 1; 0 before the first one."""
+        """The epoch of the latest step, counted from 1; 0 before the first step, and of a sweep."""
         return epoch_of(self.step, self.steps_per_epoch) if self.step and self.steps_per_epoch else 0
 
     @property

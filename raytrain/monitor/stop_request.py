@@ -30,6 +30,7 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
     A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong.
     """
     store = open_run(storage, name)
+    # ``stored`` is what the run wrote last; ``status`` is "interrupted" if that says "running" but is old.
     document = read_json(store, STATUS)
     stored, status = stored_status(document), parse_status(document)
     may_train = stored.active and not stored.is_gone
@@ -98,8 +99,9 @@ class StopSignals:
     def outlive_terminal(self) -> Generator[None]:
         """Ignore that a view can no longer write, so that the run still ends with a checkpoint.
 
-        A closed terminal comes with SIGHUP. A closed pipe, as after `| head`, stops the run like a signal. A full disk
-        below standard output says nothing of the storage of the run, so the run goes on.
+        Ignored are an output that fails (EIO of a closed terminal, which also sends SIGHUP, and ENOSPC of a full disk,
+        which need not be the disk of the run), and, once the run is to stop, a closed pipe. A closed standard output,
+        as after `| head`, asks the run to stop by itself. A view may turn a closed pipe into SystemExit, as rich does.
         """
         try:
             yield

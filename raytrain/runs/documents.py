@@ -61,29 +61,15 @@ Report = Callable[[str], None]  # gets a sentence about each document, or part o
 
 _MAX_NAMES_IN_LINE = 10
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run
+_SINGLE_FILES = (
+    *(CONFIG, CLAIM, CLASSES, MANIFEST, VALIDATION_MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES),
+    *(MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE),
+    *(CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE),
+)
 _RUN_FILE = re.compile(
     "|".join(
         [
-            *map(
-                re.escape,
-                [
-                    CONFIG,
-                    CLAIM,
-                    CLASSES,
-                    MANIFEST,
-                    VALIDATION_MANIFEST,
-                    TEST_MANIFEST,
-                    IMAGES,
-                    EVALUATION,
-                    STATUS,
-                    MACHINES,
-                ],
-            ),
-            *map(
-                re.escape,
-                [MACHINE_HISTORY, SUMMARY, SUSPICIOUS_LABELS, SWEEP, STOP_REQUEST, UNUSED_OPTIONS, PROVENANCE],
-            ),
-            *map(re.escape, [CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE]),
+            *map(re.escape, _SINGLE_FILES),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS, STUDY)),
             rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
@@ -270,7 +256,7 @@ def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
 
 
 def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
-    """Return a document of the run; empty if there is none, or if it is damaged, about which ``report`` is told."""
+    """Return a document of the run; empty if there is none, or if it is damaged: then ``report`` gets a sentence."""
     try:
         return plain(parse_object(store.get(path)))
     except FileNotFoundError:

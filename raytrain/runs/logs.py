@@ -89,6 +89,7 @@ class LogText:
     Example:
         >>> log = LogText()
         >>> log.add("step 1\\nstep")
+        ['step 1']
         >>> log.content()
         b'step 1\\nstep'
     """
@@ -169,10 +170,9 @@ class _Copy:
 class LogCopies:
     """Reads growing files, shows their lines, and copies them into the storage of a run every few seconds.
 
-    With ``waits_for_run`` nothing is copied before the run's options are in storage, so that a run which never begins
-    leaves no logs.
-    ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`. Without a ``store`` the
-    lines are only shown.
+    With ``waits_for_run``, nothing is copied before the run's options are in storage, so that a run which never begins
+    leaves no logs. ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`. Without
+    a ``store``, the lines are only shown.
     """
 
     def __init__(self, store: Store | None, *, waits_for_run: bool = False, show: ShowLines | None = None) -> None:
@@ -267,8 +267,8 @@ class LogCopies:
 class ProcessLog(LogCopies):
     """The log of a process of Ray: what it prints while the log is open, and the exception that ends it.
 
-    What libraries in C print belongs to it, too, because the files that hold the output are copied.
-    Ray has redirected the output of the process to files. A terminal or a pipe is left alone.
+    Ray has redirected the output of the process to files, and these are copied, so what libraries in C print is in the
+    log, too. Output that goes to a terminal or a pipe is not copied.
     """
 
     def __init__(self, store: Store | None, worker: int, show: ShowLines | None = None) -> None:

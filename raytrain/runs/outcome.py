@@ -232,12 +232,12 @@ def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
     words: list[str] = []
     for name in names:
         option, value = option_name(name), getattr(config, name)
-        if value is None or value == defaults[name]:
+        if value == defaults[name]:
             continue
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
-            words += [f"--{option}", *map(str, as_tuple(value))]
+            words += [f"--{option}", *map(str, as_tuple("none" if value is None else value))]
     return words
 
 

@@ -334,7 +334,7 @@ class BucketStore(Store):
         return objects
 
     def _fills_a_page(self, num_names: int) -> bool:
-        """Return True if so many names may be one page of S3 and not all names. Other clouds have no such doubt."""
+        """Return True if ``num_names`` names may be one page of S3 and not all. Other clouds have no such doubt."""
         return isinstance(self.cloud, S3) and num_names >= self._client().page_names
 
     def _is_broken_off(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:

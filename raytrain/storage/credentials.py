@@ -130,7 +130,7 @@ def require_credentials(credentials: T | None) -> T:
 
 
 def ask_again_after_s(credentials: BucketCredentials | None) -> float:
-    """Return after how many seconds to ask a source again: 60, or a third of the time until ``credentials`` expire.
+    """Return the seconds until a source is asked again: 60, or a third of the time until expiry if that is less.
 
     Even credentials that never expire may be replaced in the file that they are read from.
     """

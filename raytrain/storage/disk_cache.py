@@ -69,7 +69,8 @@ class DiskCache:
                 status = os.fstat(file.fileno())
                 if status.st_mtime < self.run_started_at:
                     os.utime(file.fileno())  # the time of the last run that used it
-                data = file.read(max(status.st_size - _CHECKSUM_BYTES, 0))  # apart: a slice would copy it
+                # Read the content and its checksum separately, because a slice of both would copy the content.
+                data = file.read(max(status.st_size - _CHECKSUM_BYTES, 0))
                 checksum = file.read()
             if checksum == _checksum(data):
                 return data
@@ -85,7 +86,7 @@ class DiskCache:
             number, unfinished = tempfile.mkstemp(dir=self.folder, prefix=_UNFINISHED)
             try:
                 with os.fdopen(number, "wb") as file:
-                    file.write(data + _checksum(data))
+                    file.writelines((data, _checksum(data)))
                 os.replace(unfinished, path)
             except BaseException:
                 os.unlink(unfinished)

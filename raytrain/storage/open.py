@@ -138,7 +138,8 @@ def write_output(output: str, content: bytes) -> None:
     try:
         folder.put(name, content)
     except StorageError as error:
-        if folder.cloud is None and isinstance(error.__cause__, FileNotFoundError):  # of a bucket, it says more
+        # For a folder, the error says that there is no folder, which is wrong here. A bucket's says what is wrong.
+        if folder.cloud is None and isinstance(error.__cause__, FileNotFoundError):
             raise _no_file_there(output) from error.__cause__
         raise
 

@@ -153,12 +153,12 @@ def is_transient(error: BaseException) -> bool:
 
     The same holds if this process had as many files and connections open as it may: some will be closed soon.
     """
-    if has_too_many_files(error) or "Too many open files" in str(error):
+    if has_too_many_files(error) or "Too many open files" in str(error) or error_code(error) in _TRANSIENT_CODES:
         return True
     status = http_status(error)
     if status is None:
-        return _BROKEN_CONNECTION.search(str(error)) is not None or error_code(error) in _TRANSIENT_CODES
-    return status in _TRANSIENT_STATUSES or status >= 500 or error_code(error) in _TRANSIENT_CODES
+        return _BROKEN_CONNECTION.search(str(error)) is not None
+    return status in _TRANSIENT_STATUSES or status >= 500
 
 
 def refuses_credentials(error: BaseException) -> bool:

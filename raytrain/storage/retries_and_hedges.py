@@ -152,7 +152,7 @@ class Concurrency:
             # Ignore calls of other threads that began with another limit, and small calls, which do not reach it.
             if limit != self.limit or num < limit:
                 return
-            # The first call with so many requests opens their connections, so its time says nothing.
+            # The first call with a new limit opens their connections, so its time says nothing.
             if not self._is_connected:
                 self._is_connected = True
                 return
@@ -212,7 +212,7 @@ _retried: deque[None] = deque()  # an entry for each retry since they were count
 def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: Callable[[Exception], bool]) -> T:
     """Call ``operation``, and again after transient errors; raise the last error if ``policy`` allows no more.
 
-    obstore's own retries could not be counted, not differ between calls, and not be broken off when the process ends.
+    obstore's own retries can neither be counted, nor differ between calls, nor be broken off when the process ends.
     """
     give_up_at = time.monotonic() + policy.max_duration_s
     for number in range(policy.max_retries):
@@ -228,7 +228,7 @@ def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: 
 
 
 def sleep_unless_exiting(seconds: float) -> bool:
-    """Sleep for so many seconds; return False early if this process is about to end, which waits for its threads."""
+    """Sleep for ``seconds``; return False early if the process is about to end, which would wait for this thread."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_EXIT_EVERY_S))

@@ -45,7 +45,8 @@ class MLflowTracker:
         self.run_id: str = mlflow_run.info.run_id
         self._client.update_run(self.run_id, status="RUNNING")
         self._client.set_tag(self.run_id, _STOP_TAG, "false")  # undoes a stop of an earlier attempt
-        self._logged: dict[str, str] = mlflow_run.data.params
+        self._params: dict[str, str] = mlflow_run.data.params
+        self._options_in_tags: dict[str, str] = mlflow_run.data.tags  # options that a resume has changed, and others
         self._metrics: list[Metric] = []
         page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
         uri: str = self._client.tracking_uri
@@ -78,11 +79,11 @@ class MLflowTracker:
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send the options. MLflow's parameters cannot change: one that a resume changed becomes a tag of its name."""
         texts = {key[:_MAX_KEY]: str(value)[:_MAX_VALUE] for key, value in params.items()}
-        new = iter([Param(key, text) for key, text in texts.items() if key not in self._logged])
+        new = iter([Param(key, text) for key, text in texts.items() if key not in self._params])
         while group := list(islice(new, _MAX_PARAMS)):
             self._client.log_batch(self.run_id, params=group)
         for key, text in texts.items():
-            if self._logged.get(key, text) != text:
+            if self._options_in_tags.get(key, self._params.get(key, text)) != text:
                 self._client.set_tag(self.run_id, key, text)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -98,7 +99,7 @@ class MLflowTracker:
             self._client.log_batch(self.run_id, metrics=group)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
-        """Send images joined to one, which MLflow shows with a slider over the steps."""
+        """Send images, joined into one, which MLflow shows with a slider over the steps."""
         self._client.log_image(self.run_id, contact_sheet(images, caption), key=key, step=step)
 
     def log_network(self, file: str) -> None:

@@ -167,6 +167,7 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
     for thread in threads:
         thread.join(None)  # however long that takes
     if failures := [event for event in events if isinstance(event, TrackerFailed)]:
-        raise RaytrainError("; ".join(f"tracker {event.tracker} {event.reason}" for event in failures))
+        reasons = "; ".join(f"tracker {event.tracker} {event.reason}" for event in failures)
+        raise RaytrainError(f"Not all of run {run!r} was sent: {reasons}; once that is repaired, send it again.")
     places = [event.place for event in events if isinstance(event, TrackerOpened)]
     return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, places)

@@ -47,7 +47,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return True if there is room for another connection; :mod:`socketserver` calls this."""
+        """Take one of the free places for connections; return False if there is none. Called by :mod:`socketserver`."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -34,8 +34,8 @@ class TensorBoardTracker:
         self._path = f"{_FOLDER}/{run.name}" if run.sweep else _FOLDER
         self._local = TemporaryFolder() if "://" in self._store.url else None
         self._folder = self._local.path if self._local else Path(self._store.url, self._path)
-        # The library names files by the second. With a finer time, none of an earlier attempt is replaced, and they
-        # sort after these.
+        # The library names files by the second. A finer time in the name keeps this file from replacing one of an
+        # earlier attempt, and sorts it after those.
         self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{time.time_ns()}")
         self._throttle = Throttle()
 
@@ -52,7 +52,7 @@ class TensorBoardTracker:
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
-        """Write images joined to one, which TensorBoard shows with a slider over the steps."""
+        """Write images, joined into one, which TensorBoard shows with a slider over the steps."""
         self._writer.add_image(key, contact_sheet(images, caption), step, dataformats="HWC")
 
     def save(self) -> None:

@@ -90,7 +90,7 @@ def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
 
 
 def row_metrics(row: MetricRow) -> dict[str, float]:
-    """Return the numbers of a row by name, such as ``train/loss``; NaN for one that was not finite when written."""
+    """Return the numbers of a row by name, such as ``train/loss``; NaN for a metric that the row stores as None."""
     measured = {
         metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
         for name, value in row.metrics.items()
@@ -102,4 +102,4 @@ def row_metrics(row: MetricRow) -> dict[str, float]:
 def metric_name(name: str) -> str:
     """Return ``name``, which may be any text, in a form that every tracker accepts."""
     parts = (part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(". "))
-    return "/".join(parts)[:_MAX_NAME] or "_"
+    return "/".join(parts)[:_MAX_NAME].rstrip("/. ") or "_"  # a cut name may end with a separator, which is refused

@@ -261,8 +261,8 @@ class TrackerThread:
         """Send new rows in groups.
 
         The position after a group is stored before the group is sent, so that no row is repeated after a kill. If the
-        tracker fails, the position goes back to the last row that it has: the last one that it took or, if it has
-        ``save``, that this has sent.
+        tracker fails, the position goes back to the last row that it has surely taken: that of the last call of
+        ``log_metrics`` that succeeded or, if the tracker has ``save``, the last row before a ``save`` that succeeded.
         """
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
         sent = self._position

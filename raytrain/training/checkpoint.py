@@ -171,7 +171,7 @@ class Checkpoints:
             self.store.delete(path + ".json")
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until everything is written, for at most ``timeout_s``."""
+        """Wait until everything is written, for at most ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
@@ -261,7 +261,7 @@ def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.devi
     except Exception as error:
         failure = error
         answer = [
-            error if isinstance(error, RaytrainError) else RaytrainError(f"Worker 0 reads no checkpoint: {error}")
+            error if isinstance(error, RaytrainError) else RaytrainError(f"Worker 0 cannot read a checkpoint: {error}")
         ]
     dist.broadcast_object_list(answer, src=0, device=device)
     if failure is not None or isinstance(answer[0], RaytrainError):

@@ -325,7 +325,7 @@ def _check_network(network: object) -> None:
     wrappers = [layer for layer in network.modules() if WRAPPERS & {base.__name__ for base in type(layer).__mro__}]
     if wrappers:
         raise UsageError(
-            f"raytrain.parallel got a {type(wrappers[0]).__name__}, which joins gradients itself; give it the network "
+            f"raytrain.parallel got a {type(wrappers[0]).__name__}, which sums gradients itself; give it the network "
             "inside of that (its .module), in its place."
         )
     if any(map(nn.parameter.is_lazy, (*network.parameters(), *network.buffers()))):
@@ -335,7 +335,10 @@ def _check_network(network: object) -> None:
 
 
 def _check_group_came_first(world_size: int) -> None:
-    """Raise UsageError if there are more than ``world_size`` processes, for which networks were made parallel."""
+    """Raise UsageError if more processes train now than the ``world_size`` for which the networks were made parallel.
+
+    That is so if the process group was made after them, or never.
+    """
     has_group = dist.is_available() and dist.is_initialized()
     in_environment = environ.get("WORLD_SIZE") or "1"
     if not has_group and not in_environment.isdecimal():

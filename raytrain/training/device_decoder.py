@@ -141,7 +141,7 @@ class DeviceDecoder:
                 self._stream.synchronize()  # this thread may wait: it hands over finished pixels
 
         # Report what the CPU decoded, and leave out images that it could not read, either.
-        for kind, count in Counter(kinds.values()).items():
+        for kind, count in Counter(kind for row, kind in kinds.items() if row not in unreadable).items():
             self._reporter.decoded_on_cpu(count, kind)
         is_unreadable = np.isin(np.arange(len(files)), list(unreadable))
         if unreadable:

@@ -47,7 +47,7 @@ def measured_metrics(config: TrainConfig, *, runs_here: bool = True) -> tuple[st
 
 
 def check_number_of_classes(names: Iterable[str], num_classes: int) -> None:
-    """Raise UsageError if a metric in ``names``, as in ``config.named_metrics``, is not for so many classes."""
+    """Raise UsageError if a metric in ``names``, as in ``config.named_metrics``, does not fit the number of classes."""
     for name in names:
         if name.startswith("top") and int(name[3:]) >= num_classes:
             raise UsageError(

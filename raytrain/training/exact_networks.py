@@ -183,9 +183,10 @@ class BeforeForward:
 
 
 def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
-    """Return the first tensor among ``inputs`` that has rows, and their number; None and 1 if there is none.
+    """Return the first tensor with rows in ``inputs``, also within lists, tuples and dictionaries, and their number.
 
-    A list of tensors (C, H, W) counts as a batch of images of different sizes.
+    A list of tensors (C, H, W) counts as a batch of images of different sizes, an empty list as one of no images: None
+    and 0. Without any tensor, return None and 1.
     """
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim:

@@ -431,7 +431,7 @@ def _check_summable(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
-    """Raise UsageError if one of torch's wrappers, which join gradients themselves, holds any of ``parameters``.
+    """Raise UsageError if one of torch's wrappers, which sum gradients themselves, holds any of ``parameters``.
 
     A parameter does not know its wrapper, so all objects of this process are searched, which takes 0.1 s.
     """
@@ -442,7 +442,7 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
         if not ids.isdisjoint(map(id, wrapper.parameters())):
             raise UsageError(
                 f"The loop puts a network of run.prepare or raytrain.parallel, or a layer of one, into a "
-                f"{type(wrapper).__name__}, which would join gradients a second time; leave that out and call the "
+                f"{type(wrapper).__name__}, which would sum gradients a second time; leave that out and call the "
                 "network itself: it trains on any number of workers."
             )
 

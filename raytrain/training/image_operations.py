@@ -56,7 +56,7 @@ class Operation(IntEnum):
 
 
 _NUM_NUMBERS = 6  # for each image on the device: those of an affine matrix; other operations need fewer
-_CACHE_BYTES = 1 << 20  # of float32 pixels: a core's cache holds a few copies of so many
+_CACHE_BYTES = 1 << 20  # of float32 pixels: a core's cache holds a few copies of this many
 _BLUR_REACH = 12  # pixels: farther away, a Gaussian of 2 pixels is below the rounding of float32
 
 

@@ -222,7 +222,7 @@ def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     if reshaped:
         first, *rest = reshaped
         shapes = f"their {first} is {_shape_text(weights[first])}, and the network's is {_shape_text(expected[first])}"
-        differences.append(f"{shapes}, and so differ {some_of(rest)}" if rest else shapes)
+        differences.append(f"{shapes}; the shapes of {some_of(rest)} differ, too" if rest else shapes)
     if missing and unknown:
         advice += (
             ", or, if it is the same and only the names differ, save them under the network's, such as "

@@ -25,13 +25,17 @@ _NOT_SCALED = (
 
 
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
-    """Yield a sentence for each call that ``loop`` lacks, if the user has changed an option that the call takes."""
+    """Yield sentences about options that the user has changed and ``loop`` does not handle, after its first step.
+
+    An option has no effect if the loop lacks the call that takes it. Mixed images and float16 always have an effect,
+    but need a loss or a gradient scaler that fits.
+    """
     config, of_recipe = run.config, RECIPES[run.config.recipe]()
     recipe = of_recipe.scaled_to(run.world_size)
     options = [option.name for option in fields(recipe)]
     changed = {name for name in options if getattr(config, name) != getattr(recipe, name)}
-    # A rate such as "0.01/worker" is that of the workers with which the run began; a resume, of which this is the first
-    # step, may have another number.
+    # A recipe's rate such as "0.01/worker" was multiplied by the number of workers when the run began. A resume (its
+    # first step is not step 1) may have another number of workers, so accept the rate for any whole number.
     if run.progress.step > 1 and isinstance(of_recipe.learning_rate, str):
         num_workers = config.learning_rate / cast("float", of_recipe.scaled_to(1).learning_rate)
         changed -= {"learning_rate"} if abs(num_workers - round(num_workers)) < 1e-9 else set()

@@ -43,7 +43,7 @@ class UserTransforms:
         seed = self._config.seed
         source = torch.from_numpy(np.require(images, requirements=["C", "W"])).permute(0, 3, 1, 2)
         pixels = crop_and_resize(source, draws, epoch, self._config)
-        pixels = pixels.round().to(torch.uint8)  # no change if they are already
+        pixels = pixels.round().to(torch.uint8)  # changes nothing unless resizing has made floats
         with in_one_sentence(f"{subject(self._config)} cannot be applied to {_kind(pixels[0])}"):
             pixels = transform_each(self._transforms, pixels, draws, seed, epoch, self._generators)
         return pixels.permute(0, 2, 3, 1).numpy()
@@ -100,15 +100,15 @@ def transform_each(
             result: object = transforms(image)
             if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
                 raise UsageError(
-                    f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep "
-                    "both: images are resized before them, and normalised after them."
+                    f"A transform made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep "
+                    "the type and the shape: images are resized before them, and normalised after them."
                 )
             transformed.append(result)
     return torch.stack(transformed)
 
 
 def _kind(image: object) -> str:
-    """Return the type of ``image`` as text, such as uint8 (3, 32, 32)."""
+    """Return the type and the shape of ``image`` as text, such as uint8 (3, 32, 32)."""
     if not isinstance(image, Tensor):
         return f"type {type(image).__module__}.{type(image).__qualname__}"
     return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"

@@ -20,7 +20,7 @@ from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.steps import Steps
 
 _POLL_EVERY_S = 2.0
-_NUM_POLLS = 8  # a wait is reported if so many polls in a row see it in the same place
+_NUM_POLLS = 8  # a wait is reported if this many polls in a row see it in the same place
 _COLLECTIVES = dist.distributed_c10d.__file__  # torch's file of collectives
 _WAITS = {call.__code__ for call in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)}
 

@@ -286,6 +286,7 @@ def _check_directory(data: bytes) -> None:
     archive with a harmless directory in one place and a huge one in the other would pass Python's check and be read by
     torch.
     """
+    # The last two bytes of the last record are the length of a comment after it, which torch does not write.
     end = len(data) - _END_BYTES
     if end < 0 or data[end : end + 4] != _END or data[-2:] != b"\0\0":
         raise ValueError("it is a damaged archive (its end is missing)")

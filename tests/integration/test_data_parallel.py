@@ -477,7 +477,7 @@ def test_mistakes_of_all_processes_are_refused() -> None:
         assert "networks of other shapes or types, or other options, on worker 1 than on worker 0" in shapes
         assert options == shapes
         assert "raytrain.parallel got a DistributedDataParallel" in inside
-        assert "into a DistributedDataParallel, which would join gradients a second time" in around
+        assert "into a DistributedDataParallel, which would sum gradients a second time" in around
         assert "create_graph=True" in twice
 
 

@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from raytrain.display.page import server as page_server
+from raytrain.display.page import watched_runs
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
-from raytrain.errors import UsageError, shell_command
+from raytrain.errors import StorageError, UsageError, shell_command
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.runs.status import read_status, write_status
@@ -280,6 +282,19 @@ def test_the_list_and_the_comparison_go_by_the_metric_of_best(tmp_path: Path) ->
     assert listed["by-loss"] == (by_loss, [1.0, 0.5, pytest.approx(1 / 3)])
     assert listed["by-accuracy"][0] == {"name": "accuracy", "is_lower_better": False, "is_fraction": True}
     assert documents["metric"] == by_loss
+
+
+def test_a_curve_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_run(tmp_path, "over", [evaluation_row(1, accuracy=0.5)])
+
+    def refuse(*_: object) -> list[MetricRow]:
+        raise StorageError("The storage is out of reach.")
+
+    with HomeRuns(str(tmp_path)) as runs:
+        with monkeypatch.context() as broken:
+            broken.setattr(watched_runs, "read_metrics", refuse)
+            assert [run["measured"] for run in runs.all_runs()["runs"]] == [[]]
+        assert [run["measured"] for run in runs.all_runs()["runs"]] == [[0.5]]
 
 
 @pytest.mark.parametrize("value", ["9" * 4000, "9" * 5000, "-" + "9" * 4000, "1e9", "%00", "%FF", "%D9%A1", ""])

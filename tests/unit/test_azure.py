@@ -43,10 +43,11 @@ def account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
 
 
-@pytest.fixture
-def no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["azure.core.exceptions", "azure.identity"])  # another package may bring the first alone
+def no_identity(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if raytrain[azure] were not installed."""
-    monkeypatch.setitem(sys.modules, "azure.core.exceptions", None)
+    azure_cloud.default_credential.cache_clear()
+    monkeypatch.setitem(sys.modules, request.param, None)
 
 
 # Settings.

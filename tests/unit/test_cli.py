@@ -30,8 +30,8 @@ from raytrain.cli.parser import parse
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
-from raytrain.inference.classification_metrics import ClassScore, score
-from raytrain.recipes import RECIPES
+from raytrain.inference.classification_metrics import ClassScore, LabelEvaluation, LabelScore, score
+from raytrain.recipes import RECIPES, alexnet_transfer, cifar10_fast
 from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
@@ -513,6 +513,33 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     assert last_line(capsys) == {**EVALUATION.summary(), "picture": None}
 
 
+def test_evaluate_says_that_images_of_several_classes_have_no_picture(
+    stand_in: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = LabelEvaluation(
+        run="first",
+        data="d",
+        checkpoint="c",
+        skipped=0,
+        images=3,
+        accuracy=0.5,
+        loss=0.5,
+        mean_average_precision=0.5,
+        macro_f1=None,
+        per_class=(LabelScore("cat", 3, None, 0.5, None, 1.0),),
+    )
+    stand_in(evaluate=lambda *args, **named: result)
+    assert main(["evaluate", "first", "--data", "d", "--output", "mine.png", "--json"]) == 0
+    assert last_line(capsys) == result.summary()
+    assert "no mine.png: images of run first may have several classes" in caplog.text
+    assert not (tmp_path / "mine.png").exists()
+
+
 def test_evaluate_refuses_a_wrong_output_before_it_starts(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -664,6 +691,21 @@ def test_the_printed_train_command_has_the_options_of_the_run(storage: str, trai
     config = read_config(open_run(storage, "first"))
     assert main(shlex.split(train_command(config))[1:]) == 0
     assert [again.scaled_to(2) for again in trained] == [config]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (alexnet_transfer(data="photos", weights=None), "--weights none"),
+        (cifar10_fast(data="photos", ema_decay=None), "--ema-decay none"),
+    ],
+)
+def test_the_printed_train_command_has_options_that_are_none(
+    config: TrainConfig, words: str, trained: list[TrainConfig]
+) -> None:
+    assert words in train_command(config)
+    assert main(shlex.split(train_command(config))[1:]) == 0
+    assert trained == [config]
 
 
 @pytest.mark.not_quick

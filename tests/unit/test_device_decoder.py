@@ -199,12 +199,7 @@ def test_what_the_device_refuses_goes_to_the_cpu_and_what_both_refuse_is_left_ou
     assert batch.microbatch_sizes == (2, 1) and batch.images.shape == (3, 16, 20, 3)
     assert (batch.images[0].int() - batch.images[1].int()).abs().max() <= 1
     assert by_simplejpeg == [1, 3, 1, 1, 1]  # a trial, all plain ones, and each alone
-    assert recorder.on_cpu == {
-        "JPEG that nvJPEG refuses": 1,
-        "no image": 1,
-        "JPEG of too many pixels for a GPU": 1,
-        "JPEG without an end": 1,
-    }
+    assert recorder.on_cpu == {"JPEG that nvJPEG refuses": 1}  # of the others, the CPU decodes none, either
     reasons = {image.key: image.reason for image in recorder.skipped}
     assert list(reasons) == ["102.jpg", "104.jpg", "105.jpg"]
     assert "text" in reasons["102.jpg"] and "too large" in reasons["104.jpg"] and "decoded" in reasons["105.jpg"]

@@ -162,17 +162,24 @@ def test_an_export_with_other_predictions_is_not_written(tmp_path: Path, monkeyp
     assert not (tmp_path / "model.pt2").exists()
 
 
-def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "winding_networks.py").write_text(
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("winding", "flat = flat if flat.sum() > 0 else -flat"), ("refusing", "assert flat.shape[0] != 2")],
+)
+def test_a_network_that_cannot_be_traced_is_refused(
+    name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{name}_networks.py").write_text(
         "from torch import nn\n"
-        "class Winding(nn.Linear):\n"
+        "class Network(nn.Linear):\n"
         "    def forward(self, images):\n"
         "        flat = images.mean(dim=(2, 3))\n"
-        "        return super().forward(flat if flat.sum() > 0 else -flat)\n"
-        "def winding(num_classes, channels):\n    return Winding(channels, num_classes)\n"
+        f"        {line}\n"
+        "        return super().forward(flat)\n"
+        f"def {name}(num_classes, channels):\n    return Network(channels, num_classes)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    make_run(str(tmp_path), small(model="winding_networks:winding"))
+    make_run(str(tmp_path), small(model=f"{name}_networks:{name}"))
     with pytest.raises(UsageError, match=r"torch\.export cannot trace the network of run 'run' \(.+\)"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path), trust=True)
 

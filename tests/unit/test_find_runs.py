@@ -175,7 +175,7 @@ def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert main(words) == 1
     assert len(list_runs(str(tmp_path))) == 2
-    assert main([*words, "--yes"]) == 0
+    assert main(["rm", "first", *words[1:], "--yes"]) == 0  # whose name is given twice
     assert [run.name for run in list_runs(str(tmp_path))] == ["second"]
     assert not (tmp_path / "first").exists()
 

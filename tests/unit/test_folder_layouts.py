@@ -123,13 +123,13 @@ def test_test_images_without_classes_are_left_out_beside_validation_images(
 
 def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/cat", "train/dog"), "test/1.png", "test/2.png")
-    with pytest.raises(UsageError, match=r"test/ with 2 images in none; give --data .*/train"):
+    with pytest.raises(UsageError, match=r"test/ with 2 images in no class folder; give --data .*/train"):
         opened(tmp_path / "a")
 
 
 def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/n01/images", "train/n02/images"), "val/images/1.png", "val/images/2.png")
-    with pytest.raises(UsageError, match=r"val/ with 2 images in none; give --data .*/train"):
+    with pytest.raises(UsageError, match=r"val/ with 2 images in no class folder; give --data .*/train"):
         opened(tmp_path / "a")
 
 

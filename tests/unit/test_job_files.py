@@ -160,7 +160,7 @@ def test_a_file_that_is_not_there_is_said_here(project: Path) -> None:
 @pytest.mark.parametrize("given", [{"data": "images"}, {"weights": "first.pt"}, {"storage": "./runs"}])
 def test_places_on_this_machine_are_refused(given: dict[str, str]) -> None:
     (option, place) = next(iter(given.items()))
-    with pytest.raises(UsageError, match=f"--{option} is {place}, which would be a folder of the job"):
+    with pytest.raises(UsageError, match=f"--{option} is {place}, which the job would look for in a temporary folder"):
         check_places(options(**{"data": "s3://b/images", "storage": "s3://b/runs", **given}))
 
 

@@ -253,7 +253,8 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
         ("[1, 2]", "it is no list of records"),
         ("[" * 100_000, "cannot be read as a table"),
         ('{"path": "a"', "cannot be read as a table"),
-        ('[["a.jpg", 1], ["b.jpg"]]', "cannot be read as a table"),
+        ('[["a.jpg", 1], ["b.jpg"]]', "row 2 has 1 value, and there are 2 columns"),
+        ('{"columns": ["a", "b"], "data": [["a.jpg", 1], ["b.jpg"]]}', "row 2 has 1 value, and there are 2 columns"),
     ],
 )
 def test_json_that_says_no_labels_is_refused(content: str, told: str, tmp_path: Path) -> None:

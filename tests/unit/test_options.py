@@ -179,6 +179,8 @@ class Table:
         ("validation_fold", (2, 5), "2/5"),
         ("workers", [1, 4], "1..4"),
         ("class_weights", {"cat": np.float64(2.5), "dog": 1}, '{"cat": 2.5, "dog": 1}'),
+        ("class_weights", {np.int64(0): 2.0, np.int64(1): 1}, '{"0": 2.0, "1": 1}'),
+        ("tag", {"night", 2}, ("2", "night")),
     ],
 )
 def test_python_code_may_write_a_value_in_its_own_types(option: str, given: Any, value: Any) -> None:

@@ -317,7 +317,7 @@ def test_the_environment_names_the_job_server_as_ray_does(monkeypatch: pytest.Mo
     assert job_server_url(None) == "http://two:8265"
 
 
-@pytest.mark.parametrize("given", ["head:6379", "ray://head:10001", "auto", "local", ""])
+@pytest.mark.parametrize("given", ["head:6379", "ray://head:10001", "auto", "local", "", "head:abc", "head:99999"])
 def test_other_addresses_are_no_job_servers(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)

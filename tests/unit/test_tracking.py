@@ -230,6 +230,7 @@ def test_numbers_that_are_not_finite_arrive(store: Store) -> None:
         ("", "_"),
         ("a//b/", "a/b"),
         ("x" * 300, "x" * 250),
+        ("x" * 249 + "/y", "x" * 249),  # MLflow refuses a name that ends so
     ],
 )
 def test_names_of_metrics_are_harmless(name: str, sent: str) -> None:

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from raytrain.config.user_code import check_loop, describe, load_function, pickle_own_code, restart_may_help
+import raytrain
+from raytrain.config.user_code import (
+    check_loop,
+    describe,
+    is_of_user,
+    load_function,
+    pickle_own_code,
+    restart_may_help,
+)
 from raytrain.errors import UsageError
 from raytrain.training.model import build_model
 
@@ -62,6 +70,12 @@ def test_a_loop_that_names_torch_and_the_classes_of_its_run_travels(monkeypatch:
     monkeypatch.setattr(_names_classes, "__module__", "__main__")  # it is pickled by value then
     check_loop(_names_classes)
     assert len(pickle.loads(pickle_own_code(_names_classes))(SimpleNamespace(classes=("a", "b")))) == 2
+
+
+def test_files_beside_the_package_are_the_users() -> None:
+    package = Path(raytrain.__file__).parent
+    assert is_of_user(f"{package}_loops/loop.py") and is_of_user(f"{package}.py")
+    assert not is_of_user(str(package / "errors.py"))
 
 
 def test_a_file_is_executed_once_and_again_when_it_has_changed(

@@ -67,7 +67,7 @@ def pack(
         str | None, arg(help="Image to take of each WebDataset sample with several, such as png; by default the JPEG.")
     ] = None,
     shorter_side: Annotated[
-        int | None, arg(help="Pack larger images as JPEGs whose shorter side has so many pixels, such as 320.")
+        int | None, arg(help="Pack larger images as JPEGs whose shorter side has this many pixels, such as 320.")
     ] = None,
     quality: Annotated[int, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100.")] = 90,
 ) -> CommandResult:

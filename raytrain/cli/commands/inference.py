@@ -79,7 +79,6 @@ def evaluate(
     from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.storage.open import check_output
 
-    # If images may have several classes, no class is taken for another, and there is no figure of confusions.
     picture = output or f"{prediction.storage.rstrip('/')}/{run}/{CONFUSION_PICTURE}"
     if output is not None:
         check_output(output, (".png",))
@@ -90,6 +89,9 @@ def evaluate(
             f"None of {format_count(result.skipped, 'image')} of {result.data} can be decoded; check the files."
         )
     if isinstance(result, LabelEvaluation):
+        # If images may have several classes, no class is taken for another, and there is no figure of confusions.
+        if output is not None:
+            logging.getLogger("raytrain").warning("no %s: images of run %s may have several classes", output, run)
         return CommandResult(label_evaluation_page(result), result.summary())
     try:
         save_png(confusion_figure(result), picture)

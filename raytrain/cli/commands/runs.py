@@ -144,6 +144,7 @@ def rm(
 
     if not runs:
         raise UsageError(f"raytrain rm takes the names of runs; `{shell_command('runs', storage=storage)}` lists them.")
+    runs = tuple(dict.fromkeys(runs))  # a name that is given twice is deleted once
     for name in runs:
         open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
@@ -201,6 +202,7 @@ def logs(
         raise UsageError(f"{run!r} is a sweep; its trials have the logs, {(begun or ['none of which has begun'])[0]}.")
     reader, texts = RunReader(store, run), list[str]()
     if worker is not None:
+        # An earlier attempt may have had more workers: a rank with a log is allowed.
         num_workers = reader.snapshot().num_workers
         if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
             workers = format_count(num_workers, "worker")
@@ -214,12 +216,12 @@ def logs(
     lines = LogLines(write)
     # The processes whose output is shown; without --driver and --worker, the events of the run are.
     processes = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
-    logs = [LogReader(reader.store, process) for process in processes]
+    log_readers = [LogReader(reader.store, process) for process in processes]
 
     def show(snapshot: Snapshot) -> None:
-        if not logs:
+        if not log_readers:
             lines.events(snapshot)
-        for log in logs:
+        for log in log_readers:
             lines.printed(log.process.replace("-", " "), log.read(), grows=follow and not snapshot.over)
 
     if follow:
@@ -230,7 +232,7 @@ def logs(
     text = "" if follow else "\n".join(texts)
     if not texts:
         snapshot, printing = reader.snapshot(), " and ".join(process.replace("-", " ") for process in processes)
-        is_final = logs and snapshot.over and snapshot.num_workers
+        is_final = log_readers and snapshot.over and snapshot.num_workers
         text = f"{printing} has printed nothing, and the run is over." if is_final else "There is nothing yet."
     return CommandResult(text, {"run": run, "lines": texts})
 

@@ -218,7 +218,8 @@ def sweep(
         Pruner | None, arg(help="Pruner of Optuna's that stops trials early, in place of --early-stopping.")
     ] = None,
     folds: Annotated[
-        int | None, arg(help="Cross-validation: train each point on so many folds, in turn; gives mean and deviation.")
+        int | None,
+        arg(help="Cross-validation: train each point on this many folds, in turn; gives mean and deviation."),
     ] = None,
     early_stopping: Annotated[
         bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")

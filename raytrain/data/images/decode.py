@@ -137,9 +137,9 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
 
 
 def shrink(data: bytes, shorter_side: int) -> Pixels | None:
-    """Return the whole image, upright, with a shorter side of so many pixels, uint8 (H, W, C).
+    """Return the whole image, upright, with a shorter side of ``shorter_side`` pixels, uint8 (H, W, C).
 
-    Return None if its shorter side is no longer than that. C is 1 for a grey image. Raises :class:`BadImage`, as
+    Return None if the image is not larger than that. C is 1 for a grey image. Raises :class:`BadImage`, as
     :func:`decode` does.
     """
     crop = Crop(interpolation="bicubic")

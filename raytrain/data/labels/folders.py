@@ -298,8 +298,8 @@ def _problem_of_part(
         )
     num_images = num_direct or sum(path[:1] == (folder,) for path in paths)
     return (
-        f"{url} contains {train}/ with class folders and {folder}/ with {format_count(num_images, 'image')} in "
-        f"none; give --data {url}/{train}, of which --validation-fraction is held out."
+        f"{url} contains {train}/ with class folders and {folder}/ with {format_count(num_images, 'image')} in no "
+        f"class folder; give --data {url}/{train}, of which --validation-fraction is held out."
     )
 
 

@@ -246,7 +246,7 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     if {"images", "annotations"} <= document.keys():
         return _coco_records(**document)
     if {"columns", "data"} <= document.keys():  # as pandas writes a table with orient="split"
-        return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
+        return _records_of_lists(document["columns"], document["data"])
     if all(map(is_part, document)):
         return [{**record, "split": name} for name, part in document.items() for record in _records(part, key_names)]
 
@@ -294,13 +294,21 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
 
 
 def _records_of_list(rows: list[Any]) -> list[_Record]:
-    """Return a list of records as it is, and the records of a list of lists, each with a value for every column."""
+    """Return the records of a list. Its items are records already, or lists with a value for each column."""
     if _is_list_of(rows, list):
-        names = _invented_names(rows[0])
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        return _records_of_lists(_invented_names(rows[0]), rows)
     if not _is_list_of(rows, dict):
         raise ValueError("it is no list of records")
     return rows
+
+
+def _records_of_lists(columns: list[str], rows: list[list[Any]]) -> list[_Record]:
+    """Return a record for each of ``rows``, which have a value for each of ``columns``."""
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(columns):
+            values, names = format_count(len(row), "value"), format_count(len(columns), "column")
+            raise ValueError(f"row {number:,} has {values}, and there are {names}")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:

@@ -228,7 +228,7 @@ class Curves:
                 self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
 
     def _merge(self, first: int, count: int, size: int) -> None:
-        """Merge the rows or points from index ``first`` on into ``count`` points of ``size`` each."""
+        """Merge the rows or points from index ``first`` on, ``size`` at a time, into ``count`` points."""
         # Each row of these arrays (count, size) becomes a point; unknown values do not count.
         end = first + count * size
         self._steps[first:end] = self._steps[first + size - 1 : end : size]
@@ -262,7 +262,7 @@ class Curves:
         return self._buckets(first, end, width)
 
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
-        """Return the buckets of ``width`` steps of the points from index ``first`` to ``end``."""
+        """Gather the points from index ``first`` up to, but without, ``end`` into buckets of ``width`` steps."""
         steps = np.array(self._steps[first:end], np.int64)
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))  # first index of each bucket, (num_buckets,)
         ends = np.append(starts[1:], len(steps)) - 1

@@ -17,7 +17,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -133,12 +132,17 @@ class PageServer:
         self._connections = _Connections(self._runner.server)
 
         # If nobody has named a port, try the usual one, and then any that is free.
+        reason = "used by another program"
         for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
-            with suppress(OSError):
+            try:
                 self._listener = await self._loop.create_server(self._connections, _HOST, port, backlog=BACKLOG)
                 return self._listener.sockets[0].getsockname()[1]
+            except PermissionError:
+                reason = "allowed for administrators only"
+            except OSError:
+                continue
         await self._runner.cleanup()
-        raise UsageError(f"--port is {self._port}, which another program uses; give another one, or leave it out.")
+        raise UsageError(f"--port is {self._port}, which is {reason}; give another one, or leave it out.")
 
     async def _stop(self) -> None:
         """Stop listening, once viewers have had the time to get the last messages and ask for the last evaluation."""

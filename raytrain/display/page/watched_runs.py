@@ -253,7 +253,6 @@ class HomeRuns(StoredRuns):
         super().__init__(storage, [])
         self._opening = threading.Lock()
         self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the run's heartbeat at that time
-        self._compared: dict[str, Compared] = {}  # the metric by which each run is compared
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return the first message to a viewer; without a choice, the viewer shows the list of runs."""
@@ -293,7 +292,7 @@ class HomeRuns(StoredRuns):
                 {
                     **run_info_json(run),
                     "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
-                    "metric": _metric_json(self._compared.setdefault(run.name, compared_by(run.config))),
+                    "metric": _metric_json(compared_by(run.config)),
                     "measured": self._measured(run) if number < _NUM_CURVES else [],
                 }
                 for number, run in enumerate(runs)
@@ -301,14 +300,17 @@ class HomeRuns(StoredRuns):
         }
 
     def _measured(self, run: RunInfo) -> list[float | None]:
-        """Return the run's metric in each evaluation; the history is read again only if the run has a new heartbeat."""
+        """Return the run's metric in its last 200 evaluations.
+
+        The history is read again if the run has a new heartbeat, or if the last read failed.
+        """
         read_at, curve = self._curves.get(run.name, (None, []))
         if read_at != run.status.heartbeat_at:
             with suppress(RaytrainError):
                 rows = read_metrics(run_store(self.storage, run.name).fail_fast(), ignore)
-                metric = self._compared[run.name].name
-                curve = plain([row.metrics.get(metric) for row in rows if row.kind == "evaluation"][-_NUM_POINTS:])
-            self._curves[run.name] = run.status.heartbeat_at, curve
+                values = [row.metrics.get(run.best_metric) for row in rows if row.kind == "evaluation"]
+                curve = plain(values[-_NUM_POINTS:])
+                self._curves[run.name] = run.status.heartbeat_at, curve
         return curve
 
 

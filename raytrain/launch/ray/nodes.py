@@ -194,8 +194,10 @@ def decoder_problem_on_nodes(device: str) -> str | None:
     if device != "cuda":
         return gpu_decoder_problem(device)
     for answer in run_on_each_node(lambda node: gpu_decoder_problem(device), _ANSWER_WITHIN_S):
-        if answer.node.gpus >= 1 and (problem := answer.error or answer.result):
-            return f"on the node {answer.node.address} {problem}"
+        if answer.node.gpus >= 1 and answer.error is not None:
+            return f"the node {answer.node.address} did not say whether its GPUs can ({answer.error.rstrip('.')})"
+        if answer.node.gpus >= 1 and answer.result is not None:
+            return f"on the node {answer.node.address} {answer.result}"
     return None
 
 

@@ -40,7 +40,7 @@ class Improvement:
     names: tuple[str, ...]
 
     def find(self) -> tuple[Any, ...] | None:
-        """Return the things that are called so; None if this Ray lacks one."""
+        """Return the objects with these names; None if this Ray lacks one of them."""
         things = [_load(name) for name in self.names]
         return None if _MISSING in things else tuple(things)
 

@@ -39,7 +39,10 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the dashboard o
 
 
 class RayLaunch:
-    """A :class:`Launch` on the ``cluster``. Raises UsageError if that has too little, or if the weights do not fit."""
+    """A :class:`raytrain.launch.session.Launch` on the ``cluster``.
+
+    Raises UsageError if the cluster has too few CPUs or GPUs, or too little memory, or if the weights do not fit.
+    """
 
     ends_workers = True
 
@@ -90,7 +93,8 @@ class RayLaunch:
                 num_steps=plan.num_steps,
                 steps_per_epoch=plan.steps_per_epoch,
                 num_workers=self.num_workers,
-                started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
+                # After a restart, the time so far is in the history, and the clock begins now.
+                started_at=None if prepared.restarting else prepared.started_at,
             )
             coordinator.checked.remote()
             if self._owns_feed:
@@ -161,7 +165,7 @@ class RayLaunch:
         return self._trainer.ended.result() if self._trainer.ended.done() else None
 
     def end_workers(self) -> None:
-        """Note the images that runs beside this one could not use. The workers end by themselves, or when it closes."""
+        """Note the images that runs beside this one could not use. Workers end by themselves, or in :meth:`close`."""
         if self._shared is not None:
             self._monitor.skip(self._shared.skipped_images())
 
@@ -172,7 +176,7 @@ class RayLaunch:
             self._opened.close()
 
     def _end_trainer(self) -> None:
-        """See that nothing of the run uses the cluster; this process's own ends if workers still train there."""
+        """Make sure that nothing of the run uses the cluster. If workers still train in one of this process, end it."""
         own_ray = self._cluster.own
         still_trains = not (self._is_finished or self._trainer.ended.done())
         self._trainer.end(cluster_ends=still_trains and own_ray is not None and own_ray.end_after_use())

@@ -242,7 +242,11 @@ def job_server_url(address: str | None) -> str:
     """
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
     url = address if "://" in address else f"http://{address}"
-    if ":" not in address or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == GCS_PORT:
+    try:
+        scheme, port = urlsplit(url).scheme, urlsplit(url).port
+    except ValueError:  # the port is no number, or too large
+        scheme, port = "", None
+    if ":" not in address or scheme not in ("http", "https") or port == GCS_PORT:
         problem = f"--address is {address}" if address else "--address is missing"
         raise UsageError(f"{problem}; give the cluster's job server, http://HOST:8265 as `ray start` and `ray up` say.")
     return url.rstrip("/")
@@ -283,7 +287,7 @@ def job_client(address: str) -> Any:
 
 
 class JobLog:
-    """Passes a job's output to ``show``, in a thread, until the job ends; ``note`` is told of lost connections."""
+    """Passes a job's output to ``show``, in a thread, until the job ends; ``note`` gets a line on lost connections."""
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
         self._server, self._job, self._show, self._note = server, job, show, note

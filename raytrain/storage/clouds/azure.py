@@ -101,10 +101,12 @@ def _access_token() -> AzureCredentials | None:
     """
     try:
         from azure.core.exceptions import ClientAuthenticationError
+
+        credential = default_credential()
     except ImportError:
         return None
     try:
-        token = default_credential().get_token(_SCOPE)
+        token = credential.get_token(_SCOPE)
     except ClientAuthenticationError as error:
         if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # else there was no way to sign in
             raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None

@@ -103,7 +103,10 @@ def _access_token() -> GoogleCredentials | None:
 
 @cache
 def default_credentials(file: str | None) -> Any:
-    """Return google-auth's credentials, which renew their token. They come from ``file``, if it is given."""
+    """Return google-auth's credentials, which renew their token.
+
+    google-auth reads GOOGLE_APPLICATION_CREDENTIALS itself; its value ``file`` is only the key of the cache.
+    """
     import google.auth
 
     return google.auth.default(scopes=[_SCOPE])[0]

@@ -327,12 +327,12 @@ class _Pause(_ExecutionCallback):
 
     def __init__(self) -> None:
         self._last_turn_at = 0.0
-        self._is_raised = False
+        self._limit_is_raised = False
 
     def on_execution_step(self, executor: Any) -> None:
         """Sleep so that each turn of Ray Data's loop takes at least 10 ms; Ray Data calls this after each turn."""
-        if _workers_train.is_set() and not self._is_raised:
-            self._is_raised = True
+        if _workers_train.is_set() and not self._limit_is_raised:
+            self._limit_is_raised = True
             if (options := getattr(executor, "_options", None)) is not None:  # see PAUSE in private_api.py
                 limits: ExecutionResources = options.resource_limits
                 options.resource_limits = limits.copy(cpu=limits.cpu * TASKS_PER_CPU)
