@@ -297,6 +297,19 @@ def is_of_user(file: str) -> bool:
     return not file.startswith((_PACKAGE, *_LIBRARIES))
 
 
+def is_users_class(kind: type) -> bool:
+    """Return True if a class is neither raytrain's, nor Python's, nor that of an installed package.
+
+    In a worker, ``__main__`` is raytrain's program, but a class of that module is one of the user's script. A class
+    that was sent to a worker may be of a module that the worker has not imported.
+    """
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__ == "__main__" or module is None:
+        return True
+    file = getattr(module, "__file__", None)
+    return file is not None and is_of_user(file)
+
+
 def trace_of(error: BaseException) -> str:
     """Return the traceback of the cause of ``error``, such as an exception in the user's code; without one, its own."""
     return "".join(traceback.format_exception(error.__cause__ or error))

@@ -17,7 +17,6 @@ import dis
 import inspect
 import math
 import random
-import sys
 import time
 from bisect import bisect_right
 from collections import deque
@@ -31,13 +30,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from raytrain.config.user_code import is_of_user
+from raytrain.config.user_code import is_of_user, is_users_class
 from raytrain.training.agreement import digest_of_tensors, has_digest
 from raytrain.training.random_numbers import state_of
 
 _MOST_FRAMES, _DEEPEST, _LONGEST = 12, 4, 1000  # calls up the stack, attributes of attributes, items of a list
 _CLOCKS = (time.time, time.perf_counter)
-_ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")  # no next instruction
+# Instructions that read and write attributes and global variables, and those after which the next is not executed.
+_LOADS, _STORES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"), ("STORE_ATTR", "STORE_GLOBAL")
+_ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
 _CONTAINERS = (list, dict, deque, Tensor, np.ndarray)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
@@ -206,12 +207,10 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
 
 def _is_users(thing: Any) -> bool:
     """Return whether ``thing`` is an object of a class of the user's, or one of the user's modules."""
-    if not hasattr(thing, "__dict__"):
-        return False
-    name = type(thing).__module__
-    module = thing if isinstance(thing, ModuleType) else sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    return name == "__main__" if file is None else is_of_user(file)
+    if isinstance(thing, ModuleType):
+        file = getattr(thing, "__file__", None)
+        return file is not None and is_of_user(file)
+    return hasattr(thing, "__dict__") and is_users_class(type(thing))
 
 
 def _keeps_more(thing: Any) -> bool:
@@ -259,11 +258,12 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 def _carried_in(code: CodeType) -> set[str]:
     """Return the attributes and global variables that ``code`` writes, and may read before."""
     # Most functions write none. Their bytes show it, in a hundredth of the time that their instructions take.
-    stores = {dis.opmap["STORE_ATTR"], dis.opmap["STORE_GLOBAL"]}
-    if stores.isdisjoint(code.co_code[::2]):
+    if {dis.opmap[name] for name in _STORES}.isdisjoint(code.co_code[::2]):
         return set()
-    written = {each.argval for each in dis.get_instructions(code) if each.opcode in stores}
-    return written & _live(code, 0)[1] if written else set()
+    instructions = list(dis.get_instructions(code))
+    written = {each.argval for each in instructions if each.opname in _STORES}
+    read = {each.argval for each in instructions if each.opname in _LOADS}
+    return written & _live(code, 0)[1] if written & read else set()
 
 
 def _live(code: CodeType, offset: int) -> tuple[set[str], set[str]]:
@@ -306,9 +306,9 @@ def _uses_and_writes(instruction: dis.Instruction) -> tuple[frozenset[str], froz
     Those of attributes and global variables begin with a dot.
     """
     name, value = instruction.opname, instruction.argval
-    if name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
+    if name in _LOADS:
         return frozenset([f".{value}"]), frozenset()
-    if name in ("STORE_ATTR", "STORE_GLOBAL"):
+    if name in _STORES:
         return frozenset(), frozenset([f".{value}"])
     names = value if isinstance(value, tuple) else (value,)
     if name == "STORE_FAST_LOAD_FAST":

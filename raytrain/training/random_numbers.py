@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.config.user_code import is_of_user, variables_of
+from raytrain.config.user_code import is_of_user, is_users_class, variables_of
 from raytrain.data.plan.permutation import mix
 
 
@@ -97,8 +97,8 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
 def held_generators(function: Any) -> list[Any]:
     """Return the generators that a function, an object or a list of them uses, in the order in which they are found.
 
-    They are searched in attributes of objects and classes, in lists and dicts, in closures, and in the global variables
-    that functions and methods of the user's own files name.
+    They are searched in attributes of objects and of the user's classes, in lists and dicts, in closures, and in the
+    global variables that functions and methods of the user's own files name.
 
     Example::
 
@@ -111,7 +111,7 @@ def held_generators(function: Any) -> list[Any]:
         value = waiting.pop()
         if id(value) not in seen:
             seen[id(value)] = value
-            if isinstance(value, _KINDS):
+            if issubclass(type(value), _KINDS):  # isinstance() asks the metaclass of torch's, which takes longer
                 generators.append(value)
             else:
                 waiting += _values_held_by(value)
@@ -135,8 +135,8 @@ def _values_held_by(value: Any) -> list[Any]:
         of_module, of_closure = variables_of(value) if is_own or value.__closure__ else ({}, {})
         return [*of_closure.values(), *(of_module.values() if is_own else ())]
     if isinstance(value, type):
-        members = (member for base in value.__mro__ for member in vars(base).values())
-        return [member for member in members if isinstance(member, _IN_CLASSES)]
+        members = (member for base in value.__mro__ if is_users_class(base) for member in vars(base).values())
+        return [member for member in members if issubclass(type(member), _IN_CLASSES)]
     if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), type(value)]
