@@ -149,8 +149,9 @@ _RESIZE_LINES = {
     "stretch": "image = image.resize(({w}, {h}), Image.Resampling.{interpolation})\n",
     "crop": """\
 part = {fraction:g} * min(image.width / {w}, image.height / {h})
-left, top = (image.width - {w} * part) / 2, (image.height - {h} * part) / 2
-x, y, right, bottom = int(left), int(top), left + {w} * part, top + {h} * part
+w, h = min({w} * part, image.width), min({h} * part, image.height)
+left, top = (image.width - w) / 2, (image.height - h) / 2
+x, y, right, bottom = int(left), int(top), left + w, top + h
 image = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
 box = left - x, top - y, right - x, bottom - y
 image = image.resize(({w}, {h}), Image.Resampling.{interpolation}, box)

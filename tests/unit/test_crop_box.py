@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from raytrain import TrainConfig
+from raytrain.config.network import Resizer
 from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_numbers
 from raytrain.data.images.decode import decode
@@ -42,6 +43,19 @@ def test_crop_sees_the_centre_without_distortion(size: tuple[int, int], output: 
     assert max(height / size[0], width / size[1]) == pytest.approx(0.8)
     assert (box.top + box.bottom, box.left + box.right) == pytest.approx(size)
     assert (box.height, box.width) == output
+
+
+@pytest.mark.parametrize("resizer", ["pillow", "cykooz"])
+@pytest.mark.parametrize(("size", "side"), [((200, 250), 176), ((50, 50), 176), ((103, 25), 352)])
+def test_a_crop_of_the_whole_side_begins_at_the_first_pixel(size: tuple[int, int], side: int, resizer: Resizer) -> None:
+    """``side * (25 / side)`` may be a little more than 25, so that the box would begin before the image."""
+    crop = Cropping("crop", crop_fraction=1.0, resizer=resizer).crop
+    box = crop(size, (side, side))
+    assert (box.top if size[0] < size[1] else box.left) == 0
+    decoded = decode(photo(*size), ImageShape(side, side, 3), crop)
+    with Image.open(io.BytesIO(photo(*size))) as image:
+        expected = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+    assert np.abs(decoded.astype(int) - np.asarray(expected)).max() <= 4
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -355,3 +355,16 @@ def test_the_printed_lines_give_the_numbers_of_predict(
     if about is not None:
         stored = json.loads(about.custom_metadata_map["preprocessing"])
         assert (stored["image_size"], stored["resize"], stored["mean"]) == ([32, 32], resizing, [0.5, 0.5, 0.4])
+
+
+def test_the_printed_lines_cut_out_the_whole_side_of_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run("runs", cifar10(mean=(0.5,) * 3, std=(0.2,) * 3, image_size=(88, 88), resize="crop", crop_fraction=1))
+    lines = raytrain.export("run", "model.safetensors", storage="runs").example
+    # 88 * (25 / 88) is a little more than 25.
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (25, 31, 3), np.uint8)).save("photo.jpg")
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    classifier = raytrain.load("run", storage="runs")
+    seen = decode(Path("photo.jpg").read_bytes(), classifier.shape, classifier.cropping.crop)
+    assert np.abs(np.asarray(names["image"], int) - seen).max() <= 1

@@ -74,8 +74,10 @@ class Crop(NamedTuple):
         elif self.kind == "crop":
             # The largest box that has the shape of the output, made smaller around its centre.
             scale = self.fraction * min(image[0] / height, image[1] / width)
-            top, left = (image[0] - height * scale) / 2, (image[1] - width * scale) / 2
-            right, bottom = left + width * scale, top + height * scale
+            # The product may be rounded to a little more than the side: a box must not begin before the first pixel.
+            box_height, box_width = min(height * scale, image[0]), min(width * scale, image[1])
+            top, left = (image[0] - box_height) / 2, (image[1] - box_width) / 2
+            right, bottom = left + box_width, top + box_height
         elif self.kind == "pad":
             scale = min(height / image[0], width / image[1])
             height, width = (max(1, round(side * scale)) for side in image)
