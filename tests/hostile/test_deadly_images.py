@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ def test_a_process_that_was_killed_once_decodes_the_image_at_the_second_try() ->
         child.send_signal(signal.SIGKILL)
         assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
     assert not psutil.pid_exists(child.pid)
+
+
+@pytest.mark.parametrize("moment", ["start", "image"])
+def test_an_image_gets_its_own_pixels_after_an_interruption(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C, the process must not answer with the image that was interrupted."""
+
+    def interrupted(connection: Connection) -> bytes:
+        raise KeyboardInterrupt
+
+    other = encoded(np.full((12, 12, 3), 200, np.uint8), "JPEG")
+    with DecodeProcess(SHAPE) as process:
+        if moment == "image":
+            process.decode(GOOD)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "recv_bytes", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                process.decode(other)
+        assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
+    assert not decoders()
 
 
 def test_a_bad_image_is_told_as_elsewhere_and_ends_no_process() -> None:

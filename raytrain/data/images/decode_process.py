@@ -60,6 +60,9 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 if isinstance(error, TimeoutError):
                     process.kill()
                 ended = self._clean_up(process)
+            except BaseException:  # such as Ctrl-C: the answer to this image would be taken for that to the next one
+                self.close()
+                raise
             else:
                 if answer.startswith(_REASON):
                     raise BadImage(answer[1:].decode())
@@ -81,9 +84,13 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 env={**_KEEP_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
             )
             theirs.close()
-            with suppress(EOFError, OSError):
-                self._pipe.recv_bytes()
-                return self._process
+            try:
+                with suppress(EOFError, OSError):
+                    self._pipe.recv_bytes()
+                    return self._process
+            except BaseException:  # such as Ctrl-C, as in decode
+                self.close()
+                raise
             ended = self._clean_up(self._process)
             errors.seek(0)
             last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
