@@ -141,8 +141,8 @@ def _label_by_table(images: Manifest, table: LabelTable, labels: Labelling) -> M
 def _archives(source: str, label_file: str) -> Sequence[str]:
     """Return the sorted Parquet files and tars that ``source`` names or contains.
 
-    They are directly in a folder, or in its folder ``data``, as in repositories of Hugging Face's hub. A file called
-    ``label_file`` does not count. Raises UsageError if there are archives of training and of held-out images.
+    They are directly in a folder, or in its folder ``data``, as in repositories of Hugging Face's hub. Hidden files and
+    one called ``label_file`` do not count. Raises UsageError if there are archives of training and of held-out images.
     """
     # A pattern names archives itself, and so does the name of one.
     files = _filesystem(source)
@@ -150,7 +150,7 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
         if "://" in source:  # for its sentences: s3fs has none, and does not notice a listing that breaks off
             open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
         with _explained(source):
-            archives = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
+            archives = _archives_among(cast("dict[str, Any]", files.glob(source, detail=True)).values())
         if not archives:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
@@ -205,7 +205,8 @@ def _explained(path: str) -> Iterator[None]:
 def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
     """Return the sorted paths of the archives among the entries of a folder."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
-    return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES))
+    # A Mac writes a file ._0.tar beside 0.tar on disks of other systems.
+    return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES) and not is_hidden(posixpath.basename(path)))
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:

@@ -387,6 +387,16 @@ def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: 
     assert packed(tmp_path / "a.parquet", tmp_path / "packed").num_images == 2
 
 
+@pytest.mark.parametrize("folder", ["in", "in/data"])
+def test_hidden_files_and_folders_called_like_archives_are_none(folder: str, images: Path, tmp_path: Path) -> None:
+    """A Mac writes ``._part-0.parquet`` beside ``part-0.parquet``; Spark writes folders of such names."""
+    (tmp_path / folder / "old.parquet").mkdir(parents=True)
+    parquet(tmp_path / folder / "part-0.parquet", [], image=unique(images, 2), label=["a", "b"])
+    (tmp_path / folder / "._part-0.parquet").write_bytes(b"\0\5\x16\7" + bytes(400))
+    for source in (tmp_path / "in", tmp_path / folder / "*.parquet"):
+        assert packed(source, tmp_path / "packed").num_images == 2
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
