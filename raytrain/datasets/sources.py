@@ -155,11 +155,14 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
         return archives
-    if not os.path.isdir(source):
+    if source.rstrip("/").endswith(ARCHIVE_SUFFIXES) and "://" in source:
+        # Spark writes folders of such names. The store's errors name problems with credentials or the bucket.
+        archive = source.rstrip("/")
+        folder, _, name = archive.rpartition("/")
+        if open_store(folder).exists(name) or not files.isdir(archive):
+            return [archive]
+    elif not os.path.isdir(source):
         if source.endswith(ARCHIVE_SUFFIXES):
-            if "://" in source:
-                folder, _, name = source.rpartition("/")
-                open_store(folder).exists(name)  # raises an error that names problems with credentials or the bucket
             return [source]
         refuse_file(source)
     open_store(source).check_readable()

@@ -381,10 +381,13 @@ def test_a_label_file_beside_its_images_is_no_archive(
     assert packed(images, tmp_path / "packed", labels=images / "labels.parquet").num_images == 12
 
 
-def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: Path) -> None:
+def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: Path, s3_url: str) -> None:
     (tmp_path / "a.parquet").mkdir()
-    parquet(tmp_path / "a.parquet" / "part-0.parquet", [], image=unique(images, 2), label=["a", "b"])
-    assert packed(tmp_path / "a.parquet", tmp_path / "packed").num_images == 2
+    file = parquet(tmp_path / "a.parquet" / "part-0.parquet", [], image=unique(images, 2), label=["a", "b"])
+    open_store(s3_url).put("a.parquet/part-0.parquet", file.read_bytes())
+    for folder in (f"{tmp_path}/a.parquet", f"{s3_url}/a.parquet"):
+        for source in (folder, f"{folder}/", f"{folder}/*.parquet"):
+            assert packed(source, tmp_path / "packed").num_images == 2
 
 
 @pytest.mark.parametrize("folder", ["in", "in/data"])
