@@ -131,6 +131,12 @@ def test_a_column_with_anything_but_0_and_1_is_refused(images: Path, tmp_path: P
         opened(images, **columns)
 
 
+def test_a_class_that_is_named_twice_is_refused(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=False)
+    with pytest.raises(UsageError, match=r"--label-column names 'bright' 2 times; name each class once"):
+        opened(images, **{**columns, "label_column": ("bright", "odd", "bright")})
+
+
 def brute_force(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> tuple[float, float]:
     """Average precision and the best F1 of one class, a threshold at a time."""
     area, recall, best = 0.0, 0.0, 0.0

@@ -311,6 +311,9 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     """Return the label of each row: a class, or sorted classes joined by JOINED. Raise UsageError without a column."""
     # A column of 0 and 1 for each class.
     if len(columns.label) > 1:
+        name, count = Counter(map(composed, columns.label)).most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"--label-column names {name!r} {count} times; name each class once.")
         flags_of_classes: list[Texts] = []
         for name in columns.label:
             texts = texts_of(table, url, column_called(table, url, "--label-column", name)).to_pylist()
