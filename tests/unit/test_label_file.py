@@ -630,3 +630,5 @@ def test_rows_that_name_no_image_are_counted(images: Path, tmp_path: Path, caplo
     rows["path"][3:5] = ["", " "]
     opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
     assert "Rows of " in caplog.text and "that name no image are not used: 2" in caplog.text
+    rows["path"] = [""] * len(rows["path"])
+    assert "names an image; its keys are empty" in refused(images, rows, tmp_path)

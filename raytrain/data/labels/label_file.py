@@ -225,6 +225,8 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     )
     if num_without := len(rows) - len(rows := rows.filter(pc.not_equal(rows["key"], ""))):
         _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without:,}")
+    if not len(rows):
+        raise UsageError(f"No row of the label file {url} names an image; its keys are empty.")
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
 
