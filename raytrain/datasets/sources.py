@@ -18,8 +18,16 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import build_manifest, composed, plain_booleans
-from raytrain.data.labels.label_file import JOINED, METADATA, LabelColumns, LabelTable, own_label_table, read_label_file
+from raytrain.data.labels.folders import build_manifest, plain_booleans
+from raytrain.data.labels.label_file import (
+    JOINED,
+    METADATA,
+    LabelColumns,
+    LabelTable,
+    comparable_key,
+    own_label_table,
+    read_label_file,
+)
 from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
@@ -296,9 +304,9 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
     if not label_of:
         after_it = f" and the {format_count(len(opened) - 1, 'file')} after it" if len(opened) > 1 else ""
         raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
-    keys = sorted(label_of, key=composed)
+    keys = sorted(label_of, key=comparable_key)
     labels, splits = zip(*(label_of[key] for key in keys), strict=True)
-    columns_of_table = list(map(composed, keys)), plain_booleans(labels), splits, [""] * len(keys)
+    columns_of_table = list(map(comparable_key, keys)), plain_booleans(labels), splits, [""] * len(keys)
     keys_of_table, labels_of_table, splits_of_table, groups = (np.array(texts, object) for texts in columns_of_table)
     return LabelTable(source, keys_of_table, labels_of_table, splits_of_table, groups)
 

@@ -397,6 +397,32 @@ def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_p
     assert found == {key: "ab"[number % 2] for number, key in enumerate(keys)}
 
 
+@pytest.mark.parametrize("before", ["", "C:\\data\\images\\", "data/images\\", "./"])
+def test_keys_may_have_the_slashes_of_windows(before: str, images: Path, tmp_path: Path) -> None:
+    """``os.path.join("data/images", "red", "000.png")`` gives both kinds there."""
+    rows = rows_of(images)
+    expected = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [before + key.replace("/", "\\") for key in rows["path"]]
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
+
+
+@pytest.mark.parametrize("folder", ["", "more/"])
+def test_names_with_the_slashes_of_windows_are_found(folder: str, images: Path, tmp_path: Path) -> None:
+    """Some programs unpack an archive from Windows to such names, and a label file may have either slash."""
+    (images / folder).mkdir(exist_ok=True)
+    for file in sorted(images.rglob("*.png")):
+        file.rename(images / f"{folder}{file.parent.name}\\{file.name}")
+    images.joinpath("red").rmdir()
+    rows = rows_of(images, label=lambda number: "ab"[number % 2])
+    expected = dict(zip(rows["path"], rows["label"], strict=True))
+    for slash in ("\\", "/"):
+        rows["path"] = [key.replace("\\", slash) for key in rows["path"]]
+        assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
+    pattern = r"(?P<label>red|blue|green)\\"
+    labels = set(by_key(*opened(images, None, tmp_path, label_pattern=pattern)).values())
+    assert labels == {"red", "blue", "green"}
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -117,7 +117,7 @@ class LabelTable:
 
     def rows_of(self, images: Manifest) -> Int64s:
         """Return the row of each image, (len(images),); -1 if it has none."""
-        keys = [composed(str(key)) for key in images.keys.to_pylist()]
+        keys = [comparable_key(str(key)) for key in images.keys.to_pylist()]
 
         def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
             """Return the rows by the first of ``forms`` of the images' keys that occurs in the table."""
@@ -253,11 +253,18 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     return label_rows
 
 
+def comparable_key(key: str) -> str:
+    """Return a key in the form in which keys are compared: composed, and with slashes where Windows writes others.
+
+    >>> comparable_key("data/train\\\\cat\\\\1.jpg")
+    'data/train/cat/1.jpg'
+    """
+    return composed(key).replace("\\", "/")
+
+
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
     """Return a key as a path below one of ``images_urls``: ``./a//b.png`` and the whole URL become ``a/b.png``."""
-    key = composed(key.strip()).removeprefix("file://")
-    if "\\" in key and "/" not in key:
-        key = key.replace("\\", "/")  # as Windows writes paths
+    key = comparable_key(key.strip()).removeprefix("file://")
     scheme, separator, path = key.rpartition("://")
     path = posixpath.normpath(path).removeprefix("./") if path else ""
     key = f"{scheme}{separator}{path}"
