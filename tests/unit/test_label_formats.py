@@ -96,6 +96,7 @@ COLUMNS = {name: [record[name] for record in RECORDS] for name in ("path", "labe
         {"labels": [[key, label] for key, label in LABELS.items()]},
         {key: {"label": label} for key, label in LABELS.items()},
         {"007": ["a b.jpg", "d/e.png"], "7": ["c.jpg"]},
+        {"007": ["a b.jpg", "d/e.png"], "7": ["c.jpg"], "8": []},
         {key: [label] for key, label in LABELS.items()},
         {
             "images": [{"id": number, "file_name": key} for number, key in enumerate(LABELS)],
