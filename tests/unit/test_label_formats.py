@@ -47,6 +47,7 @@ def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: 
     with pytest.raises(UsageError, match="among its columns key, column 2, column 3; name the right one"):
         read(tmp_path, "list.txt", pets)
     assert read(tmp_path, "a.csv", "# mine\r\n# too\r\npath,label\r\na.jpg,1\r\n") == {"a.jpg": "1"}
+    assert read(tmp_path, "a.csv", "\n# mine\n\n# too\n\npath,label\na.jpg,1\n") == {"a.jpg": "1"}
     assert read(tmp_path, "a.csv", "#1.jpg,1\n#2.jpg,0\n") == {"#1.jpg": "1", "#2.jpg": "0"}
     assert read(tmp_path, "a.csv", "#,path,label\n0,a.jpg,1\n") == {"a.jpg": "1"}
 

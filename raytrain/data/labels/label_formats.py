@@ -107,7 +107,7 @@ def _decode_text(url: str, content: bytes) -> str:
 def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     """Read columns between commas, semicolons, tabs or bars, or else between blanks, where keys may contain some."""
     # Skip comments: lines at the top that begin with #, unless they name a column or an image.
-    while text.startswith("#"):
+    while (text := text.lstrip("\r\n")).startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
         words = _BETWEEN_WORDS.split(line)
         if _is_header(words, key_names) or any(map(_is_image, words)):
