@@ -53,7 +53,7 @@ _HOLE_ROWS = 8  # this many empty images in succession are a hole of zeros in th
 
 
 class ArchivedImage(NamedTuple):
-    """An image of an archive. From :meth:`Archive.read`, its key is a relative path that stays inside its folder."""
+    """An image of an archive. Its key is any text with the suffix of an image; :func:`visible_path` makes it a path."""
 
     key: str
     content: bytes
@@ -90,11 +90,7 @@ class Archive:
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                     continue
-                # A key must not lead out of its folder, nor have hidden names, which would not be listed later. Slashes
-                # at its start are removed first, because pathlib keeps two of them as a root of its own.
-                parts = PurePosixPath(image.key.replace("\0", "_").lstrip("/")).parts
-                key = "/".join(part.lstrip(".") or "_" for part in parts)
-                yield image._replace(key=key, label=label)
+                yield image._replace(label=label)
         except (pa.ArrowException, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             # Damage found by Arrow or gzip is an OSError, too; one with a number comes from the disk or the network.
             if isinstance(error, OSError) and error.errno is not None:
@@ -194,7 +190,7 @@ class Archive:
         numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]  # with zeros, so that they sort as text
         if column is not None:
             keys = parquet.read([column])[column].to_pylist()
-            return [number if key is None else str(key) for key, number in zip(keys, numbers, strict=True)]
+            return [number if key in (None, "") else str(key) for key, number in zip(keys, numbers, strict=True)]
 
         # Paths are the keys only if every image has one of its own, which nothing in Parquet ensures.
         type = schema.field(image).type
@@ -336,6 +332,21 @@ class Archive:
             )
         for (name, member), label in zip(named, folders.classes, strict=True):
             yield ArchivedImage(name, _content(tar, member), label)
+
+
+def visible_path(path: str) -> str:
+    """Return the path of an image as a relative one that leads out of no folder, and whose file will be listed.
+
+    Hidden files, those in folders of a system, and those whose name is nothing but a suffix would not be.
+
+    >>> visible_path("/../lost+found/.jpg")
+    '_/_lost+found/_.jpg'
+    """
+    # Slashes at the start are removed first, because pathlib keeps two of them as a root of its own.
+    parts = PurePosixPath(path.replace("\0", "_").lstrip("/")).parts
+    *folders, name = (part.lstrip(".") or "_" for part in parts)
+    folders = [f"_{folder}" if is_hidden(f"{folder}/{name}") else folder for folder in folders]
+    return "/".join([*folders, name if name.lower().endswith(SUFFIXES) else f"_.{name}"])
 
 
 def with_suffix(key: str, content: bytes) -> str:

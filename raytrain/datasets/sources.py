@@ -33,7 +33,7 @@ from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.labels.part_names import is_held_out, is_training
-from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
+from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage, visible_path
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.folder import explain_os_error
@@ -271,7 +271,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         name, labels_of_archive = archive.name, set[str]()
         with opening as content:
             for image in archive.read(content):
-                key = posixpath.join(prefix, image.key)
+                key = visible_path(f"{prefix}/{image.key}")
                 if key in label_of:
                     repeated.append(image.key)
                     continue

@@ -229,6 +229,16 @@ def test_archives_of_one_name_in_two_folders_are_both_packed(images: Path, tmp_p
     assert labels_by_content(tmp_path / "packed") == dict(zip(files, "xyxxyx", strict=True))
 
 
+@pytest.mark.parametrize("name", ["a", "lost+found", ".a"])
+def test_images_with_names_that_no_listing_shows_are_packed(name: str, images: Path, tmp_path: Path) -> None:
+    files = unique(images)
+    keys = ["", ".png", "@eaDir/1.png", "../lost+found/2.png", ".x/3.png", "4.png"]
+    packed(parquet(tmp_path / f"{name}.parquet", [], image=files, label=list("ababab"), path=keys), tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == dict(zip(files, "ababab", strict=True))
+    names = {key.partition("/")[2] for key in contents(tmp_path / "packed")}
+    assert names == {"000000000.png", "_.png", "_@eaDir/1.png", "_/_lost+found/2.png", "x/3.png", "4.png"}
+
+
 def test_missing_labels_and_bytes_are_left_out_and_told(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
