@@ -58,7 +58,7 @@ class ArchivedImage(NamedTuple):
     key: str
     content: bytes
     label: str
-    split: str = ""  # in lower case; empty if the archive has no column of splits
+    split: str = ""  # from :meth:`Archive.read` in lower case; empty if the archive has no column of splits
 
 
 ArchivedImages = Iterator[ArchivedImage]
@@ -90,7 +90,7 @@ class Archive:
                 if label in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                     continue
-                yield image._replace(label=label)
+                yield image._replace(label=label, split=image.split.strip().lower())
         except (pa.ArrowException, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             # Damage found by Arrow or gzip is an OSError, too; one with a number comes from the disk or the network.
             if isinstance(error, OSError) and error.errno is not None:
@@ -142,7 +142,7 @@ class Archive:
             labels = as_text(batch.column(label)).to_pylist()
             for values, text in zip(batch.select(list({image, split})).to_pylist(), labels, strict=True):
                 content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
-                part = "" if split == image else str(values[split] or "").lower()
+                part = "" if split == image else str(values[split] or "")
                 num_empty = num_empty + 1 if content == b"" else 0
                 if num_empty == _HOLE_ROWS:
                     raise UsageError(

@@ -67,7 +67,7 @@ class RayDatasetRows(Archive):
                         name = hashlib.sha256(file + b"\0" + text.encode()).hexdigest()[:32]
                         num_of_name[name] = num_of_name.get(name, 0) + 1
                         name += f"-{num_of_name[name]}" if num_of_name[name] > 1 else ""
-                    yield ArchivedImage(with_suffix(name, file), file, text, part.lower())
+                    yield ArchivedImage(with_suffix(name, file), file, text, part)
 
     def _batches(self, source: Rows) -> Iterator[_Columns]:
         """Yield the rows, a few at a time, as NumPy columns. Raise UsageError if Ray raises an exception."""
