@@ -99,6 +99,8 @@ class RayDatasetRows(Archive):
         if isinstance(value, bytes):
             return value
         if isinstance(value, np.ndarray):
+            if not value.size:  # such as a part that was cut out of nothing
+                return b""
             if value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
                 return value.squeeze(axis=2) if value.shape[2:] == (1,) else value
             actual = f"an array of {value.dtype} and the shape {value.shape}"

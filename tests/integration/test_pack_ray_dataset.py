@@ -107,6 +107,7 @@ def test_what_cannot_be_packed_is_refused_in_one_sentence(tmp_path: Path) -> Non
             [{"image": file, "label": np.eye(2)[0]}],
             "'label' of the ray.data.Dataset .* one class per image",
         ),
+        ([{"image": array[:0], "label": 1}], "There are no labelled images in ray.data.Dataset"),
         ([{"image": None, "label": 1}], "There are no labelled images in ray.data.Dataset"),
         ([], "There are no labelled images in ray.data.Dataset"),
     ]
