@@ -140,6 +140,18 @@ def test_a_damaged_manifest_is_refused(store: Store) -> None:
             Manifest.from_parquet(data)
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    ["[" * 100_000, '{"classes": [], "label_sets": [[' + "9" * 30 + "]]}", '{"classes": [], "label_sets": 1}'],
+)
+def test_metadata_that_cannot_be_read_is_refused(metadata: str, store: Store) -> None:
+    table = pq.read_table(pa.BufferReader(build_manifest(fill(store, *FILES)).to_parquet()))
+    edited = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({b"raytrain.manifest": metadata}), edited)
+    with pytest.raises(StorageError, match="manifest is damaged"):
+        Manifest.from_parquet(edited.getvalue().to_pybytes())
+
+
 def test_an_edited_manifest_is_refused(store: Store) -> None:
     table = pq.read_table(pa.BufferReader(build_manifest(fill(store, *FILES)).to_parquet()))
     edited = pa.BufferOutputStream()

@@ -217,7 +217,7 @@ class Manifest:
             if packing is not None:
                 packing.check()
             digest = metadata["digest"]
-        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             sentence = f"The manifest is damaged ({error}); delete it, and the images will be listed again."
             raise StorageError(sentence) from None
         if manifest.digest != digest:
