@@ -100,7 +100,7 @@ class Archive:
 
     def _images(self, file: Any) -> ArchivedImages:
         """Yield the images of an open file, in its order. Rows of a Ray data set override it."""
-        return self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
+        return self._parquet(file) if self.name.lower().endswith(".parquet") else self._tar(file)
 
     # Parquet.
 
@@ -332,6 +332,15 @@ class Archive:
             )
         for (name, member), label in zip(named, folders.classes, strict=True):
             yield ArchivedImage(name, _content(tar, member), label)
+
+
+def is_archive(path: str) -> bool:
+    """Return True if a file of this name is read as an archive, whatever the case of its suffix.
+
+    >>> is_archive("photos/000.TAR")
+    True
+    """
+    return path.lower().endswith(ARCHIVE_SUFFIXES)
 
 
 def visible_path(path: str) -> str:

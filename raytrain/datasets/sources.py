@@ -33,7 +33,7 @@ from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.labels.part_names import is_held_out, is_training
-from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage, visible_path
+from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage, is_archive, visible_path
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.folder import explain_os_error
@@ -80,7 +80,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
         source, archives = RAY_DATASET, [RAY_DATASET]
 
     # Archives are unpacked into files, with a table of their labels.
-    if labels.image_suffix is not None and not any(archive.endswith(_TAR_SUFFIXES) for archive in archives):
+    if labels.image_suffix is not None and not any(archive.lower().endswith(_TAR_SUFFIXES) for archive in archives):
         raise UsageError(
             f"--image-suffix is {labels.image_suffix}, which names an image of each sample in a tar of WebDataset, and "
             f"{source} is none; leave it out."
@@ -163,14 +163,14 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
         return archives
-    if source.rstrip("/").endswith(ARCHIVE_SUFFIXES) and "://" in source:
+    if is_archive(source.rstrip("/")) and "://" in source:
         # Spark writes folders of such names. The store's errors name problems with credentials or the bucket.
         archive = source.rstrip("/")
         folder, _, name = archive.rpartition("/")
         if open_store(folder).exists(name) or not files.isdir(archive):
             return [archive]
     elif not os.path.isdir(source):
-        if source.endswith(ARCHIVE_SUFFIXES):
+        if is_archive(source):
             return [source]
         refuse_file(source)
     open_store(source).check_readable()
@@ -190,7 +190,7 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     beside = [
         name
         for name in entries
-        if not name.endswith((*ARCHIVE_SUFFIXES, *_DESCRIPTION_SUFFIXES)) and not is_hidden(name)
+        if not is_archive(name) and not name.endswith(_DESCRIPTION_SUFFIXES) and not is_hidden(name)
     ]
     is_repository = "data" in beside and (len(beside) == 1 or len(beside) < len(entries))
     if not archives and is_repository and entries["data"]["type"] == "directory":
@@ -217,7 +217,7 @@ def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
     """Return the sorted paths of the archives among the entries of a folder."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
     # A Mac writes a file ._0.tar beside 0.tar on disks of other systems.
-    return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES) and not is_hidden(posixpath.basename(path)))
+    return sorted(path for path in files if is_archive(path) and not is_hidden(posixpath.basename(path)))
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:
@@ -239,7 +239,7 @@ def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> l
 
     The folder has the archive's name, with as much of its path as makes it unique.
     """
-    names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
+    names = [re.sub(r"(?i)(\.tar)?\.[a-z]+$", "", path) for path in archives]
     prefixes = [name.rpartition("/")[2] for name in names]
     if len(set(prefixes)) < len(prefixes):
         shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))

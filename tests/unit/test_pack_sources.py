@@ -400,6 +400,19 @@ def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: 
             assert packed(source, tmp_path / "packed").num_images == 2
 
 
+@pytest.mark.parametrize("suffix", [".PARQUET", ".TAR", ".Tar"])
+def test_the_case_of_an_archives_suffix_does_not_matter(suffix: str, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    one, other = unique(images, 2)
+    if suffix == ".PARQUET":
+        parquet(tmp_path / f"in/A{suffix}", [], image=[one, other], label=["cat", "dog"], path=["cat/1", "dog/1"])
+    else:
+        write_tar(tmp_path / f"in/A{suffix}", {"cat/1.png": one, "dog/1.png": other})
+    for source in (tmp_path / "in", tmp_path / f"in/A{suffix}", tmp_path / "in/A*"):
+        packed(source, tmp_path / "packed")
+        assert contents(tmp_path / "packed") == {"A/cat/1.png": ("cat", one), "A/dog/1.png": ("dog", other)}
+
+
 @pytest.mark.parametrize("folder", ["in", "in/data"])
 def test_hidden_files_and_folders_called_like_archives_are_none(folder: str, images: Path, tmp_path: Path) -> None:
     """A Mac writes ``._part-0.parquet`` beside ``part-0.parquet``; Spark writes folders of such names."""
