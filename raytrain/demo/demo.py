@@ -20,6 +20,7 @@ from rich.text import Text
 from raytrain.display.run_tables import try_next
 from raytrain.errors import UsageError, format_count
 from raytrain.runs.outcome import TrainResult
+from raytrain.storage.folder import explain_os_error
 from raytrain.storage.temporary_files import TemporaryFolder
 
 SIZE = 28  # pixels a side
@@ -45,7 +46,7 @@ def render_digits(
 
     Every class gets ``num_images / 10`` images, rounded down, of which ``validation_fraction`` go to ``test``. The same
     arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
-    or no validation image.
+    or no validation image, StorageError if the images cannot be written.
 
     Example: ``render_digits("images", num_images=100)``
     """
@@ -60,12 +61,15 @@ def render_digits(
     root = Path(directory)
     # One generator draws all images in this order, so the pixels depend on nothing but the arguments.
     rng = np.random.default_rng(seed)
-    for split, count in (("train", num_per_class - num_validation), ("test", num_validation)):
-        for digit in range(NUM_CLASSES):
-            folder = root / split / str(digit)
-            folder.mkdir(parents=True, exist_ok=True)
-            for number in range(1, count + 1):
-                Image.fromarray(draw_digit(digit, rng)).save(folder / f"{number:04d}.png", compress_level=1)
+    try:
+        for split, count in (("train", num_per_class - num_validation), ("test", num_validation)):
+            for digit in range(NUM_CLASSES):
+                folder = root / split / str(digit)
+                folder.mkdir(parents=True, exist_ok=True)
+                for number in range(1, count + 1):
+                    Image.fromarray(draw_digit(digit, rng)).save(folder / f"{number:04d}.png", compress_level=1)
+    except OSError as error:
+        raise explain_os_error(error, str(root)) from error
     return root
 
 
@@ -114,7 +118,8 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     """Train on digits from a local S3 server, which stops with the run; takes about a minute on two cores.
 
     The digits stay in the folder ``images``, and the run in the folder ``storage``, as ``demo``, ``demo-2``, …
-    Raises UsageError if ``storage`` is not a folder, and what :func:`raytrain.launch.train.train` raises.
+    Raises UsageError if ``storage`` is not a folder, StorageError if the digits cannot be written, and what
+    :func:`raytrain.launch.train.train` raises.
 
     Example: ``run_demo(storage="./runs").validation_accuracy``
     """

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from raytrain.demo import demo as digits
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -80,3 +80,9 @@ def test_every_font_draws_ten_different_digits(font: str) -> None:
 def test_too_few_images_are_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"num_images 30 and validation_fraction 0\.1 leave 0 of a class's 3 images"):
         digits.render_digits(tmp_path, num_images=30)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "images").write_text("mine")
+    with pytest.raises(StorageError, match=r"images is a file, but should be a folder; check the path"):
+        render_digits(tmp_path / "images")
