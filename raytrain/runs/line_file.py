@@ -1,7 +1,8 @@
 """A growing document of JSON lines, which is one file in a folder, and in a bucket several objects of 8 MiB.
 
 The second object of ``metrics.jsonl`` is called ``metrics.jsonl.000001``, and so on; all objects in this order are the
-document. When lines are added, only the last object is written again, and the larger it is, the less often.
+document. When lines are added, only the last object is written again, and the larger it is, the less often. A run that
+was copied from a bucket into a folder has several files, of which the last one grows.
 
 A run that resumes from a checkpoint cuts off the rows after its step, and records them again. Like new rows, a cut
 waits in memory until the thread that writes carries it out.
@@ -97,10 +98,10 @@ class LineFile(Generic[T]):
         self._writing = threading.Lock()  # of the document
         self._waiting: list[T] = []
         self._cuts: list[Callable[[T], bool]] = [lambda row: True]  # a killed process may have left half a line
-        self._size_bytes = 0  # of the file, without the rest of a failed write
+        self._size_bytes = 0  # of the last file, without the rest of a failed write
         self._torn = False  # the file may have the rest of a failed write at its end
-        self._number = 0  # of the last object
-        self._object = b""  # its content
+        self._number = 0  # of the last object or file
+        self._object = b""  # the content of the last object
 
     def extend(self, rows: Iterable[T]) -> None:
         """Add rows."""
@@ -144,13 +145,14 @@ class LineFile(Generic[T]):
             self._store.put(object_path(self._path, self._number), self._object + data)
             self._set_object(self._number, self._object + data)
             return
+        path = object_path(self._path, self._number)
         if self._torn:
-            self._folder.truncate(self._path, self._size_bytes)
+            self._folder.truncate(path, self._size_bytes)
 
         # If the write fails, a part of its bytes may be in the file. Then the next write cuts them off first.
         self._torn = True
         write = self._folder.append if self._size_bytes else self._store.put  # which creates the folder, too
-        write(self._path, data)
+        write(path, data)
         self._size_bytes += len(data)
         self._torn = False
 
@@ -158,10 +160,6 @@ class LineFile(Generic[T]):
         """Cut the document before its first unwanted row, or before an unfinished line."""
         lines = StoredLines(self._store, self._path)
         end = self._end_of_wanted(lines, wanted)
-        if self._folder is not None:
-            self._folder.truncate(self._path, end)
-            self._size_bytes, self._torn = end, False
-            return
 
         # Keep the objects before the new end, and the beginning of the one that it is in. Delete the last object first:
         # whenever this breaks off, the remaining objects are a document.
@@ -172,6 +170,10 @@ class LineFile(Generic[T]):
             last += 1
         for beyond in range(last, number, -1):
             self._store.delete(object_path(self._path, beyond))
+        if self._folder is not None:
+            self._folder.truncate(object_path(self._path, number), num_bytes)
+            self._number, self._size_bytes, self._torn = number, num_bytes, False
+            return
         content = b""
         with suppress(FileNotFoundError):
             content = self._store.get(object_path(self._path, number))

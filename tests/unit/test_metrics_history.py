@@ -260,6 +260,25 @@ def test_a_resumed_run_drops_exactly_what_follows_its_checkpoint(
     assert reader.snapshot(seen.cursor).first_row == 0, "who reads it begins anew"
 
 
+@pytest.mark.parametrize("checkpoint", [0, 1, 37, 99, 100])
+def test_a_long_history_that_was_copied_from_a_bucket_continues_in_a_folder(
+    checkpoint: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_file, "OBJECT_BYTES", 1000)  # real ones, of 8 MiB, would take a run of days
+    bucket: Any = Bucket()
+    record(bucket, 1, 100)
+    for name, content in bucket.objects.items():
+        (tmp_path / name).write_bytes(content)
+    history = History(open_store(str(tmp_path)))
+    history.rewind(checkpoint)
+    history.record(step_row(checkpoint + 1, attempt=2))
+    history.close()
+    problems: list[str] = []
+    rows = read_metrics(open_store(str(tmp_path)), problems.append)
+    assert [row.step for row in rows] == list(range(1, checkpoint + 2)) and not problems
+    assert rows[-1].value("attempt") == 2
+
+
 def test_what_a_failed_write_left_of_a_line_is_cut(tmp_path: Path) -> None:
     class Full(FolderStore):
         """Writes half of what it is given, and fails, as a disk that is full."""
