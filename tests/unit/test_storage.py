@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import pickle
+import re
 import threading
 import time
 from collections import Counter
@@ -353,10 +354,16 @@ def test_the_more_specific_endpoint_takes_precedence(tmp_path: Path, monkeypatch
     assert endpoint() == "http://s3:1"
 
 
-def test_an_invalid_endpoint_url_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
-    with pytest.raises(UsageError, match=r"'localhost:9000'; it must look like https://host"):
-        open_store("s3://bucket")
+@pytest.mark.parametrize(
+    "endpoint",
+    ["localhost:9000", "http://localhost:PORT", "http://localhost:90000", "http://:9000", "http://[::1:9000"],
+)
+def test_an_invalid_endpoint_url_is_reported(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
+    for url, variable in (("s3://bucket", "AWS_ENDPOINT_URL"), ("az://images", "AZURE_STORAGE_ENDPOINT")):
+        monkeypatch.setenv(variable, endpoint)
+        with pytest.raises(UsageError, match=re.escape(f"{variable} is {endpoint!r}; it must look like https://host")):
+            open_store(url)
 
 
 def test_an_unknown_profile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,5 +79,11 @@ def check_endpoint(endpoint_url: str, variable: str, key_variables: str) -> None
             f"{variable} must look like https://host or http://host:port, without a user name, a password or a "
             f"query; set {key_variables} instead."
         )
-    if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
+    is_url = re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url) is not None
+    try:
+        address = urlsplit(endpoint_url)
+        has_address = address.hostname is not None and address.port != 0  # a port that is no number is a ValueError
+    except ValueError:
+        has_address = False
+    if not (is_url and has_address):  # obstore panics without a host, or with such a port
         raise UsageError(f"{variable} is {endpoint_url!r}; it must look like https://host or http://host:port.")
