@@ -17,6 +17,7 @@ from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 
 _FORMS = {"s3": "s3://bucket/prefix", "gs": "gs://bucket/prefix", "az": "az://container/prefix"}
+_NO_PREFIX = re.compile(r"/\.{1,2}(/|$)|[\x00-\x1f\x7f]")  # obstore cannot reach what is below such a prefix
 URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"  # what the URL of a bucket looks like
 
 
@@ -96,6 +97,11 @@ def check_url(url: str) -> None:
         raise UsageError(f"{url!r} has no bucket; write {form}.")
     if "//" in rest:
         raise UsageError(f"{url!r} contains two consecutive slashes; write {form} with single slashes.")
+    if _NO_PREFIX.search(rest):
+        raise UsageError(
+            f"{url!r} has . or .. as the name of a folder, or a control character, which cannot be used; "
+            f"write {form} without."
+        )
 
 
 # Files of commands.

@@ -310,6 +310,12 @@ def test_a_url_of_another_kind_is_refused(url: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "gs://bucket/./b", "az://container/a/..", "s3://bucket/a\nb"])
+def test_a_url_with_a_folder_that_cannot_be_used_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"has \. or \.\. as the name of a folder, or a control character"):
+        open_store(url)
+
+
 # The AWS configuration.
 
 
