@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
+from raytrain.storage.open import expanded_path
 
 FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 FLOWERS_MD5 = "6f87fb78e9cc9ab41eff2015b380011d"
@@ -42,7 +43,7 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
     """
     if name not in _DOWNLOADERS:
         raise UsageError(f"There is no data set {name!r}; choose {' or '.join(_DOWNLOADERS)}.")
-    folder = Path(destination).expanduser()
+    folder = expanded_path(destination)
     if "://" in destination or (folder.exists() and not folder.is_dir()):
         raise UsageError(
             f"{destination} is not a folder of this machine; give one, and copy it to S3 with `raytrain upload`."

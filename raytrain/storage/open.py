@@ -47,8 +47,18 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
 
 def absolute_path(path: str) -> str:
     """Return ``path`` from the root on, with ``~`` replaced; raise UsageError if it is relative to a removed folder."""
-    expanded = Path(path).expanduser()
+    expanded = expanded_path(path)
     return os.path.normpath(expanded if expanded.is_absolute() else Path(current_folder(), expanded))
+
+
+def expanded_path(path: str) -> Path:
+    """Return ``path`` with ``~`` replaced by the home folder; raise UsageError if it names a user who is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"There is no home folder for {path}; give the path from / on, or ./{path} if a name begins with ~."
+        ) from None
 
 
 def configured_cloud(url: str) -> Cloud:
@@ -117,7 +127,7 @@ def read_input(name: str, option: str | None = None) -> bytes:
     advice = f"check the path of {option}" if option else "check the path"
     try:
         if "://" not in name:
-            return Path(name).expanduser().read_bytes()
+            return expanded_path(name).read_bytes()
         folder, path = _open_folder(name)
         return folder.get(path)
     except FileNotFoundError:

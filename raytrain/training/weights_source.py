@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from raytrain.config.network import timm_name
 from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.open import open_store
+from raytrain.storage.open import expanded_path, open_store
 from raytrain.training.model_names import missing
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_weights_source(location: str) -> None:
     """Raise UsageError if there are no weights at ``location``, as far as this can be told without a connection."""
     if location.startswith(_HUB):
         _parse_hub(location)
-    elif location != DEFAULT and "://" not in location and not Path(location).expanduser().is_file():
+    elif location != DEFAULT and "://" not in location and not expanded_path(location).is_file():
         raise _no_file(location)
 
 
@@ -206,7 +206,7 @@ def _parse_hub(location: str) -> re.Match[str]:
 
 def _no_file(location: str) -> UsageError:
     """Return the error for a ``location`` that is a folder, or does not exist."""
-    is_folder = "://" not in location and Path(location).expanduser().is_dir()
+    is_folder = "://" not in location and expanded_path(location).is_dir()
     problem = "that is a folder" if is_folder else "there is no such file"
     return UsageError(f"--weights {location}: {problem}; give {DEFAULT}, a file, an s3:// object or hf://owner/name.")
 

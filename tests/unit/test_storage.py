@@ -23,14 +23,16 @@ import raytrain
 from raytrain.data.images.image_format import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
+from raytrain.datasets.download import download
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage import retries_and_hedges
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.open import new_output, open_store, read_input, write_output
+from raytrain.storage.open import check_output, new_output, open_store, read_input, write_output
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import ObjectChanged, Store
+from raytrain.training.weights_source import check_weights_source
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_bucket import KEYS, listing, scripted, source
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
@@ -188,6 +190,19 @@ def test_a_relative_folder_is_resolved_when_it_is_opened(tmp_path: Path, monkeyp
     monkeypatch.chdir("/")
     store.put("a", b"1")
     assert (tmp_path / "runs/a").read_bytes() == b"1" and store.url == str(tmp_path / "runs")
+
+
+def test_the_home_folder_of_nobody_is_refused(tmp_path: Path) -> None:
+    uses: list[Callable[[str], object]] = [
+        open_store,
+        read_input,
+        lambda path: check_output(path, (".csv",)),
+        lambda path: download("cifar10", path),
+        check_weights_source,
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match=r"no home folder for ~no-such-user/a\.csv; .* or \./~no-such-user/a\.csv"):
+            use("~no-such-user/a.csv")
 
 
 def test_a_failed_write_keeps_the_old_content_and_leaves_no_partial_file(
