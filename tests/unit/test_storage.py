@@ -356,6 +356,18 @@ def test_a_profile_names_endpoint_region_and_keys(
     assert (s3_server.directory / "tests/of-a-profile/a").read_bytes() == b"1"
 
 
+def test_each_region_of_amazon_has_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for region, endpoint in (
+        ("us-east-1", None),
+        ("eu-central-1", None),
+        ("cn-north-1", "https://s3.cn-north-1.amazonaws.com.cn"),  # obstore would ask s3.cn-north-1.amazonaws.com
+    ):
+        monkeypatch.setenv("AWS_REGION", region)
+        cloud = S3.configured("s3://bucket")
+        assert (cloud.region, cloud.endpoint_url, cloud.is_amazon) == (region, endpoint, True)
+        assert cloud.obstore_config("bucket").get("endpoint") == endpoint
+
+
 def test_the_more_specific_endpoint_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endpoint() -> str | None:
         cloud = open_store("s3://bucket").cloud

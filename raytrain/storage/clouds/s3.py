@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 _KEY_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-_AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
+_OBSTORES_OWN = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com")  # it knows no other, such as China's
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _configured(_: object) -> S3:
     with suppress(ValueError):
         is_address = bool(ipaddress.ip_address(urlsplit(meta.endpoint_url).hostname or ""))
     return S3(
-        endpoint_url=None if _AMAZON.fullmatch(meta.endpoint_url) else meta.endpoint_url,
+        endpoint_url=None if _OBSTORES_OWN.fullmatch(meta.endpoint_url) else meta.endpoint_url,
         region=session.region_name,
         virtual_hosted=(meta.config.s3 or {}).get("addressing_style") == "virtual" and not is_address,
         unsigned=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() == "true",
