@@ -15,6 +15,7 @@ import pytest
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError
 from raytrain.storage.clouds import s3_credentials
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.clouds.s3_credentials import own_role, own_role_or, resolve_credentials
 from raytrain.storage.credentials import Credentials, CredentialSource
 from raytrain.storage.open import open_store
@@ -82,6 +83,14 @@ def test_credentials_of_the_environment_are_resolved(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setenv(name, value)
     assert resolve_credentials() == Credentials("id", "secret", "token", None)
+
+
+@pytest.mark.parametrize("folder", ["~no-such-user", "x" * 300])
+def test_a_configuration_that_cannot_be_looked_at_counts_as_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A container may have HOME=/root and another user. Root may look everywhere, so a name is too long here.
+    monkeypatch.setenv("AWS_CONFIG_FILE", f"{folder}/.aws/config")
+    assert resolve_credentials() is None
+    assert S3.configured("s3://bucket") == S3()
 
 
 def test_a_rewritten_profile_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,9 @@ def aws_configuration() -> tuple[frozenset[tuple[str, str]], float]:
 
     Both may change while a process runs, for example in a notebook.
     """
-    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
-    modified = file.stat().st_mtime if file.exists() else 0.0
+    modified = 0.0
+    with suppress(OSError):  # without a file, or if HOME is another user's, which boto3 ignores as well
+        modified = os.stat(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"))).st_mtime
     return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")), modified
 
 
