@@ -141,7 +141,7 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         try:
-            if os.path.isdir(folder := self._file(prefix)):
+            if _is_there(folder := self._file(prefix), stat.S_ISDIR):
                 yield from self._walk(folder, set())
         except OSError as error:
             raise explain_os_error(error, error.filename or self._file(prefix)) from error
@@ -170,7 +170,7 @@ class FolderStore(Store):
 
     def exists(self, path: str) -> bool:
         with self._explained(path):
-            return os.path.isfile(self._file(path))
+            return _is_there(self._file(path), stat.S_ISREG)
 
     def guarded(self, guard: Guard) -> FolderStore:
         return dataclasses.replace(self, guard=guard)
@@ -259,6 +259,18 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise explain_os_error(error, shown_url(f"{self.url}/{path}")) from error
+
+
+def _is_there(path: str, is_kind: Callable[[int], bool]) -> bool:
+    """Return True if there is a file, or a folder, as ``is_kind`` says of its mode: ``stat.S_ISREG``, for example.
+
+    Raises OSError where that cannot be known, such as in a folder that this user may not enter: os.path.isfile would
+    return False.
+    """
+    try:
+        return is_kind(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _opened_below(folder: str, open_file: Callable[[], T]) -> T:

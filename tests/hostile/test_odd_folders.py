@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from raytrain.display.page.watched_runs import HomeRuns
-from raytrain.runs.documents import CONFIG, METRICS, STATUS, SUMMARY
+from raytrain.errors import StorageError
+from raytrain.runs.documents import CONFIG, METRICS, STATUS, SUMMARY, open_run, run_store
 from raytrain.runs.records import list_runs
 from tests.helpers.stored_histories import evaluation_row, store_run
 
@@ -97,21 +98,46 @@ def test_the_command_lists_the_others_and_says_in_one_line_what_it_leaves_out(ru
     assert listed.stderr.count("left out: ") == len(listed.stderr.splitlines()) == len(LEFT_OUT)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, who may not read everything")
-def test_a_folder_of_another_user_hides_no_run(runs: Path) -> None:
-    (runs / "private").mkdir(mode=0o700)
-    (runs / "private" / CONFIG).write_text("{}")
+def as_nobody(runs: Path, is_as_expected: Callable[[], bool]) -> bool:
+    """Call ``is_as_expected`` in a process of another user, who may enter the folder ``runs``; return its result."""
     for folder in (runs.parent, *runs.parents):
         if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
             folder.chmod(0o755)
-    left_out: list[str] = []
     child = os.fork()
     if child == 0:
         as_expected = False
         try:
             os.setuid(NOBODY)
-            names = [run.name for run in list_runs(str(runs), left_out.append)]
-            as_expected = names == ["good"] and len(left_out) == 1 and "no permission" in left_out[0]
+            as_expected = is_as_expected()
         finally:
             os._exit(0 if as_expected else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, who may not read everything")
+def test_a_folder_of_another_user_hides_no_run(runs: Path) -> None:
+    (runs / "private").mkdir(mode=0o700)
+    (runs / "private" / CONFIG).write_text("{}")
+
+    def is_as_expected() -> bool:
+        left_out: list[str] = []
+        names = [run.name for run in list_runs(str(runs), left_out.append)]
+        return names == ["good"] and len(left_out) == 1 and "no permission" in left_out[0]
+
+    assert as_nobody(runs, is_as_expected)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, who may not read everything")
+def test_a_run_of_another_user_is_not_said_to_be_missing(runs: Path) -> None:
+    (runs / "private" / "checkpoints").mkdir(mode=0o755, parents=True)
+    (runs / "private" / CONFIG).write_text("{}")
+    (runs / "private").chmod(0o700)
+
+    def is_as_expected() -> bool:
+        with pytest.raises(StorageError, match=r"no permission for .*/private/config\.json; change the permissions"):
+            open_run(str(runs), "private")
+        with pytest.raises(StorageError, match=r"no permission for .*/private/checkpoints; change the permissions"):
+            list(run_store(str(runs), "private").list("checkpoints"))
+        return True
+
+    assert as_nobody(runs, is_as_expected)
