@@ -319,12 +319,14 @@ class DriverLog(LogCopies):
     def __init__(self, store: Store) -> None:
         super().__init__(store, waits_for_run=True)
         self._name = log_name(DRIVER, stamp(), "log")
-        self._writing = threading.Lock()
+        # In the middle of a write, Python may call a signal handler or a finalizer, which may print. So a thread may
+        # take the lock twice, and the file has no buffer, which would refuse the second write.
+        self._writing = threading.RLock()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             self._path = opened.enter_context(TemporaryFolder()) / "log"
-            self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))
+            self._file = opened.enter_context(self._path.open("wb", buffering=0))
             self._kept = opened.pop_all()  # until the last copy
             for stream in ("stdout", "stderr"):
                 opened.enter_context(_copying_stream(stream, self.write))
@@ -351,8 +353,7 @@ class DriverLog(LogCopies):
         """
         with self._writing:
             if not self._file.closed:
-                self._file.write(text)
-                self._file.flush()
+                self._file.write(_encoded(text))
 
 
 class _Tee:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,6 +75,25 @@ def test_a_stream_that_a_library_has_kept_prints_after_the_log_has_ended(
         kept_by_colorama = sys.stdout
     print("reset", file=kept_by_colorama)
     assert capsys.readouterr().out == "reset\n" and kept(store) == ""
+
+
+@pytest.mark.not_quick
+@pytest.mark.timeout(30)
+def test_a_signal_handler_may_print_while_something_is_printed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
+    before = signal.signal(signal.SIGUSR1, lambda *signalled: print("signalled"))
+    try:
+        with DriverLog(store):
+            # Writing the line takes tens of milliseconds, in the middle of which the signal arrives.
+            for _ in range(3):
+                line = "…" * 10_000_000
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+                print(line)
+            print("over")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert printed.getvalue().count("signalled") == 3
+    assert kept(store).endswith("over\n")
 
 
 def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
