@@ -351,7 +351,8 @@ class DriverLog(LogCopies):
         Libraries keep the stream that :mod:`sys` had when they were imported: colorama, which Ray brings, writes to it
         once more when the process ends.
         """
-        with self._writing:
+        # The disk of the temporary folder may be full. Whatever prints must not fail because of that.
+        with self._writing, suppress(OSError):
             if not self._file.closed:
                 self._file.write(_encoded(text))
 

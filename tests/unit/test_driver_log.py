@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -94,6 +95,23 @@ def test_a_signal_handler_may_print_while_something_is_printed(store: Store, mon
         signal.signal(signal.SIGUSR1, before)
     assert printed.getvalue().count("signalled") == 3
     assert kept(store).endswith("over\n")
+
+
+def test_a_run_goes_on_if_the_disk_of_the_temporary_folder_is_full(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # stands for the disk; Python ignores the signal of it
+    try:
+        with DriverLog(store):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            for step in range(100):
+                print("step", step)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            print("over")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count("step") == 100
+    assert kept(store).startswith("step 0\nstep 1\n") and kept(store).endswith("over\n")
 
 
 def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
