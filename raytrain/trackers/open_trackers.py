@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from raytrain.config.extras import extra
 from raytrain.config.user_code import load_function
@@ -43,7 +43,7 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
 
         open_trackers(["tensorboard", "mlflow"], CSVLogger("logs"))
     """
-    trackers = [tracker for one in several for tracker in ([one] if isinstance(one, (str, Tracker)) else one)]
+    trackers = [tracker for one in several for tracker in _as_list(one)]
     opened: list[NamedTracker] = []
     for index, tracker in enumerate(trackers):
         if isinstance(tracker, str) and tracker in trackers[:index]:
@@ -52,6 +52,13 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
         number = sum(earlier.name.partition("#")[0] == named.name for earlier in opened) + 1
         opened.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
     return opened
+
+
+def _as_list(trackers: object) -> list[object]:
+    """Return the elements of ``trackers``; what has none is the only element, as a single tracker is."""
+    if isinstance(trackers, (str, Tracker)) or not isinstance(trackers, Iterable):
+        return [trackers]
+    return list(cast("Iterable[object]", trackers))
 
 
 def _named_tracker(tracker: object) -> NamedTracker:
@@ -130,8 +137,7 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     # Each trial is a run of its own for the trackers; trials may share a place.
     if read_status(store).active:
         raise UsageError(f"Sweep {run!r} is training; `raytrain sweep … --track` sends its trials while they train.")
-    several = [trackers] if isinstance(trackers, (str, Tracker)) else trackers
-    if not all(isinstance(tracker, str) for tracker in several):
+    if not all(isinstance(tracker, str) for tracker in _as_list(trackers)):
         raise UsageError(f"{run!r} is a sweep, and an object takes one run; name trackers, or send trial by trial.")
     sent = [
         _track_run(name, trackers, storage)

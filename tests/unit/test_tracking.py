@@ -249,8 +249,10 @@ def test_a_row_of_a_stored_run_has_the_same_names() -> None:
 def test_trackers_are_named_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"no tracker 'tensorbord' .did you mean tensorboard"):
         open_trackers(["tensorbord"])
-    with pytest.raises(UsageError, match="is no tracker: it needs the methods"):
-        open_trackers([object()])  # pyright: ignore[reportArgumentType]
+    no_trackers: list[Any] = [[object()], object(), None, 5]
+    for no_tracker in no_trackers:
+        with pytest.raises(UsageError, match="is no tracker: it needs the methods"):
+            open_trackers(no_tracker)
     assert [each.name for each in open_trackers((), "prometheus")] == ["prometheus"]
     assert [each.name for each in open_trackers(("prometheus",), Recorder())] == ["prometheus", "Recorder"]
     assert [each.name for each in open_trackers(["prometheus", Recorder(), "prometheus", Recorder()])] == [
