@@ -127,7 +127,7 @@ def run_store(storage: str, name: str) -> Store:
     """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
-    folder = storage if storage.endswith("://") else storage.rstrip("/")
+    folder = storage if storage.endswith("://") else (storage or ".").rstrip("/")
     return open_store(f"{folder}/{check_name(name, 'The name of a run', storage)}")
 
 

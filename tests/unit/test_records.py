@@ -68,6 +68,17 @@ def test_a_generated_name_is_valid_and_contains_the_recipe() -> None:
     assert check_name(new_name("digits")).startswith("digits-20")
 
 
+def test_an_empty_storage_is_the_current_folder_for_a_run_as_for_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Such as --storage "$RUNS" without this variable: the run was looked for in, and written to, /first.
+    monkeypatch.chdir(tmp_path)
+    store = run_store("", "first")
+    assert store.url == str(tmp_path / "first")
+    store.put("config.json", b"{}")
+    assert [run.name for run in list_runs("")] == ["first"]
+
+
 def test_documents_are_read_as_they_were_written(storage: str) -> None:
     store = make_run(storage, "first", step=12, num_steps=100, epoch=2, num_epochs=9, num_workers=3)
     assert read_config(store) == TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1)
