@@ -90,7 +90,8 @@ class FolderStore(Store):
 
     def put(self, path: str, data: bytes) -> None:
         name = self._file(path)
-        unfinished = f"{name}.{uuid.uuid4().hex}.part"
+        # The name of the unfinished file does not begin with ``name``, because the disk may allow no longer one.
+        unfinished = os.path.join(os.path.dirname(name), f".{uuid.uuid4().hex}.part")
         self._check_owner()
         with self._explained(path):
             opened = _opened_below(os.path.dirname(name), partial(open, unfinished, "xb"))

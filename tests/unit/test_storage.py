@@ -221,6 +221,12 @@ def test_a_failed_write_keeps_the_old_content_and_leaves_no_partial_file(
     assert store.get("a") == b"old" and os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "日" * 85])
+def test_a_name_may_be_as_long_as_the_disk_allows(name: str, tmp_path: Path) -> None:
+    write_output(f"{tmp_path}/{name}", b"1")
+    assert read_input(f"{tmp_path}/{name}") == b"1" and os.listdir(tmp_path) == [name]
+
+
 def test_a_partial_file_of_a_killed_writer_is_not_listed(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     (tmp_path / f"a.{'0f' * 16}.part").write_bytes(b"half")
