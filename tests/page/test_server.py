@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -24,6 +25,7 @@ from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import StorageError, UsageError, shell_command
 from raytrain.experiments.trials import names_of
+from raytrain.monitor.events import Evaluated, TimedEvent
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
@@ -146,6 +148,16 @@ def test_the_page_of_the_process_that_trains_stops_it_without_storage(tmp_path: 
         assert status_of(server, "/api/stop?run=run", "POST") == 200
     assert asked == [StopReason("page", socket.gethostname())]
     assert not (tmp_path / "away").exists()
+
+
+def test_an_evaluation_whose_loss_is_not_finite_is_shown_while_the_run_trains(tmp_path: Path) -> None:
+    evaluated = TimedEvent(0, 1.0, Evaluated(1, accuracy=0.5, loss=math.nan))
+    runs = WatchedRuns(str(tmp_path), ["run"])
+    with PageServer(runs, 0) as server:
+        runs.update(snapshot(events=(evaluated,)))
+        shown = next(run_messages(server))["events"][0]
+    assert shown["fields"] == {"epoch": 1, "accuracy": 0.5, "loss": None}
+    assert shown["text"] == "evaluated after epoch 1: accuracy 0.5000, loss nan"
 
 
 def test_a_run_that_is_over_or_unknown_cannot_be_stopped(tmp_path: Path) -> None:

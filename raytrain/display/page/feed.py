@@ -137,7 +137,7 @@ class RunFeed:
                         "number": number,
                         "at_s": timed.at_s,
                         "kind": timed.event.kind,
-                        "fields": timed.event.fields(),
+                        "fields": plain(timed.event.fields()),  # a loss may be NaN, which is no JSON
                         "text": event_text(timed.event),
                     }
                     for number, timed in sorted(self._events.items())
