@@ -283,6 +283,15 @@ def test_a_viewer_of_trials_gets_what_their_sweep_has_cost(tmp_path: Path) -> No
         assert next(filter(None, costs)) == {"rates": 0.5}
 
 
+def test_runs_with_similar_names_are_no_sweep(tmp_path: Path) -> None:
+    for name in ("first", "first-2", "rates", "rates-00"):
+        store_run(tmp_path, name, [])
+    write_json(run_store(str(tmp_path), "rates"), SWEEP, {"vary": ["seed=1"], "points": [{"seed": 1}]})
+    with HomeRuns(str(tmp_path)) as runs:
+        groups = {run["name"]: run["group"] for run in runs.all_runs()["runs"]}
+    assert groups == {"first": None, "first-2": None, "rates": None, "rates-00": "rates"}
+
+
 def test_the_list_and_the_comparison_go_by_the_metric_of_best(tmp_path: Path) -> None:
     rows = [evaluation_row(step, accuracy=step / 9, loss=1 / step) for step in (1, 2, 3)]
     store_run(tmp_path, "by-loss", rows, best="loss")

@@ -281,9 +281,11 @@ class HomeRuns(StoredRuns):
         left_out: list[str] = []
         runs = list_runs(self.storage, left_out.append)
 
-        # Runs called rates-00 and rates-01 belong to the sweep rates, if that is in the list too.
+        # Runs called rates-00 and rates-01 belong to the sweep rates, if that is in the list too. If rates is a run
+        # of its own, they are just others with similar names.
         prefixes = {run.name: prefix for run in runs if (prefix := _sweep_name(run.name)) is not None}
-        groups = {run.name for run in runs}.intersection(prefixes.values())
+        listed = {run.name for run in runs}.intersection(prefixes.values())
+        groups = {name for name in listed if run_store(self.storage, name).fail_fast().exists(SWEEP)}
 
         return {
             "storage": self.storage,
