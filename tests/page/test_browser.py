@@ -104,9 +104,8 @@ def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: 
         for viewer in (first, second):
             expect(viewer.locator(".banner")).to_contain_text("Stopped with a checkpoint")
             expect(viewer.locator(".banner")).to_contain_text("/runs/run/checkpoints/step-")
-            expect(viewer.locator(".connection")).to_have_text(
-                re.compile("the page has ended; again with: raytrain watch ")
-            )
+            again = shell_command("watch", "run", storage=str(tmp_path / "runs"))
+            expect(viewer.locator(".connection")).to_have_text(f"the page has ended; again with: {again}")
         expect(first.locator(".stop-steps li[data-state=done]")).to_have_count(5)
         assert process.wait(60) == 0
     store = tmp_path / "runs" / "run"
@@ -166,6 +165,16 @@ def test_a_page_that_loses_its_connection_comes_back_by_itself(visit: Visit, tmp
         append_rows(tmp_path / "run", [step_row(2, loss=0.5)])
         expect(page.locator(".progress-text")).to_contain_text("step 2 of")
         expect(page.locator(".connection")).to_have_text("live")
+
+
+@pytest.mark.parametrize("names", [("run",), ()])
+def test_a_page_that_has_ended_says_how_to_see_it_again(visit: Visit, tmp_path: Path, names: tuple[str, ...]) -> None:
+    store_run(tmp_path, "run", [step_row(1)])
+    with StoredRuns(str(tmp_path), names) if names else HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        expect(page.locator("article")).to_be_visible()
+    again = shell_command("watch", *names, storage=str(tmp_path))
+    expect(page.locator(".connection")).to_have_text(f"the page has ended; again with: {again}")
 
 
 def test_a_page_says_what_a_run_waits_for_that_starts(visit: Visit, tmp_path: Path) -> None:

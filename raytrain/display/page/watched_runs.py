@@ -15,7 +15,7 @@ from raytrain.config import TrainConfig
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import resume_heading, run_info_json
-from raytrain.errors import RaytrainError, StorageError
+from raytrain.errors import RaytrainError, StorageError, shell_command
 from raytrain.experiments.compare import compared_by
 from raytrain.experiments.find_rate import stored_suggestion
 from raytrain.experiments.scaling import Compared
@@ -87,7 +87,7 @@ class WatchedRuns:
         self.on_change()
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return the first message to a viewer: the names of its runs, and where they are stored."""
+        """Return the first message to a viewer: the names of its runs, where they are stored, how to see them again."""
         runs = [feed.name for feed in self.feeds_of(chosen)]
         sweeps = {_sweep_name(name) for name in runs}
         dollars = {name: dollars for name, dollars in self._sweep_dollars.items() if name in sweeps}
@@ -97,6 +97,7 @@ class WatchedRuns:
             "home": False,
             "phase": self.phase,
             "sweep_dollars": dollars,
+            "again": shell_command("watch", *runs, storage=self.storage),
         }
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:

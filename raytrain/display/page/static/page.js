@@ -18,6 +18,7 @@ const nav = el("nav", { hidden: true });
 const starting = el("p", { class: "facts", role: "status" });
 const main = el("main", {}, starting);
 let comparison = null;
+let again = ""; // the command that shows these runs again, once the page has ended
 
 function readToken() {
   const token = given.get("token");
@@ -46,7 +47,8 @@ const api = {
 };
 
 const handlers = {
-  runs({ runs, home, phase, sweep_dollars }) {
+  runs({ runs, home, phase, sweep_dollars, again: command }) {
+    again = command;
     // A run that is not there yet, such as a trial of a sweep, is shown once it is.
     const waits = runs.length === 1 ? `waiting for ${runs[0]} …` : `waiting for ${runs.length} runs …`;
     fill(starting, phase || (runs.length && !views.size ? waits : ""));
@@ -116,7 +118,7 @@ function handle(message) {
 async function connect() {
   for (let failures = 0; ; failures++) {
     try {
-      if (await listen()) return show("closed", ended());
+      if (await listen()) return show("closed", `the page has ended; again with: ${printable(again)}`);
       failures = 0;
     } catch (error) {
       if (error.status === 403) return refuse();
@@ -136,11 +138,6 @@ async function waitFor(problem) {
   fill(starting, `${printable(problem)} This page shows it once it is there.`);
   if (!starting.isConnected) main.prepend(starting);
   await new Promise((resolve) => setTimeout(resolve, LOOK_AGAIN_MS));
-}
-
-/** How to see the runs again whose page has ended. */
-function ended() {
-  return `the page has ended; again with: raytrain watch ${[...views.keys()].map(printable).join(" ")}`;
 }
 
 function show(state, text) {
