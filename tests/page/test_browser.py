@@ -135,6 +135,23 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         assert page.evaluate("navigator.clipboard.readText()") == resume
 
 
+def test_a_run_that_was_stopped_and_resumes_can_be_stopped_again(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(50)])
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Stop the run").click()
+        expect(page.locator(".pill")).to_have_text("stopping")
+        end_run(store, "stopped", 51, None)
+        expect(page.locator(".pill")).to_have_text("stopped")
+        store.delete(STOP_REQUEST)
+        write_status(store, replace(read_status(store), status="running"))
+        expect(page.locator(".pill")).to_have_text("running")
+        expect(page.locator(".stop-panel")).to_be_hidden()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        expect(page.get_by_role("button", name="Stop the run")).to_be_visible()
+
+
 def test_the_page_of_a_run_that_is_not_there_yet_shows_it_once_it_is(visit: Visit, tmp_path: Path) -> None:
     with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
         page = visit(f"{server.url}&run=late")

@@ -15,9 +15,13 @@ export class StopPanel {
 
   /** Show where `state`, as the server sends it, has got to. */
   show(state, events) {
+    // A run that was over and trains again has resumed: nobody has asked that attempt to stop.
+    if ((state.over && this.phase === "confirming") || (this.state?.over && !state.over)) {
+      this.phase = "idle";
+      this.confirming = false;
+    }
     this.state = state;
     this.events = events;
-    if (state.over && this.phase === "confirming") this.phase = "idle";
     this.draw();
   }
 
