@@ -586,3 +586,24 @@ def test_the_use_of_the_machines_of_a_run_that_is_over_is_drawn_over_its_time(vi
             assert ink(page, title) > 0
         expect(page.locator("figure.chart", has_text="Images/s")).to_contain_text("worker 1")
         expect(page.locator("img")).to_have_count(0)
+
+
+def test_the_use_of_the_machines_is_drawn_on_when_a_run_resumes(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(50, loss=1.0)])
+    history = MachineHistory()
+    use = MachineUse(rank=0, node="here", images_per_s=1.0, data_wait_fraction=0.1, cpu_fraction=0.5)
+    for elapsed_s in (5, 10):
+        history.add(elapsed_s, [use])
+    write_json(store, MACHINE_HISTORY, history.to_json())
+    end_run(store, "stopped", 50, "checkpoints/step-000000050.pt")
+    with page_of(tmp_path, "run") as server:
+        page = visit("about:blank")
+        page.clock.install()
+        page.goto(server.url)
+        chart = page.locator("figure.chart", has_text="CPU")
+        expect(chart).to_contain_text("50.0 %")
+        history.add(15, [replace(use, cpu_fraction=0.75)])
+        write_json(store, MACHINE_HISTORY, history.to_json())
+        page.clock.fast_forward(11_000)  # the machines are read every ten seconds
+        write_status(store, replace(read_status(store), status="running"))
+        expect(chart).to_contain_text("75.0 %")

@@ -277,7 +277,7 @@ export class RunView {
 
   /** Read the use of the machines now and then, while somebody looks, and once more when the run is over. */
   async readMachines() {
-    const isDue = performance.now() - this.machinesReadAt > READ_MACHINES_MS && !this.machinesComplete;
+    const isDue = performance.now() - this.machinesReadAt > READ_MACHINES_MS && !(this.machinesComplete && this.state?.over);
     if (!this.api.machines || !this.state || this.element.hidden || !isDue) return;
     this.machinesReadAt = performance.now();
     const { over } = this.state;
