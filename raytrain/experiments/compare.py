@@ -179,9 +179,14 @@ def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
 
     Options that do not change what a run computes are left out.
     """
-    ignored = {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
+    ignored = not_compared()
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ignored]
     return [name for name in names if len({values[name] for values in used if name in values}) > 1]
+
+
+def not_compared() -> set[str]:
+    """Return the names of the options that say where a run is and how it was started, not what it computes."""
+    return {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
 
 
 def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:

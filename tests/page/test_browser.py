@@ -361,11 +361,13 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
     for number, rate in enumerate((0.01, 0.1, 1.0)):
         rows = [step_row(step, loss=rate / step) for step in range(1, 20)]
         rows.append(evaluation_row(20, accuracy=0.9 - rate / 2))
-        store_run(tmp_path, f"rates-{number}", rows, status="finished", learning_rate=rate)
+        described = {"price": (str(number + 1),), "note": f"run {number}", "open_options": ("epochs",) * number}
+        store_run(tmp_path, f"rates-{number}", rows, status="finished", learning_rate=rate, **described)
     with page_of(tmp_path, "rates-0", "rates-1", "rates-2") as server:
         page = visit(server.url)
         expect(page.locator(".runs tbody tr")).to_have_count(3)
-        expect(page.locator(".runs thead")).to_contain_text("learning-rate")
+        headings = ["Run", "Status", "Progress", "learning-rate", "Best accuracy", "Images/s"]
+        expect(page.locator(".runs thead th")).to_have_text(headings)
         expect(page.locator(".runs tbody tr").first).to_contain_text("rates-0")  # the best
         expect(page.locator(".comparison .facts")).to_contain_text("best rates-0, accuracy 89.5 %")
         for chart in page.locator(".comparison .charts figure.chart").all():  # in their order, with the same colours

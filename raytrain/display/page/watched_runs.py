@@ -16,7 +16,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import resume_heading, run_info_json
 from raytrain.errors import RaytrainError, StorageError, shell_command
-from raytrain.experiments.compare import compared_by
+from raytrain.experiments.compare import compared_by, not_compared
 from raytrain.experiments.find_rate import stored_suggestion
 from raytrain.experiments.scaling import Compared
 from raytrain.experiments.trials import names_of
@@ -140,7 +140,7 @@ class WatchedRuns:
                 "suspicious": suspicious,
                 "config": config,
                 "metric": _metric_json(compared_by(config)),
-                "unused_options": unused,
+                "not_compared": sorted(not_compared().union(unused)),
                 "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
                 "suggestion": suggestion,

@@ -7,7 +7,6 @@ import { ParallelCoordinates } from "./parallel_coordinates.js";
 
 const NUM_COLORS = 8;
 const ACCURACY = { name: "accuracy", is_lower_better: false, is_fraction: true };
-const NOT_COMPARED = new Set(["name", "storage", "resume", "address", "track", "tag", "note"]); // where a run is, not what it does
 
 export class Comparison {
   /** `select(name)` shows the page of one run below; null shows none. */
@@ -44,7 +43,7 @@ export class Comparison {
       const place = (name) => this.names.indexOf(name);
       const run = { view, color: `--run-${place(message.run) % NUM_COLORS}`, config: null, metric: null };
       this.runs = new Map([...this.runs, [message.run, run]].sort(([a], [b]) => place(a) - place(b)));
-      this.api.documents(message.run).then(({ config, metric, unused_options }) => { run.config = used(config, unused_options); run.metric = metric; this.schedule(); }).catch(() => {});
+      this.api.documents(message.run).then(({ config, metric, not_compared }) => { run.config = compared(config, not_compared); run.metric = metric; this.schedule(); }).catch(() => {});
     }
     this.schedule();
   }
@@ -106,7 +105,7 @@ export class Comparison {
   /** The options whose values differ between the runs. */
   differing() {
     const configs = [...this.runs.values()].map(({ config }) => config).filter(Boolean);
-    const names = [...new Set(configs.flatMap(Object.keys))].filter((name) => !NOT_COMPARED.has(name));
+    const names = [...new Set(configs.flatMap(Object.keys))];
     return names.filter((name) => new Set(configs.filter((config) => name in config).map((config) => JSON.stringify(config[name]))).size > 1);
   }
 
@@ -161,7 +160,7 @@ export class Comparison {
   }
 }
 
-/** The options of a run without those that its own loop does not use. */
-function used(config, unused) {
-  return config && Object.fromEntries(Object.entries(config).filter(([name]) => !unused.includes(name)));
+/** The options of a run without those that change nothing: where it is, and what its own loop does not use. */
+function compared(config, left_out) {
+  return config && Object.fromEntries(Object.entries(config).filter(([name]) => !left_out.includes(name)));
 }
