@@ -56,14 +56,14 @@ class ComparedRun:
         return dataclasses.asdict(self)
 
 
-def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
-    """Compare runs, in the order of their names in ``runs``; a sweep stands for its trials.
+def compare(runs: str | Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
+    """Compare runs, in the order of their names in ``runs``; a sweep, which may be named alone, stands for its trials.
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
 
     Example: ``raytrain.compare(["first", "second"])[0].validation_accuracy``
     """
-    return compare_records(read_runs(runs, os.fspath(storage)))
+    return compare_records(read_runs([runs] if isinstance(runs, str) else runs, os.fspath(storage)))
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:

@@ -12,6 +12,7 @@ from raytrain.recipes import cifar10
 from raytrain.runs.documents import (
     METRICS,
     SKIPPED,
+    SWEEP,
     UNUSED_OPTIONS,
     encode_lines,
     run_store,
@@ -96,6 +97,15 @@ def test_fewer_than_two_runs_are_refused(storage: str) -> None:
         raytrain.compare(["first"], storage=storage)
     with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean first"):
         raytrain.compare(["first", "frist"], storage=storage)
+
+
+def test_a_sweep_is_named_alone(storage: str) -> None:
+    for name in ("rates", "rates-00", "rates-01"):
+        make_run(storage, name, ROWS)
+    write_json(run_store(storage, "rates"), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    assert [run.name for run in raytrain.compare("rates", storage=storage)] == ["rates-00", "rates-01"]
+    with pytest.raises(UsageError, match=r"no run 'ratse' .*did you mean rates"):
+        raytrain.compare("ratse", storage=storage)
 
 
 @pytest.mark.parametrize(("steps", "log_every", "last"), [(7, 1, 20), (7, 10, 42), (195, 10, 9750), (1, 1, 3)])
