@@ -153,7 +153,7 @@ def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = No
     # At the lowest loss the rate is on the verge of being too high; a tenth of it is the usual choice.
     lowest = int(smoothed.argmin())
     rate, loss, first = (float(value) for value in (rates[lowest], smoothed[lowest], smoothed[0]))
-    is_flat, still_falls = loss > first * (1 - _FALLS_BY), lowest == len(rates) - 1
+    is_flat, still_falls = loss > first - _FALLS_BY * abs(first), lowest == len(rates) - 1
     if (is_flat or still_falls) and _is_cut_short(stop_reason):
         return (
             None,

@@ -124,6 +124,12 @@ def test_losses_that_suggest_nothing_say_why() -> None:
     rate, reason = suggest(rates, np.concatenate([np.linspace(2.3, 1.0, 30), np.linspace(2.0, 9.0, 10)]))
     assert rate == pytest.approx(rates[29] / 10, rel=0.05) and "that rate / 10" in reason
 
+    # A loop's own loss may be negative, such as a log-likelihood; here nothing changes but noise.
+    rate, reason = suggest(rates, np.concatenate([np.linspace(-1.0, -1.01, 30), np.linspace(-1.0, 3.0, 10)]))
+    assert rate is None and "no rate from 1e-06 to 10 made the loss of the first steps, -1, 5% smaller" in reason
+    rate, _ = suggest(rates, np.concatenate([np.linspace(-1.0, -2.0, 30), np.linspace(-1.0, 3.0, 10)]))
+    assert rate == pytest.approx(rates[29] / 10, rel=0.05)
+
 
 @pytest.mark.parametrize("last", [2.29, 1.0])
 def test_losses_of_a_run_that_somebody_stopped_suggest_to_let_it_run(last: float) -> None:
