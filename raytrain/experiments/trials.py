@@ -282,7 +282,7 @@ def sweep_command(sweep: Sweep, config: TrainConfig) -> str:
     space = parse(sweep.vary)
     folds = space.get("validation_fold")
     words = [train_command(config, "sweep"), "--vary", *map(shlex.quote, sweep.vary)]
-    if num_points(space) != sweep.num_trials:  # some points were drawn or chosen, and each trains on all folds
+    if sweep.sampler or num_points(space) != sweep.num_trials:  # points were drawn or chosen, each for all folds
         words += ["--trials", str(sweep.num_trials // (len(folds) if isinstance(folds, tuple) else 1))]
     for option in ("sampler", "pruner"):
         words += [f"--{option}", str(value)] if (value := getattr(sweep, option)) else []

@@ -147,6 +147,10 @@ def test_all_points_of_a_sweep_need_no_number_and_some_do() -> None:
     folds: list[Point] = [{"learning_rate": 0.1, "validation_fold": fold} for fold in (0, 1)]
     assert command(*folds, vary="learning-rate=0.1,0.2 validation-fold=0,1").endswith(" --trials 1")
 
+    # A sampler needs the number, also if it has chosen all points.
+    chosen = Sweep(vary=("optimizer=sgd,lion",), points=(), trials=2, sampler="tpe")
+    assert sweep_command(chosen, cifar10(data="images")).endswith(" --trials 2 --sampler tpe")
+
 
 def test_the_json_of_a_run_has_flat_metric_rows() -> None:
     document = run_record_json(record())
