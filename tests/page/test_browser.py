@@ -164,6 +164,20 @@ def test_the_page_of_a_run_that_is_not_there_yet_shows_it_once_it_is(visit: Visi
         expect(page.locator("main")).not_to_contain_text("There is no run")
 
 
+def test_a_run_that_is_deleted_and_trained_anew_is_shown_with_its_own_events_alone(
+    visit: Visit, tmp_path: Path
+) -> None:
+    events = TrainingStarted(2), Note("of the first"), Note("also of the first")
+    add_events(store_run(tmp_path, "run", [step_row(1, loss=1.0)]), *events)
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        shown = page.locator(".events li")
+        expect(shown).to_have_count(3)
+        shutil.rmtree(tmp_path / "run")
+        add_events(store_run(tmp_path, "run", [step_row(2, loss=1.0)]), TrainingStarted(1), Note("of the second"))
+        expect(shown).to_have_text([re.compile("of the second$"), re.compile("training on 1 worker$")])
+
+
 def test_a_trial_that_has_not_started_is_waited_for(visit: Visit, tmp_path: Path) -> None:
     with page_of(tmp_path, "rates-01") as server:
         page = visit(server.url)

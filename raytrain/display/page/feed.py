@@ -56,7 +56,7 @@ class FeedCursor(NamedTuple):
     """Position of a viewer in a run: what it has seen of the state, the events and the curves."""
 
     version: int = 0  # of the state
-    event: int = 0  # number of the next event
+    events: tuple[int, int] = (-1, 0)  # generation of the events, and the number of the next one
     curves: tuple[tuple[int, int], ...] = ((-1, 0),) * len(_KINDS)  # generation and number of points, for each kind
 
 
@@ -70,6 +70,7 @@ class RunFeed:
         self._lock = threading.Lock()
         self._curves = {kind: Curves(kind) for kind in _KINDS}
         self._events: dict[int, TimedEvent] = {}
+        self._events_generation = 0  # another one if another run has taken the name: its events have the same numbers
         self._state: dict[str, Any] | None = None
         self._version = 0
         self._encoded: dict[FeedCursor, bytes] = {}  # by the cursors of the viewers that asked since the last change
@@ -84,6 +85,9 @@ class RunFeed:
 
             # The next snapshot has the rows after these, and may repeat events, which are told apart by their numbers.
             self.rows: RowCursor = snapshot.cursor
+            if any(self._events.get(event.number, event) != event for event in snapshot.events):
+                self._events.clear()
+                self._events_generation += 1
             self._events |= {event.number: event for event in snapshot.events}
             for number in sorted(self._events)[:-_NUM_EVENTS]:
                 del self._events[number]
@@ -132,6 +136,7 @@ class RunFeed:
                     changes[kind] = {"reset": reset, **curves.since(0 if reset else row)}
 
                 # The page shows an event's text; its code uses the kind and the fields.
+                generation, next_event = cursor.events
                 events = [
                     {
                         "number": number,
@@ -141,13 +146,20 @@ class RunFeed:
                         "text": event_text(timed.event),
                     }
                     for number, timed in sorted(self._events.items())
-                    if number >= cursor.event
+                    if number >= next_event or generation != self._events_generation
                 ]
-                message = {"run": self.name, "state": self._state, "events": events, "curves": changes}
+                message = {
+                    "run": self.name,
+                    "state": self._state,
+                    "events": events,
+                    "events_generation": self._events_generation,
+                    "curves": changes,
+                }
                 self._encoded[cursor] = json.dumps(message, allow_nan=False).encode()
 
             seen = tuple((curves.generation, len(curves)) for curves in self._curves.values())
-            return self._encoded[cursor], FeedCursor(self._version, max(self._events, default=-1) + 1, seen)
+            events_seen = self._events_generation, max(self._events, default=-1) + 1
+            return self._encoded[cursor], FeedCursor(self._version, events_seen, seen)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
         """Return the curves of a part of the run, as finely as a screen can show them."""

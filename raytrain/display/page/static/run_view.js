@@ -41,6 +41,7 @@ export class RunView {
     this.axis = "step";
     this.strength = 0.4;
     this.events = new Map();
+    this.eventsGeneration = null;
     this.charts = new Map();
     this.machinesReadAt = -Infinity;
     this.build();
@@ -102,6 +103,11 @@ export class RunView {
   apply(message) {
     const evaluatedBefore = this.state?.evaluation?.step, wasOver = this.state?.over;
     this.state = message.state;
+    if (message.events_generation !== this.eventsGeneration) { // of another run that has taken the name
+      this.eventsGeneration = message.events_generation;
+      this.events.clear();
+      this.newestEvent = null;
+    }
     for (const event of message.events) this.events.set(event.number, event);
     for (const kind of ["step", "evaluation"]) this.curves[kind].apply(message.curves[kind]);
     this.showState();
