@@ -69,7 +69,7 @@ class SweepSession:
             default.
         notify_trials: whether --notify also reports how each trial ends.
 
-    Raises UsageError if the dollars of --max-cost are spent already.
+    Raises UsageError if the dollars of --max-cost are spent already, or the GPUs cannot be divided among the trials.
     """
 
     def __init__(
@@ -158,13 +158,18 @@ class SweepSession:
         """Return the numbers of this machine's GPUs for each trial that trains at the same time.
 
         They are None if nothing is to be divided: Ray assigns the GPUs of a cluster, and a trial that trains alone
-        takes as many as it needs.
+        takes as many as it needs. Raises UsageError if the GPUs are named otherwise than by numbers.
         """
         config, workers = self._prepared.config, self._workers_per_trial
-        if config.backend == "ray" or self._placement.device == "cpu" or self._planned.trains_alone:
+        if config.backend == "ray" or self._placement.device == "cpu" or self._at_once == 1:
             return [None] * self._at_once
         named = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = named.split(",") if named else [str(number) for number in range(len(gpus()))]
+        numbers = [number.strip() for number in named.split(",")] if named else list(map(str, range(len(gpus()))))
+        if not all(number.isdecimal() for number in numbers):  # CUDA also takes UUIDs, such as GPU-8f6c… and MIG-…
+            raise UsageError(
+                f"CUDA_VISIBLE_DEVICES is {named}; a sweep gives each trial GPUs by their numbers: name those that "
+                "`raytrain devices` lists by --device, such as cuda:0,1."
+            )
         return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
 
     def _open_study(self, metric: Compared, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:

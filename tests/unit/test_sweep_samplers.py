@@ -171,6 +171,23 @@ def test_each_trial_has_gpus_of_its_own(swept: Callable[..., SweepResult]) -> No
     assert sorted(config.device for config in trainer.configs) == ["cuda:1,3", "cuda:4,6"]
 
 
+def test_the_gpus_of_the_environment_are_divided_if_they_have_numbers(
+    swept: Callable[..., SweepResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {"vary": "seed=0,1", "device": "cuda", "batch_size": 8}
+    asked["hardware"] = Hardware(num_nodes=1, cpus=16.0, gpus=2.0, object_store_bytes=10**9)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
+    trainer = Trainer()
+    swept(trainer, **asked)
+    assert {config.device for config in trainer.configs} <= {"cuda:2", "cuda:5"}
+    assert {config.name for config in trainer.configs} == {"tried-00", "tried-01"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f6c0e5a,GPU-1b2d3c4e")
+    swept(trainer := Trainer(), "one-at-a-time", workers=2, **asked)
+    assert [config.device for config in trainer.configs] == ["cuda", "cuda"]
+    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES is GPU-8f6c0e5a,.* by --device, such as cuda:0,1"):
+        swept(Trainer(), "named-by-uuid", **asked)
+
+
 @pytest.mark.not_quick
 def test_one_message_tells_how_the_sweep_ended_and_trials_are_told_of_if_asked(
     swept: Callable[..., SweepResult], tmp_path: Path
