@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> Space:
         if kind not in (int, float) or ".." not in text:
             space[name] = tuple(
                 value if is_per_worker(value) and _takes_text(name) else _value(flag, value, kind)
-                for value in text.split(",")
+                for value in map(str.strip, text.split(","))
             )
             continue
 

@@ -25,6 +25,11 @@ def test_lists_give_every_combination() -> None:
     assert tried[-1] == {"learning_rate": 0.1, "optimizer": "adamw", "nesterov": False}
 
 
+def test_blanks_between_values_are_no_part_of_them() -> None:
+    space = parse(["optimizer=sgd, lion", "batch-size=32/worker, 64/worker", "nesterov=yes, no"])
+    assert space == {"optimizer": ("sgd", "lion"), "batch_size": ("32/worker", "64/worker"), "nesterov": (True, False)}
+
+
 @given(
     low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8)
 )
