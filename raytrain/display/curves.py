@@ -199,7 +199,7 @@ def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
     """Shade every other epoch, or every other 2, 5, 10 … of them, and write their numbers above the plots."""
     # The smallest stride of epochs for which the labels have room.
     steps = steps_per_epoch(rows)
-    num_epochs = math.ceil(max(row.step for row in rows) / steps)
+    num_epochs = max(1, math.ceil(max(row.step for row in rows) / steps))
     sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
     stride = next(size for size in sizes if num_epochs <= size * _MAX_EPOCH_LABELS)  # in epochs
 

@@ -94,7 +94,7 @@ def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
 
     The result is exact once there is a row at the end of an epoch.
     """
-    return max((math.ceil(row.step / row.epoch) for row in rows), default=1)
+    return max([1, *(math.ceil(row.step / row.epoch) for row in rows)])  # an evaluation may come before the first step
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,12 @@ def test_a_run_that_stopped_after_its_last_row_has_the_steps_of_its_status(stora
     assert (first.steps, first.epochs) == (27, 1.69)
 
 
+def test_a_run_that_was_evaluated_before_its_first_step_is_compared(storage: str) -> None:
+    make_run(storage, "before", [{"kind": "evaluation", "step": 0, "epoch": 1, "accuracy": 0.1, "elapsed_s": 1.0}])
+    _, before = raytrain.compare(["first", "before"], storage=storage)
+    assert (before.steps, before.epochs, before.validation_accuracy) == (0, 0.0, 0.1)
+
+
 def test_fewer_than_two_runs_are_refused(storage: str) -> None:
     with pytest.raises(UsageError, match="two runs or more, or a sweep, each named once"):
         raytrain.compare(["first"], storage=storage)

@@ -95,6 +95,13 @@ def test_a_run_with_an_incomplete_history_can_be_drawn(tmp_path: Path) -> None:
         curve_figure(replace(short, metrics=[]))
 
 
+def test_a_run_that_was_only_evaluated_before_its_first_step_can_be_drawn(tmp_path: Path) -> None:
+    row = MetricRow(kind="evaluation", step=0, epoch=1, elapsed_s=1.0, metrics={"accuracy": 0.1})
+    figure = curve_figure(finished("first", [row]))
+    assert drawn(figure.axes[1])[0][2] == [0.1]
+    save_png(figure, str(tmp_path / "first.png"))
+
+
 def test_several_runs_are_drawn_in_the_same_axes_with_their_names() -> None:
     figure = comparison_figure([record("first"), finished("failed", []), record("second", num_epochs=2)])
     losses, accuracies = figure.axes
