@@ -24,7 +24,8 @@ from torch.profiler import record_function
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import load_optional
 from raytrain.config.values import Location
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
+from raytrain.launch.option_checks import check_options
 from raytrain.launch.train import train
 from raytrain.storage.open import absolute_path, open_store
 from raytrain.storage.temporary_files import TemporaryFolder
@@ -72,25 +73,29 @@ def profile(
     Example: ``raytrain.profile(recipes.cifar10(data="s3://bucket/train")).advice``
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
+    check_options(config, loop)
     if "://" in os.fspath(output):
         raise UsageError(f"--output is {output}, but traces are written into a folder of this machine; give one.")
     folder = Path(absolute_path(os.fspath(output)))
     open_store(str(folder)).check_writable()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("worker-*.json*"):
+    for old in folder.glob("worker-[0-9]*.trace.json.gz"):
         old.unlink()
-    with TemporaryFolder() as storage:
-        short = _short_run(config, str(storage / "runs"))
-        profiled = loop or load_optional("--loop", config.loop)  # None: the built-in one
-        train(short, loop=partial(profiled_loop, loop=profiled, folder=str(folder)))
 
-    # Each worker has written its seconds beside its trace.
-    files = sorted(folder.glob("worker-*[0-9].json"), key=lambda file: int(file.stem.partition("-")[2]))
-    workers = tuple(json.loads(file.read_text()) for file in files)
-    for file in files:
-        file.unlink()
-    result = ProfileResult(workers, tuple(str(file.with_suffix(".trace.json.gz")) for file in files), "")
-    return dataclasses.replace(result, advice=advice(result.phases, config))
+    with TemporaryFolder() as temporary:
+        short = _short_run(config, str(temporary / "runs"))
+        result = train(short, loop=partial(profiled_loop, loop=loop, traces=str(folder), folder=str(temporary)))
+
+        # Each worker has written its trace, and its seconds into the temporary folder.
+        files = sorted(temporary.glob("worker-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
+        workers = tuple(json.loads(file.read_text()) for file in files)
+    if not workers:
+        raise UsageError(
+            f"The training ended after {format_count(result.steps, 'step')}, and a profile takes "
+            f"{WARM_UP_STEPS + NUM_STEPS}; let the loop train until its epochs end."
+        )
+    traces = tuple(str(folder / f"{file.stem}.trace.json.gz") for file in files)
+    return ProfileResult(workers, traces, advice(ProfileResult(workers, traces, "").phases, config))
 
 
 def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
@@ -205,8 +210,11 @@ WARM_UP_STEPS, NUM_STEPS = 5, 10
 _BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"
 
 
-def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> None:
-    """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``.
+def profiled_loop(run: Run, loop: Callable[[Run], None] | None, traces: str, folder: str) -> None:
+    """Train a few steps with ``loop``, or else the one that the options name, or the built-in one.
+
+    Writes ``worker-RANK.trace.json.gz`` into the folder ``traces``, and the seconds of the phases as
+    ``worker-RANK.json`` into ``folder``.
 
     The phases are marked in the trace. On a GPU, each phase waits for the device at its end, because calls return
     before their work is done.
@@ -217,10 +225,12 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
             torch.cuda.synchronize(run.device)
 
     def write(profiler: torch_profiler.profile) -> None:
-        profiler.export_chrome_trace(str(Path(folder, f"worker-{run.rank}.trace.json.gz")))
+        profiler.export_chrome_trace(str(Path(traces, f"worker-{run.rank}.trace.json.gz")))
         seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
         Path(folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
 
+    # A loop that the options name is imported in this process: it cannot travel, as other processes lack its module.
+    own_loop = loop or load_optional("--loop", run.config.loop) or built_in.train
     all_epochs = run.epochs
 
     def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
@@ -247,7 +257,7 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
         _marked(torch.Tensor, "backward", _BACKWARD, wait),
         _marked_optimizers(wait),
     ):
-        (loop or built_in.train)(run)
+        own_loop(run)
 
 
 @contextmanager
