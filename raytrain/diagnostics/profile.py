@@ -26,7 +26,9 @@ from raytrain.config.user_code import load_optional
 from raytrain.config.values import Location
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.option_checks import check_options
+from raytrain.launch.prepare import open_decided
 from raytrain.launch.train import train
+from raytrain.runs.documents import run_store
 from raytrain.storage.open import absolute_path, open_store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
@@ -83,6 +85,9 @@ def profile(
         old.unlink()
 
     with TemporaryFolder() as temporary:
+        # The recipe auto decides on the options as for a run: with a loop, the run itself would leave them as they are.
+        if config.open_options:
+            config, _ = open_decided(config, run_store(str(temporary / "runs"), "profile"), loop)
         short = _short_run(config, str(temporary / "runs"))
         result = train(short, loop=partial(profiled_loop, loop=loop, traces=str(folder), folder=str(temporary)))
 
@@ -112,6 +117,7 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
         workers=config.workers if config.elastic_workers is None else "auto",
         resume=False,
         epochs=_MANY_EPOCHS,
+        head_epochs=0,  # steps of the head alone are few, and cost a third
         max_steps=None,
         max_failures=0,
         until=None,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raytrain.config import TrainConfig
+from raytrain.diagnostics import profile as profile_module
 from raytrain.diagnostics.profile import PHASES, Ranges, advice, phase_seconds, profile
 from raytrain.errors import StorageError, UsageError
-from raytrain.recipes import digits
+from raytrain.recipes import auto, digits
+from raytrain.runs.outcome import TrainResult
+from tests.helpers.small_runs import make_images
 
 
 def test_the_phases_of_a_step_add_up_and_only_all_reduce_that_nothing_hides_counts() -> None:
@@ -60,3 +65,24 @@ def test_traces_are_refused_where_they_cannot_be_before_it_trains(tmp_path: Path
         profile(digits(data="nowhere"), output=file)
     with pytest.raises(UsageError, match="traces are written into a folder of this machine"):
         profile(digits(data="nowhere"), output="s3://bucket/traces")
+
+
+@pytest.mark.not_quick  # images are decoded in a process of their own
+def test_the_recipe_auto_is_profiled_with_the_options_that_the_images_decide_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (images := tmp_path / "images").mkdir()
+    make_images(images, 30)
+    trained: list[TrainConfig] = []
+
+    def train(config: TrainConfig, **_: Any) -> TrainResult:
+        trained.append(config)
+        raise StorageError("enough")
+
+    monkeypatch.setattr(profile_module, "train", train)
+    with pytest.raises(StorageError, match="enough"):
+        profile(auto(data=str(images), optimizer="adamw"), output=tmp_path / "traces")
+    (config,) = trained
+    assert config.model == "raytrain.models:cifar10_fast" and config.image_size == (32, 32)
+    assert config.optimizer == "adamw" and not config.open_options  # else the run would leave the options as they are
+    assert config.epochs > 100 and config.evaluate_every == 0  # a few steps, and nothing else
