@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.dataset import Dataset, count_left_out, open_dataset, random_order
+from raytrain.data.dataset import Dataset, count_left_out, random_order
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode import read_header
@@ -28,7 +28,7 @@ from raytrain.data.plan.permutation import Int64s
 from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
 from raytrain.errors import UsageError
 from raytrain.launch.option_checks import check_named
-from raytrain.launch.prepare import with_preprocessing_of_weights
+from raytrain.launch.prepare import open_decided
 from raytrain.launch.suspicious_pictures import read_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
@@ -152,10 +152,9 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
         raise UsageError(f"--limit-s is {limit_s:g}; it must be at least 0.")
     if write_labels is not None and not config.resume:
         check_can_rank(config, None)
-    config = with_preprocessing_of_weights(config)
     name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
     store = run_store(config.storage, name)
-    data = open_dataset(config, store)
+    config, data = open_decided(config, store, needs_weights=False)
     suspicious = _suspicious_images(config, store, data, write_labels)
 
     # Half of the time is for finding images that cannot be read, the other half for finding duplicates.

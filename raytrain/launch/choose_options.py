@@ -80,10 +80,11 @@ class Network(NamedTuple):
     head: bool  # a layer gives one number per class
 
 
-def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
+def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = True) -> TrainConfig:
     """Decide on the open options, and print at most five lines on what was chosen and why; return all options.
 
-    Raises StorageError if weights are needed that cannot be downloaded, and UsageError if there is no such network.
+    Raises UsageError if there is no such network, and, if the caller ``needs_weights``, StorageError if those that were
+    chosen cannot be downloaded.
     """
     on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ  # whose devices are not known yet
     on_cpu = config.device == "cpu" or (config.device == "auto" and not on_cluster and not gpus())
@@ -91,7 +92,7 @@ def choose_options(config: TrainConfig, data: Dataset) -> TrainConfig:
     network_options = choose_network(config, images)
     config = with_chosen(config, network_options)
     chosen_weights = "weights" in network_options and "weights" in config.open_options
-    if chosen_weights and config.weights is not None:
+    if needs_weights and chosen_weights and config.weights is not None:
         _check_weights(config)
     network = look_at_network(config, images)
     others = choose_training(config, images, network, on_cpu=on_cpu)

@@ -342,10 +342,13 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     )
 
 
-def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) -> tuple[TrainConfig, Dataset]:
+def open_decided(
+    config: TrainConfig, store: Store, loop: Loop | None = None, *, needs_weights: bool = True
+) -> tuple[TrainConfig, Dataset]:
     """Return the options with everything that the images and the weights decide, and the images.
 
     With a ``loop`` of the user's own, open options keep their defaults: it may train another network in its own way.
+    Raises StorageError if the images decide on weights that cannot be downloaded, unless nothing ``needs_weights``.
     """
     from raytrain.data.dataset import open_dataset
 
@@ -356,7 +359,7 @@ def open_decided(config: TrainConfig, store: Store, loop: Loop | None = None) ->
 
     data = open_dataset(config, store)
     STARTUP.info("looking at the images …")
-    config = with_preprocessing_of_weights(choose_options(config, data))
+    config = with_preprocessing_of_weights(choose_options(config, data, needs_weights=needs_weights))
     return config, data.treated_as(config)
 
 

@@ -24,6 +24,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html
 from raytrain.errors import UsageError
+from raytrain.recipes import auto
 from raytrain.runs.documents import run_store
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
@@ -171,6 +172,19 @@ def test_the_images_are_those_of_the_first_batch(tmp_path: Path, mixing: dict[st
     likeliest = [label.split(" ")[1].strip(",") if "%" in label else label for label in result.first_images.labels]
     assert likeliest == [CLASSES[label] for label in seen[0].labels[:40].tolist()]
     assert any("%" in label for label in result.first_images.labels) is bool(mixing)
+
+
+@pytest.mark.parametrize(("side", "input_side"), [(12, 32), (100, 96)])
+def test_the_recipe_auto_shows_the_images_as_its_choice_would_train_them(
+    tmp_path: Path, side: int, input_side: int
+) -> None:
+    for name in ("blue", "red"):
+        (folder := tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.effect_noise((side, side), 50 + number).convert("RGB").save(folder / f"{number}.png")
+    # Large images are trained on from the library's weights, which a look does not download.
+    result = look_at(auto(data=str(tmp_path / "images"), storage=str(tmp_path / "runs")))
+    assert result.first_images.pixels.shape[1:] == (input_side, input_side, 3)
 
 
 def test_what_cannot_be_looked_at_is_refused_before_images_are_listed(tmp_path: Path) -> None:
