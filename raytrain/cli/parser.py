@@ -57,7 +57,8 @@ _MARKERS = (
 _CONSTRUCTORS = ConstructorRegistry()
 _PLAIN_DEFAULTS = ("", "''", NONE, "False")
 """Defaults that the help does not show, since they only say that an option was not given."""
-_FLAGS_OF_COMMANDS = ("--json", "--debug", "--trust", "--watch")
+_FLAGS_OF_ALL = ("--json", "--debug")
+_FLAGS_OF_COMMANDS = (*_FLAGS_OF_ALL, "--trust", "--watch")
 _HELP = ("-h", "--help")
 _ALL_HELP = "--help-all"
 
@@ -93,6 +94,11 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     recipes = {name: recipe() for name, recipe in RECIPES.items()}
     argv = list(argv)
     _refuse_empty(argv)
+
+    # The flags that all commands have may come first, as in `--json train`; from here on they follow the command.
+    first = next((index for index, word in enumerate(argv) if word not in _FLAGS_OF_ALL), len(argv))
+    if first < len(argv) and not argv[first].startswith("-"):
+        argv = [argv[first], *argv[:first], *argv[first + 1 :]]
 
     # Without a recipe, as in `train --data X`, the recipe auto is inserted, or custom with a loop of the user's own:
     # auto would also choose the network and the learning rate, on which the loop has decided.

@@ -202,6 +202,8 @@ def test_an_option_of_one_value_is_not_given_twice(stored: TrainConfig, line: st
 
 def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
     assert parse(["--json", "stop", "first"], COMMANDS)() == ("first", "./runs")
+    assert parsed("--json --debug train --data x").recipe == "auto"  # as if they came behind it
+    assert refused("--json trian --data x").startswith("There is no command 'trian' (did you mean train?)")
     assert parsed("train --debug cifar10 --epochs 3").epochs == 3
 
 
