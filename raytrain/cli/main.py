@@ -168,7 +168,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
     """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code."""
     if isinstance(error, MemoryError):
         error = UsageError(
-            f"This machine has too little memory ({error or 'it is full'}); give smaller images, a smaller "
+            f"This machine has too little memory ({str(error) or 'it is full'}); give smaller images, a smaller "
             "--batch-size or fewer --workers."
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -197,5 +197,8 @@ def _print_error(error: Exception, as_json: bool) -> int:
         )
     print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps({**getattr(error, "summary", {}), "status": "failed", "error": sentence}), flush=True)
+        from raytrain.runs.documents import plain
+
+        document = {**getattr(error, "summary", {}), "status": "failed", "error": sentence}
+        print(json.dumps(plain(document), default=str), flush=True)
     return getattr(error, "exit_code", 1)

@@ -323,10 +323,24 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
     assert "Traceback" in log.read_text()
 
 
-def test_too_little_memory_is_one_sentence(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    stand_in(train=failing(MemoryError("Unable to allocate 279. GiB")))
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(MemoryError("Unable to allocate 279. GiB"), "Unable to allocate 279. GiB"), (MemoryError(), "it is full")],
+)
+def test_too_little_memory_is_one_sentence(
+    error: MemoryError, reason: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(train=failing(error))
     assert main(["train", "cifar10"]) == 2
-    assert capsys.readouterr().err.startswith("raytrain: This machine has too little memory (Unable to allocate 279.")
+    assert capsys.readouterr().err.startswith(f"raytrain: This machine has too little memory ({reason}); give smaller")
+
+
+def test_the_document_of_a_failed_run_whose_loss_is_not_finite_is_json(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(train=failing(TrainingFailed("The run failed.", {"validation_loss": float("nan")})))
+    assert main(["train", "cifar10", "--json"]) == 1
+    assert last_line(capsys)["validation_loss"] is None
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
