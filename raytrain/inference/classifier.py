@@ -6,6 +6,7 @@ prepare images alike.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
 from operator import itemgetter
@@ -172,9 +173,14 @@ class Classifier(nn.Module):
         """Return one image of any kind as the network takes it, uint8 (H, W, C)."""
         crop = self.cropping.crop
         if isinstance(image, Image.Image):
-            return pixels_of(turn_upright(image), self.shape, crop)
+            try:
+                return pixels_of(turn_upright(image), self.shape, crop)
+            except Exception as error:  # Pillow may decode only now, and raises all kinds of exceptions then
+                raise UsageError(f"An image of Pillow cannot be used: {str(error).rstrip('.')}.") from error
 
         # The content of a file, which is decoded like the training images.
+        if isinstance(image, io.TextIOBase):
+            raise UsageError('An image is a file that was opened as text; open it as bytes, open(…, "rb").')
         if hasattr(image, "read"):
             image = cast("BinaryIO", image).read()
         if isinstance(image, bytearray):

@@ -320,6 +320,15 @@ def test_what_is_no_image_gets_a_sentence(trained: Path, image: Any, sentence: s
         raytrain.load("first", storage=str(trained)).classify(image)
 
 
+def test_a_damaged_image_of_pillow_and_a_file_of_text_get_a_sentence(trained: Path, images: Path) -> None:
+    model, file = raytrain.load("first", storage=str(trained)), images / "cat" / "3.png"
+    cut_off = Image.open(io.BytesIO(file.read_bytes()[:-30]))
+    with pytest.raises(UsageError, match="An image of Pillow cannot be used: "):
+        model.classify(cut_off)
+    with file.open() as text, pytest.raises(UsageError, match="opened as text; open it as bytes"):
+        model.classify(text)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 @pytest.mark.parametrize(
     "images",
     [torch.rand(2, 20, 12, 1), torch.zeros(2, 1, 20, 12, dtype=torch.uint8), torch.zeros(20, 12, 1, dtype=torch.uint8)],
