@@ -122,6 +122,8 @@ def export(
         print(raytrain.export("first", "first.onnx").example)  # lines that need no raytrain
     """
     output, storage = os.fspath(output), os.fspath(storage)
+    if format not in (None, "huggingface"):
+        raise UsageError(f"--format is {format!r}; give huggingface, or leave it out: the name of --output says it.")
     if format == "huggingface":
         return _export_folder(run, output, data, storage, trust=trust)
     check_output(output, tuple(_FORMATS))

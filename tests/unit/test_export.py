@@ -209,6 +209,8 @@ def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
         raytrain.export("run", "model.pth", storage=str(tmp_path))
     with pytest.raises(UsageError, match="There is no run 'run'"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+    with pytest.raises(UsageError, match="--format is 'hf'; give huggingface, or leave it out"):
+        raytrain.export("run", str(tmp_path / "model.pt2"), format="hf", storage=str(tmp_path))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
