@@ -308,7 +308,7 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
 def probabilities_of(table: pa.Table) -> Floats:
     """Return the probability of each class, float64 (n, num_classes), in a table of predictions."""
     # The column has lists of one length, of which NumPy takes the values without a copy of each.
-    column = pa.concat_arrays(table["probabilities"].chunks)
+    column = table["probabilities"].combine_chunks()  # also of a table without rows, which has no chunks
     return numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
 
 

@@ -242,6 +242,13 @@ def test_an_evaluation_scores_each_class(trained: Path) -> None:
     with pytest.raises(UsageError, match="give their label file with --labels"):
         raytrain.evaluate("first", str(trained / "grey"), storage=str(trained / "runs"))
 
+    # Without an image that can be read there is nothing to measure, and the numbers of images are known.
+    for file in (trained / "grey").iterdir():
+        file.write_bytes(b"no image")
+    result = raytrain.evaluate("first", str(trained / "grey"), **given)
+    assert isinstance(result, LabelEvaluation)
+    assert (result.images, result.skipped, result.accuracy, result.mean_average_precision) == (0, 12, None, None)
+
 
 @pytest.mark.not_quick
 def test_a_look_shows_all_classes_of_an_image(images: Path, tmp_path: Path) -> None:
