@@ -426,3 +426,26 @@ def test_a_mistake_is_one_sentence(
 def test_the_scripted_client_has_the_methods_of_rays() -> None:
     methods = [name for name in vars(ScriptedClient) if callable(getattr(ScriptedClient, name)) and name[:2] != "__"]
     assert methods and all(hasattr(JobSubmissionClient, name) for name in methods)
+
+
+def test_a_job_that_a_new_head_does_not_know_is_no_lost_connection(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(self: Any, job: str) -> JobStatus:
+        raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
+
+    client.get_job_status = status
+    client.logs = [[LINES[0], RuntimeError("closed")], [OSError("no route")], [OSError("404")]]
+    assert submit(tmp_path, "--name", "first") == 1
+    assert "The cluster at http://head:8265 no longer knows job raytrain_1" in capsys.readouterr().err
+
+
+def test_a_log_that_nobody_reads_on_is_no_lost_connection(client: Any, tmp_path: Path) -> None:
+    def show(text: str) -> None:
+        raise BrokenPipeError
+
+    notes: list[str] = []
+    sent = job_server.Submission(JobServer("http://head:8265"), "raytrain_1", "first", str(tmp_path))
+    with pytest.raises(BrokenPipeError):
+        job_server.follow_job(sent, show, notes.append, lambda: True)
+    assert notes == ["The output cannot be written here any more. The job goes on."] and client.stopped == ""

@@ -124,9 +124,8 @@ def follow_job(
                 request_stop(sent.storage, sent.name, signals.stop_request)
             except RaytrainError:  # the run is not in its storage yet, or this machine cannot reach it
                 client.stop_job(sent.job)  # Ray sends the job a SIGTERM
-    status = sent.server.status(sent.job)
-    if status != "FAILED":
-        return status
+    if log.status != "FAILED":
+        return log.status
 
     # If only a package is missing, the end of the job's log says so.
     message = client.get_job_info(sent.job).message or ""
@@ -290,47 +289,76 @@ class JobLog:
     """Passes a job's output to ``show``, in a thread, until the job ends; ``note`` gets a line on lost connections."""
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
+        self.status = "PENDING"
+        """The job's status, as :meth:`JobServer.status` returns it, when the server was last asked."""
         self._server, self._job, self._show, self._note = server, job, show, note
         self._num_shown = 0  # characters
         self._ended = threading.Event()
-        self._error: RaytrainError | None = None
+        self._error: BaseException | None = None
         threading.Thread(target=self._follow, name="job log", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; return whether it has ended. Raises RaytrainError if the cluster is silent."""
+        """Wait for the end of the job; return whether it has ended.
+
+        Raises RaytrainError if the cluster is silent or has lost the job, and what ``show`` and ``note`` have raised.
+        """
         ended = self._ended.wait(timeout_s)
         if self._error is not None:
             raise self._error
         return ended
 
     def _follow(self) -> None:
+        """Show the log until the job ends; keep an exception for who waits for the end."""
+        try:
+            self._show_until_end()
+        except _OutputFailed as failed:
+            self._error = failed.__cause__
+            with suppress(OSError):
+                self._note("The output cannot be written here any more. The job goes on.")
+        except Exception as error:
+            self._error = error
+        self._ended.set()
+
+    def _show_until_end(self) -> None:
         """Show the log until the job ends, over as many connections as that takes."""
         from aiohttp import ClientError
 
         address = self._server.address
         lost_at: float | None = None
-        while not self._ended.is_set():
+        while True:
             try:
                 asyncio.run(self._show_rest())
                 # The log has ended with the job, or because the connection was lost; Ray's client does not say which.
-                is_over = self._server.status(self._job) not in ("PENDING", "RUNNING")
+                self.status = self._server.status(self._job)
                 if lost_at is not None:
                     self._note("Connected again.")
                 lost_at = None
-                if is_over:
-                    self._ended.set()
+                if self.status not in ("PENDING", "RUNNING"):
+                    return
             except (ClientError, RuntimeError, OSError):
+                if self._is_unknown():
+                    raise RaytrainError(
+                        f"The cluster at {address} no longer knows job {self._job}: its head was started again, which "
+                        "ends all jobs; `raytrain show` says how far the run is, and --resume continues it."
+                    ) from None
                 # A laptop may sleep, and a tunnel may break, while the job trains on.
                 if lost_at is None:
                     self._note(f"The connection to {address} is lost. The job goes on; trying again.")
                     lost_at = time.monotonic()
                 elif time.monotonic() - lost_at > GIVE_UP_AFTER_S:
-                    self._error = RaytrainError(
+                    raise RaytrainError(
                         f"The cluster at {address} has not answered for {GIVE_UP_AFTER_S / 60:.0f} minutes; "
                         "`raytrain show` says how far the run is."
-                    )
-                    self._ended.set()
-            self._ended.wait(RETRY_S)
+                    ) from None
+            time.sleep(RETRY_S)
+
+    def _is_unknown(self) -> bool:
+        """Return whether the job server answers that it has no such job."""
+        try:
+            self._server.status(self._job)
+        except (RuntimeError, OSError) as error:
+            return f"Job {self._job} does not exist" in str(error)
+        return False
 
     async def _show_rest(self) -> None:
         """Show the job's output until it ends or the connection is lost, without the part that was shown before."""
@@ -339,5 +367,12 @@ class JobLog:
         async for text in self._server.client.tail_job_logs(self._job):
             if new := text[max(0, num_to_skip - num_seen) :]:
                 self._num_shown += len(new)
-                self._show(new)
+                try:
+                    self._show(new)
+                except OSError as error:
+                    raise _OutputFailed from error
             num_seen += len(text)
+
+
+class _OutputFailed(Exception):
+    """The job's output cannot be written here, as its cause says; the connection to the cluster is not lost."""
