@@ -428,6 +428,23 @@ def test_the_scripted_client_has_the_methods_of_rays() -> None:
     assert methods and all(hasattr(JobSubmissionClient, name) for name in methods)
 
 
+def test_a_stop_is_asked_for_again_until_a_lost_cluster_answers(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[Exception] = [ConnectionError("refused"), RuntimeError("Request failed with status code 502")]
+
+    def stop_job(self: Any, job: str) -> None:
+        if refusals:
+            raise refusals.pop(0)
+        type(self).stopped = job
+
+    client.stop_job = stop_job
+    monkeypatch.setattr(job_server, "_POLL_EVERY_S", 0.01)
+    interrupt_during_the_log(client, until=lambda: bool(client.stopped))
+    assert submit(tmp_path, "--name", "first") == 0
+    assert capsys.readouterr().err.count("The run is asked to stop") == 1
+
+
 def test_a_job_that_a_new_head_does_not_know_is_no_lost_connection(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,3 +466,16 @@ def test_a_log_that_nobody_reads_on_is_no_lost_connection(client: Any, tmp_path:
     with pytest.raises(BrokenPipeError):
         job_server.follow_job(sent, show, notes.append, lambda: True)
     assert notes == ["The output cannot be written here any more. The job goes on."] and client.stopped == ""
+
+
+def test_a_doctor_that_is_not_heard_of_ends_with_a_sentence(
+    client: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_job(self: Any, job: str) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(job_server, "GIVE_UP_AFTER_S", 0.0)
+    client.stop_job, client.logs = stop_job, [[RuntimeError("closed")] for _ in range(9)]
+    words = ["--", "train", "cifar10", "--data", "s3://b/train", "--storage", "s3://b/runs"]
+    assert main(["submit", "--address", "http://head:8265", "--dry-run", *words]) == 1
+    assert "has not answered for 0 minutes" in capsys.readouterr().err

@@ -110,25 +110,31 @@ def follow_job(
     terminal is closed, the job goes on, and this function returns. ``note`` gets lines about the job. Raises
     TrainingFailed if the job fails.
     """
-    client, is_stopping = sent.server.client, False
+    client, is_asked, is_stopping = sent.server.client, False, False
     with StopSignals() as signals:
         log = JobLog(sent.server, sent.job, show, note)
         while not log.wait(_POLL_EVERY_S):
             if signals.stop_request is None or is_stopping:
                 continue
-            if signals.stop_request.detail == "SIGHUP" or detach():
-                return DETACHED
-            is_stopping = True
-            note("The run is asked to stop; it writes a checkpoint first.")
+            if not is_asked:
+                if signals.stop_request.detail == "SIGHUP" or detach():
+                    return DETACHED
+                is_asked = True
+                note("The run is asked to stop; it writes a checkpoint first.")
             try:
                 request_stop(sent.storage, sent.name, signals.stop_request)
+                is_stopping = True
             except RaytrainError:  # the run is not in its storage yet, or this machine cannot reach it
-                client.stop_job(sent.job)  # Ray sends the job a SIGTERM
+                with suppress(RuntimeError, OSError):  # the connection is lost: ask again
+                    client.stop_job(sent.job)  # Ray sends the job a SIGTERM
+                    is_stopping = True
     if log.status != "FAILED":
         return log.status
 
     # If only a package is missing, the end of the job's log says so.
-    message = client.get_job_info(sent.job).message or ""
+    message = ""
+    with suppress(RuntimeError, OSError):
+        message = client.get_job_info(sent.job).message or ""
     reason = f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
     if missing := re.search(r"No module named '([\w.]+)'", message):
         reason = (
@@ -153,7 +159,8 @@ def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], Non
         while not log.wait(_POLL_EVERY_S):
             pass
     except BaseException:
-        server.client.stop_job(job)
+        with suppress(RuntimeError, OSError):  # the cluster does not answer
+            server.client.stop_job(job)
         raise
 
     # The report, or an error, is a line of JSON among the lines of the log.
