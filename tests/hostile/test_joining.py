@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray._common import utils as ray_common
 from ray.exceptions import AuthenticationError
 
 from raytrain import UsageError
@@ -86,6 +87,15 @@ def test_what_listens_without_being_a_ray_cluster_is_not_joined(note: Path) -> N
     address = note.read_text().strip()
     with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \("):
         Connection(None).connect()
+
+
+def test_a_ray_is_found_where_it_writes_its_note_if_temporary_files_are_elsewhere(
+    note: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv("TMPDIR", str(note.parents[1]))
+    assert ray_common.get_ray_address_file(None) == str(note), "Ray writes it there"
+    assert joins_a_cluster()
 
 
 @pytest.mark.parametrize(("owner", "joined"), [(0, True), (None, True), (65534, False)])

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Generator
@@ -250,7 +251,9 @@ def ray_start_address(users: Collection[int] = ()) -> str | None:
     process that listens must belong to one of ``users``. Ray is not imported for that, which would take a second.
     """
     users = users or {os.getuid()}
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
+    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)  # as Ray does
+    folder = next(filter(None, map(os.environ.get, names)), "/tmp")
+    note = Path(folder) / "ray" / CURRENT_CLUSTER_FILE
     with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
         if os.fstat(file.fileno()).st_uid not in users:
             return None
