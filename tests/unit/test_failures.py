@@ -70,6 +70,13 @@ def test_the_root_cause_is_one_line(error: Exception, reason: str) -> None:
     assert root_cause(error) == reason
 
 
+def test_an_exception_whose_cause_is_no_exception_is_named_as_any_other() -> None:
+    error: Any = ValueError("3 channels")
+    error.cause = "a file of a stranger"
+    assert root_cause(error) == "3 channels"
+    assert root_cause(wrapped("Traceback\nValueError: 3 channels", error)) == "ValueError: 3 channels"
+
+
 def test_a_coordinator_that_ray_has_ended_for_memory_is_started_again_and_says_why() -> None:
     config, store = TrainConfig(data="images", name="run", batch_size=1), SimpleNamespace(url="runs/run")
     prepared: Any = SimpleNamespace(config=config, name="run", store=store, loop=None)

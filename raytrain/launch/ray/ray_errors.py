@@ -23,7 +23,8 @@ def root_cause(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         # Ray's wrapper may have the same class as the exception in it. Ray Train's wrapper has it as an attribute.
-        wrapped = getattr(cause, "cause", None) or getattr(cause, "health_check_failure", None)
+        attributes = getattr(cause, "cause", None), getattr(cause, "health_check_failure", None)
+        wrapped = next((value for value in attributes if isinstance(value, BaseException)), None)
         if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
         if isinstance(cause, (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)):
