@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -36,6 +37,21 @@ def test_a_loop_works_in_a_process_that_has_none_of_its_files(tmp_path: Path) ->
     (tmp_path / "travelling_helper.py").write_text(HELPER)
     (tmp_path / "travelling_loop.py").write_text(LOOP)
     spec: Any = SimpleNamespace(loop=load_function("--loop", f"{tmp_path}/travelling_loop.py:train"), transforms=None)
+    pickled = pickle_functions(spec, with_imports=True)
+    done = subprocess.run([sys.executable, "-c", UNPICKLE], input=pickled, capture_output=True, cwd="/", check=True)
+    assert done.stdout == b"42\n"
+
+
+@pytest.mark.not_quick
+def test_a_loop_in_a_package_travels_with_what_is_beside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "travelling_package").mkdir()
+    code = "import travelling_sibling\n\ndef train(run):\n    return run + travelling_sibling.ONE\n"
+    (tmp_path / "travelling_package" / "__init__.py").write_text(code)
+    (tmp_path / "travelling_sibling.py").write_text("ONE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec: Any = SimpleNamespace(loop=importlib.import_module("travelling_package").train, transforms=None)
     pickled = pickle_functions(spec, with_imports=True)
     done = subprocess.run([sys.executable, "-c", UNPICKLE], input=pickled, capture_output=True, cwd="/", check=True)
     assert done.stdout == b"42\n"

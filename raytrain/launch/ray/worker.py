@@ -70,7 +70,9 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             continue  # it is installed on the workers, or travels by value anyway
         travelling = [module]
         if with_imports:
-            folder = file.parents[module.__name__.count(".")]  # from which the module was imported
+            # The folder from which the module was imported. A package is a folder itself.
+            name = module.__spec__.name if module.__spec__ else module.__name__  # `python -m a.b` calls a.b __main__
+            folder = file.parents[name.count(".") + hasattr(module, "__path__")]
             for imported in list(sys.modules.values()):
                 imported_file = _users_file(imported)
                 if imported_file is not None and imported_file.is_relative_to(folder):
