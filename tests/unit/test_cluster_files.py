@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -336,6 +337,29 @@ def test_a_stopped_job_has_time_for_a_checkpoint(name: str) -> None:
 @pytest.mark.parametrize("name", [*LAUNCHER_FILES, "skypilot.yaml", "slurm.sbatch", "Dockerfile"])
 def test_all_machines_do_without_the_head_as_long_as_the_command_does(name: str) -> None:
     assert f"RAY_gcs_rpc_server_reconnect_timeout_s={HEAD_AWAY_S}" in (CLUSTER / name).read_text()
+
+
+@pytest.mark.not_quick
+def test_a_head_that_cannot_start_ends_the_task_of_skypilot(tmp_path: Path) -> None:
+    (tmp_path / "ray").write_text('#!/bin/bash\n[ "$1" = health-check ] || echo "port in use"\nexit 1\n')
+    (tmp_path / "ray").chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "bin").symlink_to(tmp_path)
+    variables = {
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+        "SKYPILOT_NODE_IPS": "10.0.0.1",
+        "SKYPILOT_TASK_ID": "1",
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+    }
+    script = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())["run"]
+    done = subprocess.run(
+        ["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert "port in use" in done.stdout and "Ray could not start" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["docs/cluster.md", "cluster/anyscale.yaml"])

@@ -66,3 +66,37 @@ def test_a_stop_reaches_the_run_whose_exit_code_the_job_has(tmp_path: Path, envi
     log = (tmp_path / "log").read_text()
     assert "--nodelist=node1 ray start --head" in log and "--exclude=node1 ray start --address=node1:20007" in log
     assert "raytrain node1:20007 train cifar10 --name my first --workers 2 --wait-for-machines-s 600" in log
+
+
+@pytest.mark.parametrize(("given", "num_gpus", "workers"), [("4", "4", "8"), ("a100:4", "4", "8"), ("0", "0", "2")])
+def test_gpus_may_be_asked_for_by_their_type(
+    given: str, num_gpus: str, workers: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment |= {"SLURM_GPUS_PER_TASK": given, "RUN": "import sys; sys.exit(3)"}
+    job = subprocess.Popen(
+        ["bash", shutil.copy(SCRIPT, tmp_path), "train"], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    try:
+        assert job.wait(timeout=60) == 3, "the exit code of a run that fails by itself"
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+    log = (tmp_path / "log").read_text()
+    assert f" --num-gpus={num_gpus} " in log and f"train --workers {workers} " in log
+
+
+def test_a_head_that_cannot_start_ends_the_job(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "commands" / "srun").write_text(
+        '#!/bin/bash\n[[ "$*" == *ray?start* ]] && echo "port in use"\nexit 1\n'
+    )
+    script = shutil.copy(SCRIPT, tmp_path)
+    done = subprocess.run(
+        ["bash", script, "train"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "port in use" in done.stdout and "Ray could not start on node1" in done.stderr
