@@ -1,6 +1,9 @@
 """The cluster that raytrain starts on this machine, with a stand-in for Ray."""
 
+import errno
 import os
+import secrets
+import stat
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,28 @@ def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(home))
     with pytest.raises(UsageError, match=r"auth_token \(Not a directory\); set RAY_AUTH_TOKEN"):
         LocalCluster({})
+
+
+def test_a_home_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/" + "long" * 99)  # also root gets an error
+    with pytest.raises(UsageError, match=r"auth_token \(File name too long\); set RAY_AUTH_TOKEN"):
+        LocalCluster({})
+
+
+def test_a_token_is_there_in_full_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(num_bytes: int) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(secrets, "token_hex", fail)
+        with pytest.raises(UsageError, match=r"auth_token \(No space left on device\)"):
+            LocalCluster({})
+    assert not list((tmp_path / ".ray").iterdir()), "Ray starts no head with an empty token"
+    LocalCluster({}).close()
+    (token,) = (tmp_path / ".ray").iterdir()
+    assert len(token.read_text()) == 64 and stat.S_IMODE(token.stat().st_mode) == 0o600

@@ -135,16 +135,18 @@ def _token_settings() -> dict[str, str]:
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     if settings["RAY_AUTH_MODE"] != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return settings
-    # Ray reads the token from this file, which other users must not be able to read at any moment.
+    # Ray reads the token from this file, which other users must not be able to read at any moment, and refuses an empty
+    # one. So the file gets its name when it is complete: a command that starts at the same time may read it.
     path = Path.home() / ".ray" / "auth_token"
-    if path.exists():
-        return settings
     try:
+        if path.exists():
+            return settings
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-    except FileExistsError:
-        pass  # another process was faster
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="auth_token-") as folder:
+            token = Path(folder, path.name)
+            token.touch(0o600)
+            token.write_text(secrets.token_hex(32))
+            token.replace(path)
     except OSError as error:
         raise UsageError(
             f"The token of a Ray on this machine can't be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN to "
