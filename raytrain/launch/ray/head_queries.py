@@ -44,14 +44,14 @@ def raylet_answers() -> bool:
     path = _raylet_socket(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else None
     if not path:
         return True
-    with closing(socket.socket(socket.AF_UNIX)) as client:
-        client.settimeout(_RAYLET_ANSWERS_WITHIN_S)
-        try:
+    try:
+        with closing(socket.socket(socket.AF_UNIX)) as client:
+            client.settimeout(_RAYLET_ANSWERS_WITHIN_S)
             client.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
-            return False
-        except OSError:  # it may be busy, with a full queue, or this process may have no descriptor left
-            return True
+    except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
+        return False
+    except OSError:  # it may be busy, with a full queue, or this process may have no descriptor left
+        return True
     return True
 
 
