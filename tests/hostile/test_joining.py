@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray._common import utils as ray_common
 from ray.exceptions import AuthenticationError
 
@@ -172,3 +175,45 @@ def test_a_local_cluster_takes_its_settings_along_when_it_ends(monkeypatch: pyte
         "RAY_TRAIN_METRICS_ENABLED",
         "RAY_USAGE_STATS_ENABLED",
     }, "the driver reads these, and no others, while its own cluster lives"
+
+
+def test_threads_join_a_cluster_once_and_the_last_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def init(**given: object) -> None:
+        if calls:
+            raise RuntimeError("Maybe you called ray.init twice by accident?")
+        time.sleep(0.2)
+        calls.append("joined")
+
+    def shut_down() -> None:
+        calls.append("left")
+
+    monkeypatch.setattr(connection, "check_answers", lambda address: None)
+    monkeypatch.setattr(connection, "raylet_answers", lambda: True)
+    monkeypatch.setattr(connection, "in_ray", lambda: calls == ["joined"])
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", shut_down)
+    first, second = Connection("127.0.0.1:6379"), Connection("127.0.0.1:6379")
+    with ThreadPoolExecutor(2) as threads:
+        for joined in [threads.submit(each.connect) for each in (first, second)]:
+            joined.result()
+    assert calls == ["joined"]
+    first.close()
+    assert calls == ["joined"], "the second one still trains there"
+    third = Connection(None)
+    second.close()
+    third.connect()
+    assert calls == ["joined"], "the third one found the process in a cluster, and may rely on that"
+    third.close()
+    assert calls == ["joined", "left"]
+
+
+def test_a_cluster_that_the_user_has_joined_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(connection, "raylet_answers", lambda: True)
+    monkeypatch.setattr(connection, "in_ray", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append("left"))
+    with Connection(None) as joined:
+        joined.connect()
+    assert not left

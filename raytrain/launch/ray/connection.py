@@ -151,6 +151,30 @@ def _require_unused(wish: str) -> None:
         raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
 
 
+class _JoinedCluster:
+    """The cluster that this process has joined, which connections of several threads may use at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.num_users = 0  # connections that are open, none of them to a cluster that the user has joined
+        self.opened = ExitStack()
+
+    def use(self, opened: ExitStack) -> None:
+        """Begin a use, which ends when ``opened`` is closed."""
+        self.num_users += 1
+        opened.callback(self._release)
+
+    def _release(self) -> None:
+        """End a use; after the last one, this process leaves the cluster."""
+        with self.lock:
+            self.num_users -= 1
+            if not self.num_users:
+                self.opened.close()
+
+
+_joined = _JoinedCluster()
+
+
 class Connection(AbstractContextManager["Connection"]):
     """A cluster that is used while the connection is open.
 
@@ -208,8 +232,12 @@ class Connection(AbstractContextManager["Connection"]):
                 self.own = _own
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
+        self._uses_joined = False
         if self.own is None:
             self._opened.enter_context(keep_server())
+            with _joined.lock:
+                if _joined.num_users:
+                    self._use_joined()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -220,23 +248,39 @@ class Connection(AbstractContextManager["Connection"]):
             STARTUP.info("waiting for Ray on this machine …")
             self.own.join()
             return
-        if is_connected():
-            check_version()
-            raylet_answers()  # remembers the raylet's address while it can still be found
-            return
-        STARTUP.info("joining the Ray cluster …")
+        with _joined.lock:
+            if not is_connected():
+                STARTUP.info("joining the Ray cluster …")
+                self._join()
+                self._use_joined()
+            elif _joined.num_users:  # by another thread since this connection was made
+                self._use_joined()
+            else:  # by the user
+                check_version()
+                raylet_answers()  # remembers the raylet's address while it can still be found
+
+    def _use_joined(self) -> None:
+        """Have this process stay in the cluster that it has joined at least until this connection is closed."""
+        if not self._uses_joined:
+            self._uses_joined = True
+            _joined.use(self._opened)
+
+    def _join(self) -> None:
+        """Have this process join the cluster, until its last connection is closed."""
         assert self._address is not None
         check_answers(self._address)
-        self._opened.enter_context(messages_in_log())
 
         # Worker processes there are forked, too, unless this process's job has a Python or a container of its own.
         job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
         command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
-        _init(self._address, None if command is None else {"py_executable": command})
-        self._opened.callback(_leave)
+        with ExitStack() as opened:
+            opened.enter_context(messages_in_log())
+            _init(self._address, None if command is None else {"py_executable": command})
+            opened.callback(_leave)
+            _joined.opened = opened.pop_all()
 
     def close(self) -> None:
-        """Leave the cluster, unless it is this process's own."""
+        """Leave the cluster, unless it is this process's own, or another thread still uses it."""
         self._opened.close()
         if self.own is not None:
             self.own.release()
