@@ -197,6 +197,42 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
     assert caplog.messages == [f"loading the network of run; until then, {url} answers 503 …"]
 
 
+def test_a_run_takes_no_place_of_a_namesake_in_other_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raytrain.launch.ray import model_server
+
+    applications: dict[str, str] = {}
+
+    def run(application: str, name: str, route_prefix: str) -> None:
+        applications[name] = application
+
+    served_here = SimpleNamespace(
+        deployment=lambda **_: lambda replica: SimpleNamespace(bind=lambda model, *_: model.store.url),
+        start=lambda **_: None,
+        status=lambda: SimpleNamespace(applications=applications),
+        run=run,
+        delete=lambda name: applications.pop(name, None),
+    )
+    monkeypatch.setattr(model_server, "serve", served_here)
+    monkeypatch.setattr(model_server, "check_guarded", lambda host: None)
+    monkeypatch.setattr(model_server, "wait_until_loaded", lambda host, port, run, signals: f"/{run}")
+    placement: Any = SimpleNamespace(num_workers=1, cpus=1.0, device="cpu", threads=1)
+
+    def serve(name: str, url: str) -> Any:
+        model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
+        return model_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
+
+    with serve("first", "s3://mine/first"):
+        with (
+            pytest.raises(UsageError, match="Another run called 'first' is served in this cluster"),
+            serve("first", "s3://yours/first"),
+        ):
+            pass
+        assert list(applications.values()) == ["s3://mine/first"]
+        with serve("first-2", "s3://yours/first-2"), serve("2", "s3://yours/2"):
+            assert len(applications) == 3
+    assert not applications
+
+
 def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from raytrain.launch.ray import model_server
 

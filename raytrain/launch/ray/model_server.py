@@ -7,6 +7,7 @@ the network, it answers with status 503.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import logging
@@ -226,10 +227,18 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
         health_check_period_s=5.0,
     )(Replica)
     local_host = host if listens_on_loopback(host) else None
-    application, name = replica.bind(model, placement.threads, local_host), f"raytrain-{model.run}"
+    application = replica.bind(model, placement.threads, local_host)
+    # Serve replaces an application by one of the same name. Runs in other storage may have the same name.
+    name = f"raytrain-{model.run}-{hashlib.sha256(model.store.url.encode()).hexdigest()[:16]}"
     try:
         try:
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
+            same_run = re.compile(rf"raytrain-{re.escape(model.run)}-[0-9a-f]{{16}}")
+            if any(same_run.fullmatch(other) for other in serve.status().applications.keys() - {name}):
+                raise UsageError(
+                    f"Another run called {model.run!r} is served in this cluster, from other storage, and both would "
+                    f"answer at /{model.run}; end that one first, or serve with --address local."
+                )
             try:
                 serve.run(application, name=name, route_prefix="/")
             except RayServeException:  # another run is served at / already
