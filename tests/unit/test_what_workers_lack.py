@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import cast
 
 import pytest
+import ray
 
 from raytrain.errors import LoopFailed, UsageError
-from raytrain.launch.ray.worker import RayReporter, noting_files_left, with_what_lacks
+from raytrain.launch.ray.worker import RayReporter, noting_files_left, unpickle_functions, with_what_lacks
 
 
 def failed_by(cause: Exception) -> LoopFailed:
@@ -36,6 +38,16 @@ def test_the_folder_of_the_worker_is_named(tmp_path: Path, monkeypatch: pytest.M
     error = failed_by(FileNotFoundError(2, "No such file", "teacher.pt"))
     assert f"the loop runs in {tmp_path}" in str(with_what_lacks(error, "/elsewhere", frozenset()))
     assert with_what_lacks(error, str(tmp_path), frozenset()) is error
+
+
+def test_a_package_that_the_worker_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    there = "the Python of this worker's machine, 10.0.0.2"
+    with pytest.raises(UsageError, match=f"^Your code imports albumentations, which {there}, lacks; install it on all"):
+        unpickle_functions(b"calbumentations\nCompose\n.")
+    with pytest.raises(UsageError, match=rf"^Your code cannot be imported by {there} \(.*'Gone' on <module 'json'"):
+        unpickle_functions(b"cjson\nGone\n.")
+    assert unpickle_functions(pickle.dumps((len, None))) == (len, None)
 
 
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:

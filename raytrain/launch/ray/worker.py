@@ -32,7 +32,7 @@ from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, b
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.partition import CacheOrder, Partition
-from raytrain.errors import LoopFailed, RaytrainError, some_of
+from raytrain.errors import LoopFailed, RaytrainError, UsageError, some_of
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
@@ -139,7 +139,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     try:
         left = nullcontext() if has_drivers_folder else noting_files_left(reporter)
         with ProcessLog(spec.store, rank, reporter.printed), left, ends_as_a_script():
-            loop, transforms = pickle.loads(inputs.functions)
+            loop, transforms = unpickle_functions(inputs.functions)
             spec = replace(spec, loop=loop, transforms=transforms)
 
             # Bring together what a run needs of Ray: its images, its weights, its coordinator.
@@ -161,6 +161,25 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
         ray.get(inputs.coordinator.conclude.remote(outcome))
+
+
+def unpickle_functions(pickled: bytes) -> tuple[Any, Any]:
+    """Return the loop and the transforms; raise UsageError if this machine lacks a package that they import.
+
+    Any other exception would have Ray Train start further attempts, which would end the same way.
+    """
+    try:
+        return pickle.loads(pickled)
+    except (ImportError, AttributeError) as error:
+        machine = f"the Python of this worker's machine, {ray.util.get_node_ip_address()}"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            reason = f"imports {error.name}, which {machine}, lacks; install it on all machines of the cluster"
+        else:
+            reason = (
+                f"cannot be imported by {machine} ({str(error).rstrip('.')}); install the same versions of its "
+                "packages on all machines of the cluster"
+            )
+        raise UsageError(f"Your code {reason}.") from error
 
 
 def with_what_lacks(error: RaytrainError, drivers_folder: str, drivers_variables: frozenset[str]) -> RaytrainError:
