@@ -192,6 +192,7 @@ def test_threads_join_a_cluster_once_and_the_last_one_leaves_it(monkeypatch: pyt
     monkeypatch.setattr(connection, "check_answers", lambda address: None)
     monkeypatch.setattr(connection, "raylet_answers", lambda: True)
     monkeypatch.setattr(connection, "in_ray", lambda: calls == ["joined"])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", shut_down)
     first, second = Connection("127.0.0.1:6379"), Connection("127.0.0.1:6379")
@@ -207,6 +208,33 @@ def test_threads_join_a_cluster_once_and_the_last_one_leaves_it(monkeypatch: pyt
     assert calls == ["joined"], "the third one found the process in a cluster, and may rely on that"
     third.close()
     assert calls == ["joined", "left"]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_same"),
+    [
+        ("10.0.0.1:6379", True),
+        ("localhost:6379", True),  # this machine's
+        (None, True),
+        ("10.0.0.1:6380", False),
+        ("10.0.0.2:6379", False),
+        ("no-such-host.invalid:6379", False),
+    ],
+)
+def test_a_process_that_is_in_one_cluster_is_not_told_of_another_one_in_vain(
+    address: str | None, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    monkeypatch.setattr(connection, "in_ray", lambda: True)
+    monkeypatch.setattr(connection, "raylet_answers", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    with Connection(address) as opened:
+        if is_same:
+            opened.connect()
+            return
+        with pytest.raises(UsageError, match=f"is {address}, and this process is in the Ray cluster at 10.0.0.1:6379"):
+            opened.connect()
 
 
 def test_a_cluster_that_the_user_has_joined_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:

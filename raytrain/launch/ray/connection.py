@@ -157,6 +157,7 @@ class _JoinedCluster:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.num_users = 0  # connections that are open, none of them to a cluster that the user has joined
+        self.address: str | None = None  # by which it was joined
         self.opened = ExitStack()
 
     def use(self, opened: ExitStack) -> None:
@@ -253,7 +254,13 @@ class Connection(AbstractContextManager["Connection"]):
                 STARTUP.info("joining the Ray cluster …")
                 self._join()
                 self._use_joined()
-            elif _joined.num_users:  # by another thread since this connection was made
+                return
+            if self._address and not _is_joined(self._address):
+                raise UsageError(
+                    f"--address is {self._address}, and this process is in the Ray cluster at {_joined_address()}; "
+                    "leave --address out to use that one, or leave it first, by ray.shutdown()."
+                )
+            if _joined.num_users:  # by another thread since this connection was made
                 self._use_joined()
             else:  # by the user
                 check_version()
@@ -277,7 +284,7 @@ class Connection(AbstractContextManager["Connection"]):
             opened.enter_context(messages_in_log())
             _init(self._address, None if command is None else {"py_executable": command})
             opened.callback(_leave)
-            _joined.opened = opened.pop_all()
+            _joined.address, _joined.opened = self._address, opened.pop_all()
 
     def close(self) -> None:
         """Leave the cluster, unless it is this process's own, or another thread still uses it."""
@@ -333,6 +340,29 @@ def names_cluster(address: str | None) -> bool:
 def is_connected() -> bool:
     """Return whether this process is in a Ray cluster that it has not started itself."""
     return in_ray() and not (_own is not None and _own.is_joined)
+
+
+def _joined_address() -> str:
+    """Return HOST:PORT of the cluster that this process is in."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def _is_joined(address: str) -> bool:
+    """Return whether ``address`` is that of the cluster that this process is in; True if it is not HOST:PORT."""
+    import ray
+
+    def addresses_of(host: str) -> set[str]:
+        found: set[str] = set()
+        with suppress(OSError):  # no such name
+            found = {str(address[0]) for *_, address in socket.getaddrinfo(host.strip("[]"), None)}
+        return found | ({ray.util.get_node_ip_address()} if {"127.0.0.1", "::1"} & found else set())
+
+    if ":" not in address or (_joined.num_users and address == _joined.address):
+        return True
+    (host, _, port), (joined_host, _, joined_port) = address.rpartition(":"), _joined_address().rpartition(":")
+    return port == joined_port and bool(addresses_of(host) & addresses_of(joined_host))
 
 
 def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
