@@ -12,6 +12,7 @@ import pdb
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from raytrain.config.user_code import users_line
@@ -22,8 +23,11 @@ _OF_RAY = "ray."
 
 
 def terminal_of_command() -> str | None:
-    """Return the name of this process's terminal; None if its input or its output is not a terminal."""
-    return os.ttyname(0) if os.isatty(0) and os.isatty(1) else None
+    """Return the name of this process's terminal; None if its input or its output is not a terminal with a name."""
+    if os.isatty(0) and os.isatty(1):
+        with suppress(OSError):  # in a container, the terminal may be one of the machine around it, without a name here
+            return os.ttyname(0)
+    return None
 
 
 def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) -> None:

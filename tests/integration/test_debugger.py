@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ import pytest
 import raytrain
 from raytrain.demo.demo import render_digits
 from raytrain.errors import RaytrainError
+from raytrain.launch.debugger import terminal_of_command
 from raytrain.recipes import digits
 from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
@@ -124,3 +126,14 @@ def test_it_says_so_with_several_workers(folder: Path) -> None:
     with pytest.raises(RaytrainError, match=re.escape(NO_TERMINAL)) as raised:
         raytrain.train(digits(**options, device="cpu", backend="local", workers=2))
     assert WHERE in str(raised.value)
+
+
+def test_a_terminal_without_a_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that has file systems of its own, and the terminal of the machine around it."""
+
+    def without_a_name(descriptor: int) -> str:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    monkeypatch.setattr(os, "ttyname", without_a_name)
+    assert terminal_of_command() is None
