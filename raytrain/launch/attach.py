@@ -459,6 +459,9 @@ class AttachedLaunch:
                 self._result.set_result(session.watch())
         except BaseException as error:
             self._result.set_exception(error)
+            # Nothing writes documents or passes on requests to stop any more, so the loop must not train on for hours.
+            # When it has stopped, conclude() raises the error.
+            self.coordinator.request_stop(StopReason("caller", "the thread that records the run has failed"))
 
     def conclude(self, outcome: Outcome) -> TrainResult:
         """Pass on the workers' outcome, and return the result once it is written; raise the session's exception."""

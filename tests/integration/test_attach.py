@@ -18,12 +18,14 @@ import raytrain
 from raytrain.display.look import look
 from raytrain.errors import StorageError, TrainingFailed, UsageError
 from raytrain.launch.group_messages import GroupMessages
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import run_store
 from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
-from tests.helpers.attached_runs import attached_run, failed_run, refusal, stopped_run
+from tests.helpers.attached_runs import LAUNCHERS, attached_run, failed_run, refusal, stopped_run
 from tests.helpers.gloo_processes import run_in_processes, run_until_one_ends
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
+from tests.helpers.waiting import wait_for
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,18 @@ def test_an_error_in_the_block_fails_the_run_and_is_raised_as_it_is(
     assert "its loop failed after step 6: ValueError: a mistake of the user's (test_attach.py, line" in summary["error"]
     assert "resume with raytrain.attach, the same loop, name='run' and resume=True" in summary["error"]
     assert_same_weights(attached_run(images, tmp_path, resume=True), reference)
+
+
+def test_a_view_that_fails_ends_the_loop_which_nobody_would_watch(images: Path, tmp_path: Path) -> None:
+    def view(snapshot: Snapshot) -> None:
+        raise KeyError("a mistake of the view's")
+
+    def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        wait_for(run.reporter.stop_requested, deadline_s=60)
+
+    options = config(images, tmp_path, **LAUNCHERS)
+    with pytest.raises(KeyError, match="a mistake of the view's"), raytrain.attach(options, view=view) as run:
+        loop_with(run, before_step)
 
 
 def test_the_run_says_which_worker_has_failed(images: Path, tmp_path: Path) -> None:
