@@ -279,14 +279,18 @@ class ImageLoader:
     def _batch(self, step: int) -> Batch:
         """Return the batch of ``step``, which has been read ahead, unless a state was loaded or a loop left early."""
         batches = self._start()
-        if self._ahead is not None and self._ahead_step == step - 1:
-            next(self._ahead)  # the shorter batch that drop_last leaves out
-            self._ahead_step = step
-        if self._ahead is None or self._ahead_step != step:
-            self._reading.close()
-            self._ahead, self._ahead_step = batches.read_ahead(step), step
-            self._reading.callback(self._ahead.close)
-        local, tensors = next(self._ahead)
+        try:
+            if self._ahead is not None and self._ahead_step == step - 1:
+                next(self._ahead)  # the shorter batch that drop_last leaves out
+                self._ahead_step = step
+            if self._ahead is None or self._ahead_step != step:
+                self._reading.close()
+                self._ahead, self._ahead_step = batches.read_ahead(step), step
+                self._reading.callback(self._ahead.close)
+            local, tensors = next(self._ahead)
+        except BaseException:
+            self._ahead = None  # it would raise the same error for ever; the next loop reads anew
+            raise
         self._ahead_step += 1
         return batches.prepare(local, tensors)
 

@@ -100,6 +100,22 @@ def test_a_loop_that_leaves_an_epoch_begins_the_next_one(images: Path) -> None:
     assert_same(epoch([left]), epoch([whole]))
 
 
+def test_a_loop_after_one_that_failed_reads_anew(images: Path, tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+
+    def changed(image: Tensor) -> Tensor:
+        if fault.exists():
+            raise OSError("the server of the masks does not answer")
+        return image
+
+    fault.touch()
+    with ImageLoader(images, batch_size=20, transforms=changed, **SIZE) as loader:
+        with pytest.raises(Exception, match="the server of the masks does not answer"):
+            epoch([loader])
+        fault.unlink()
+        assert len(epoch([loader])) == 5
+
+
 def test_the_shorter_last_batch_can_be_left_out(images: Path) -> None:
     (loader,) = loaders(images, 1, drop_last=True)
     assert len(loader) == 4
