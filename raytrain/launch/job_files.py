@@ -88,8 +88,8 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
     can reach.
 
     Raises UsageError if one of these files is a link, outside of the current folder, or likely a secret, or if their
-    size is more than Ray takes. In a folder that ``include`` names, links, secrets and files that a .gitignore names
-    are left out.
+    size is more than Ray takes. In a folder that ``include`` names, links, secrets, files that a .gitignore names and
+    those that this user may not read are left out.
 
     Example:
         >>> job_files(TrainConfig(loop="loop.py:train"), include=["labels.csv"]).paths
@@ -193,10 +193,12 @@ def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Pa
 
 
 def _check_may_be_sent(option: str, root: Path, path: Path) -> None:
-    """Raise UsageError if ``path`` is a link, or below one, or likely a secret."""
+    """Raise UsageError if ``path`` is a link, or below one, or likely a secret, or may not be read."""
     # A link may lead to a secret that has another name.
     if (root / path).resolve() != root / path:
         raise UsageError(f"{option}: {path} is a link, and links are not followed; copy here what the job needs.")
+    if not _may_be_read(root / path):
+        raise UsageError(f"{option}: {path} may not be read by you, as `ls -ld {path}` shows; `chmod` changes that.")
     if path.name and any(_is_secret(root / part) for part in (path, *path.parents[:-1])):
         raise UsageError(
             f"{option}: {path} is hidden or likely a secret, and secrets are not sent; if it is none, rename it."
@@ -208,6 +210,11 @@ def _is_secret(path: Path) -> bool:
     if _SECRETS.match_file(path.name.lower()):
         return True
     return path.is_file() and path.stat().st_size <= _MAX_KEY_BYTES and _PRIVATE_KEY in path.read_bytes()
+
+
+def _may_be_read(path: Path) -> bool:
+    """Return whether this user may read a file, or list a folder and reach what is in it."""
+    return os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
 
 
 def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
@@ -227,6 +234,8 @@ def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
         )
         if path.is_symlink():
             yield path, "a link"
+        elif not _may_be_read(path):
+            yield path, "not readable by you"
         elif _is_secret(path):
             yield path, "hidden or likely a secret"
         elif path.name in _FOLDERS_LEFT_OUT or next((verdict for verdict in verdicts if verdict is not None), False):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ SECRETS = (
     *(".kube/config", "kubeconfig", "known.ENV", "secrets.yaml", "my.keystore", "token.json", ".pgpass", ".ssh/config"),
 )
 PRIVATE_KEY = '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}'
+NOBODY = 65534  # number of a user
 OTHERS = ("settings.json", "conf/a.yaml", "conf/notes.tmp", "conf/cat.jpg", "conf/.hidden/x", "conf/deep/b.yaml")
 
 
@@ -124,6 +128,36 @@ def test_a_module_with_a_syntax_error_is_said_here(project: Path) -> None:
     (project / "helper.py").write_text("def broken(:")
     with pytest.raises(UsageError, match=r"--loop: helper\.py cannot be read as Python \(.*line 1"):
         names(loop="my_loop.py:loop")
+
+
+@pytest.fixture
+def as_common_user() -> Iterator[None]:
+    """This user or, in place of root, who may read all files, another one."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(NOBODY, NOBODY, 0)
+    yield
+    if is_root:
+        os.setresuid(0, 0, 0)
+
+
+def test_what_may_not_be_read_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatch, as_common_user: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are for root alone
+        monkeypatch.chdir(folder)
+        for name in ("data/open.csv", "data/closed.csv", "data/database/rows"):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text("text")
+        for closed in (Path("data/closed.csv"), Path("data/database")):
+            closed.chmod(0)
+        files = job_files(options(), ["data"])
+        assert [str(path) for path in files.paths] == ["data/open.csv"]
+        reason = "(not readable by you)"
+        assert files.left_out == (f"data/closed.csv {reason}", f"data/database {reason}")
+        for name in ("data/closed.csv", "data/database"):
+            with pytest.raises(UsageError, match=f"--include: {name} may not be read by you"):
+                job_files(options(), [name])
+        Path("data/database").chmod(0o700)
+        monkeypatch.undo()
 
 
 def test_the_files_keep_their_paths(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
