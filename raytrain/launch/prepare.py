@@ -281,6 +281,8 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
     except TypeError:  # the summary is missing or damaged
         return None
     because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
+    if config.max_steps is not None and result.steps >= config.max_steps:
+        because = f"has {format_count(result.steps, 'step')} already, and --max-steps is {config.max_steps}"
     advice = ""
     if ended_by is not None and has_stopped:
         because = (

@@ -32,6 +32,13 @@ def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
     assert more.epochs == 3
 
 
+def test_a_run_that_has_its_steps_says_so(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"backend": "local", "workers": 1, "image_size": (32, 32), "loop": LOOPS + "own", "flip": "none"}
+    for resume in (False, True):
+        raytrain.train(config(images, tmp_path, max_steps=2, resume=resume, **options))
+    assert "has 2 steps already, and --max-steps is 2: there is nothing to do" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("option", "value", "other"), [("until", "accuracy=0.0", "loss=0.000001"), ("patience", 1, None)]
 )
