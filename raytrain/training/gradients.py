@@ -139,7 +139,10 @@ class ExactGradients:
         if self._world_size == 1:
             if self._factor == 1.0:
                 return None
-            return (gradient * self._factor if self._factor else torch.zeros_like(gradient),)
+            if not self._factor:
+                return (torch.zeros_like(gradient),)
+            # The factor is float64, and so would be its product with the gradient of a parameter without dimensions.
+            return ((gradient * self._factor).to(gradient.dtype),)
         _check_summable(parameter, gradient)
         bucket = self._bucket_of[id(parameter)]
         if bucket.work is not None:  # sent already: a re-entrant checkpoint shares a layer with the network around it

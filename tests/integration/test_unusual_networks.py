@@ -105,6 +105,32 @@ def test_they_train_as_in_plain_pytorch_on_one_and_on_two_workers(tmp_path: Path
         check((lbfgs, complex_sgd), tmp_path / str(num_images), num_images)
 
 
+class Scaled(nn.Module):
+    """Logits times a weight without dimensions, as a temperature is."""
+
+    def __init__(self, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(channels * 64, num_classes))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images) * self.scale
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_weight_without_dimensions_learns_from_microbatches_what_it_learns_from_a_batch(
+    precision: str, tmp_path: Path
+) -> None:
+    scales: list[float] = []
+    for accumulate in (1, 3):
+        options = config(model=f"{__name__}:Scaled", accumulate=accumulate, precision=precision)
+        run = make_run(options, images(NUM_IMAGES), str(tmp_path / str(accumulate)), Recorder())
+        train(run)
+        scales.append(run.models.trained[0].scale.item())  # pyright: ignore
+    assert scales[0] == pytest.approx(scales[1], abs=1e-5)
+    assert scales[0] != 1
+
+
 def lazy_weights(folder: str) -> list[Tensor]:
     run = make_run(config(batch_size=7, model=f"{__name__}:lazy"), images(NUM_IMAGES), folder, Recorder())
     torch.manual_seed(run.rank)  # as a loop may do that makes its network itself
