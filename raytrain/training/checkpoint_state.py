@@ -310,7 +310,9 @@ def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
 
 
 def _options_of(group: StateDict) -> StateDict:
-    return {name: value for name, value in group.items() if name not in ("params", _ASKED)}
+    """Return the options of a ``group``. A rate that is a tensor is copied, because schedulers change it in place."""
+    options = {name: value for name, value in group.items() if name not in ("params", _ASKED)}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
 def _apply_changes(asked: StateDict, group: StateDict) -> float:

@@ -179,6 +179,19 @@ def scheduler_of_epochs(run: Run) -> None:
         scheduler.step()
 
 
+def rate_in_a_tensor(run: Run) -> None:
+    """A rate as torch advises it for compiled optimizers; two schedulers change the tensor in place."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64)))
+    by_steps = run.prepare(ExponentialLR(optimizer, 0.9))
+    by_epochs = run.prepare(ExponentialLR(optimizer, 0.5))
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+            by_steps.step()
+        by_epochs.step()
+
+
 def sharpness_aware(run: Run) -> None:
     """Two backwards in a step: the gradients of the first move the weights to where those of the second are taken."""
     model = run.prepare(linear(run))
@@ -315,6 +328,7 @@ SAME_ON_ANY_WORKERS = (
     scheduler_of_batches,
     scheduler_of_epochs,
     scheduler_of_its_own,
+    rate_in_a_tensor,
     sharpness_aware,
     steps_beside_its_losses,
     wraps_an_optimizer,
