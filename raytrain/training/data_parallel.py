@@ -84,6 +84,7 @@ class ParallelNetworks(ExactNetworks):
         self._seed = seed
         self._num_backwards = 0  # the same on all workers, unlike the number of forwards
         self._images: LocalImages | None = None  # this worker's images of the microbatch
+        self._drawn_for: tuple[Tensor | None, int] = None, -1  # the samples and the step for which dropout draws
         self._gather: _Gather | None = None  # of the workers' numbers of images in it
         self._unchecked: list[_Gather] = []  # gathers whose actions are not compared yet
         self._leader: tuple[nn.Module, bool] | None = None  # the network that began the microbatch, and its mode
@@ -126,13 +127,18 @@ class ParallelNetworks(ExactNetworks):
         if network.training and torch.is_grad_enabled():
             self._gather = self._begin_gather(_FORWARD, self.trained.index(network))
             self._check_actions()
-        samples, step = self._images.samples, self._images.step
+        samples = self._images.samples
+        step = self._num_backwards if samples is None else self._images.step
+        # An evaluation, which one worker may make alone, must not change which numbers dropout draws next.
+        drawn_for = self._drawn_for
+        self._drawn_for = (samples, step) if network.training else drawn_for
         self.begin(
             self._images.num_used,
             self._positions if samples is None else samples,
-            step=self._num_backwards if samples is None else step,
+            step=step,
             seed=self._seed,
             scales_gradients=True,
+            is_new=drawn_for[0] is not self._drawn_for[0] or drawn_for[1] != self._drawn_for[1],
         )
 
     def _positions(self) -> Tensor:

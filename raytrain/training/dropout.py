@@ -2,8 +2,14 @@
 
 torch draws the numbers of a batch from one generator, so that a sample would get other numbers on another number of
 workers. ``convert`` turns ``nn.Dropout``, ``nn.Dropout1d`` to ``3d``, torchvision's ``StochasticDepth`` (of rows) and
-timm's ``DropPath`` into layers whose random numbers are a function of (seed, step, sample, layer, position in the
-sample). ``begin`` tells them which samples come next. Only the class of a layer changes, in place, as with batch norm.
+timm's ``DropPath`` into layers whose random numbers are a function of (seed, step, sample, layer, call, position in
+the sample). ``begin`` tells them which samples come next. Only the class of a layer changes, in place, as with batch
+norm.
+
+A layer that is called several times for the same samples draws other numbers each time. Losses that compare two
+forwards of the same images, such as R-Drop and SimCSE, need that. A forward that checkpointing repeats in the backward
+must draw its numbers again, and cannot know which call it repeats. So calls within checkpointing all draw the numbers
+of the first one, and so do those in a compiled network, which would be compiled anew for each call.
 
 Dropout within other layers, such as fused attention or ``nn.LSTM``, and in ``torch.nn.functional`` is not changed: its
 numbers depend on the number of workers.
@@ -12,6 +18,7 @@ numbers depend on the number of workers.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -39,14 +46,23 @@ def convert(model: nn.Module) -> nn.Module:
             converted = cast(_SampledDropout, layer)
             converted.key = as_int64(mix(number))
             converted.keys = None
+            converted.num_calls = 0
             converted.drawn_dimensions = _DRAWN_DIMENSIONS[kind]
     return model
 
 
-def begin(layers: Iterable[nn.Module], samples: Tensor | Callable[[], Tensor], seed: int, step: int) -> None:
+def begin(
+    layers: Iterable[nn.Module],
+    samples: Tensor | Callable[[], Tensor],
+    seed: int,
+    step: int,
+    *,
+    is_new: bool = True,
+) -> None:
     """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on.
 
-    If ``samples`` is a function that returns them, it is only called if one of the layers is in training mode.
+    If ``samples`` is a function that returns them, it is only called if one of the layers is in training mode. Without
+    ``is_new``, a network gets the samples again, and the layers go on to count their calls.
     """
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
     if converted and (isinstance(samples, Tensor) or any(layer.training for layer in converted)):
@@ -54,6 +70,7 @@ def begin(layers: Iterable[nn.Module], samples: Tensor | Callable[[], Tensor], s
         keys = splitmix64(mix(seed, step, _KEY), samples) << (64 - _BITS)
         for layer in converted:
             layer.keys = keys
+            layer.num_calls = 0 if is_new else layer.num_calls
 
 
 class _SampledDropout(nn.Module):
@@ -61,6 +78,7 @@ class _SampledDropout(nn.Module):
 
     key: int  # of the layer, an int64
     keys: Tensor | None  # int64 (m,), one for each sample; None before the first step
+    num_calls: int  # that drew numbers of these samples
     drawn_dimensions: int | None  # see _DRAWN_DIMENSIONS
 
     def forward(self, input: Tensor) -> Tensor:
@@ -79,13 +97,37 @@ class _SampledDropout(nn.Module):
         A sample may have several rows of the input, such as the windows of an image, one after the other. If the first
         dimension is not a multiple of the number of samples, torch's generator draws.
         """
+        key = self._key_of_call()
         num_dimensions = self.drawn_dimensions or input.ndim
         shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
         if self.keys is None or not len(self.keys) or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
         # XOR twice changes nothing, but keeps torch.compile from treating arange as an index of too few bits.
-        positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ self.key ^ self.key
-        return (splitmix64(self.keys[:, None] ^ self.key, positions).double() * 2.0**-_BITS).view(shape)
+        positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ key ^ key
+        return (splitmix64(self.keys[:, None] ^ key, positions).double() * 2.0**-_BITS).view(shape)
+
+    def _key_of_call(self) -> int:
+        """Return the key of the next call, an int64, and count it.
+
+        A call that repeats an earlier one in a backward does not count, nor does one within torch.func, which only the
+        workers that have images may make.
+        """
+        if torch.compiler.is_compiling():
+            return self.key
+        is_in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        if is_in_backward or is_transformed:
+            return self.key
+        self.num_calls += 1
+        return self.key if self.num_calls == 1 or _is_checkpointed() else as_int64(mix(self.key, self.num_calls))
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint computes the current forward, which it may repeat in the backward."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 _DRAWN_DIMENSIONS = {

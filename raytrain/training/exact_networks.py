@@ -100,6 +100,7 @@ class ExactNetworks:
         step: int,
         seed: int,
         scales_gradients: bool,
+        is_new: bool = True,
     ) -> None:
         """Make all networks ready for forwards and backwards of a microbatch.
 
@@ -108,6 +109,7 @@ class ExactNetworks:
             samples: the images as rows of the manifest, int64 (m_j,), or a function that returns them, which is called
                 only if dropout needs them.
             scales_gradients: False if this worker's gradients are those of the global batch already.
+            is_new: False if the loop gives images to a network again, so that dropout goes on to count its calls.
         """
         self.join_statistics()
         self.collect_layers()
@@ -115,7 +117,7 @@ class ExactNetworks:
         self._num_counted = dict.fromkeys(self._layers, num_used)
         for number, layers in enumerate(self._layers.values()):
             batchnorm.set_num_used(layers, num_used, weight=num_used)
-            dropout.begin(layers, samples, mix(seed, number), step)
+            dropout.begin(layers, samples, mix(seed, number), step, is_new=is_new)
         self.gradients.reset()
         if scales_gradients:
             self.gradients.follow(self._parameters)

@@ -133,6 +133,19 @@ def accumulation_sent_by_the_step() -> dict[str, Tensor]:
     return weights(model)
 
 
+def two_forwards_that_should_agree() -> dict[str, Tensor]:
+    """As in R-Drop, dropout makes the difference between two forwards of the same images."""
+    model = raytrain.parallel(network(normed=False))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        first, second = model(images), model(images)
+        assert not len(images) or not torch.equal(first, second)
+        optimizer.zero_grad()
+        (F.cross_entropy(first, labels) + (first - second).square().mean(1).sum() / max(len(images), 1)).backward()
+        optimizer.step()
+    return weights(model)
+
+
 def body_and_head() -> dict[str, Tensor]:
     """Features of several windows of each image go through the head, so it gets other numbers of rows."""
     backbone, head = raytrain.parallel(body(), nn.Sequential(nn.Dropout(0.2), nn.Linear(20, 4)).double())
@@ -366,6 +379,7 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     accumulation,
     accumulation_sent_each_time,
     accumulation_sent_by_the_step,
+    two_forwards_that_should_agree,
     body_and_head,
     adversaries,
     adversaries_apart,

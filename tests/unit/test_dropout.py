@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from raytrain.training import dropout
@@ -57,6 +58,30 @@ def test_layers_draw_different_numbers() -> None:
     dropout.begin(dropout.convert(layers).modules(), SAMPLES, 0, 0)
     first, second = (layer(torch.ones(600, 64)) for layer in layers)
     assert ((first == 0) & (second == 0)).float().mean() == pytest.approx(0.25, abs=0.02)
+
+
+def test_each_call_for_the_same_samples_draws_other_numbers_which_are_those_of_any_batch() -> None:
+    layer = dropout.convert(nn.Dropout(0.5)).train()
+    dropout.begin([layer], SAMPLES, 0, 0)
+    first, second, third = (layer(torch.ones(600, 64)) for _ in range(3))
+    for one, other in ((first, second), (first, third), (second, third)):
+        assert ((one == 0) & (other == 0)).float().mean() == pytest.approx(0.25, abs=0.02)
+    dropout.begin([layer], SAMPLES[100:], 0, 0)
+    assert (layer(torch.ones(500, 64)) == first[100:]).all() and (layer(torch.ones(500, 64)) == second[100:]).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_repeats_the_numbers_of_any_call(use_reentrant: bool) -> None:
+    layer = dropout.convert(nn.Dropout(0.5)).train()
+    dropout.begin([layer], SAMPLES, 0, 0)
+    once, again = (torch.ones(600, 8, requires_grad=True) for _ in range(2))
+    results = [
+        layer(layer(once)) ** 2,
+        *(checkpoint(lambda x: layer(x) ** 2, again, use_reentrant=use_reentrant) for _ in range(2)),
+    ]
+    torch.stack(results).sum().backward()
+    assert once.grad is not None and again.grad is not None
+    assert (once.grad == 2 * results[0]).all() and (again.grad == 2 * (results[1] + results[2])).all()
 
 
 def test_windows_of_an_image_belong_to_its_sample() -> None:
