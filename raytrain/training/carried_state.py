@@ -18,6 +18,7 @@ import inspect
 import math
 import random
 import time
+import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from raytrain.training.agreement import digest_of_tensors, has_digest
 from raytrain.training.random_numbers import state_of
 
 _MOST_FRAMES, _DEEPEST, _LONGEST = 12, 4, 1000  # calls up the stack, attributes of attributes, items of a list
+_LARGE = 1 << 20  # numbers in an array
 _CLOCKS = (time.time, time.perf_counter)
 # Instructions that read and write attributes and global variables, and those after which the next is not executed.
 _LOADS, _STORES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"), ("STORE_ATTR", "STORE_GLOBAL")
@@ -186,11 +188,18 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
         if not has_digest(value):
             return "empty" if value.numel() == 0 else None
         try:
-            is_kept = value.data_ptr() in kept
-            return None if is_kept else (tuple(value.shape), *digest_of_tensors([value])[0].tolist())
+            if value.data_ptr() in kept:
+                return None
+            if value.is_cpu and value.numel() > _LARGE:
+                return tuple(value.shape), _checksum(
+                    value.detach().resolve_conj().reshape(-1).view(torch.uint8).numpy()
+                )
+            return tuple(value.shape), *digest_of_tensors([value])[0].tolist()
         except RuntimeError:  # torch cannot add up all kinds, such as integers of 4 bits
             return None
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        if value.size > _LARGE:
+            return value.shape, _checksum(value)
         return value.shape, *digest_of_tensors([torch.from_numpy(np.ascontiguousarray(value, np.float64))])[0].tolist()
     if isinstance(value, _GENERATORS):
         return state_of(value)
@@ -203,6 +212,11 @@ def _content(value: Any, kept: set[int], depth: int = 0) -> Any:
             return None
         return tuple(contents)
     return None
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    """Return a checksum of the bytes of a large array, of which sums would first make a copy in float64."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _is_users(thing: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain.training.carried_state import CarriedState
 from raytrain.training.run import Run
 from tests.helpers.memory_runs import config
 from tests.helpers.own_loops import cross_entropy, learn, prepared, train_loop
@@ -308,6 +311,23 @@ def with_a_strange_object(run: Run) -> None:
 
 def test_a_loop_with_an_object_that_cannot_be_searched_trains(tmp_path: Path) -> None:
     assert names_in_notes(with_a_strange_object, tmp_path) == []
+
+
+def test_large_arrays_are_compared_without_a_copy() -> None:
+    images, targets, labels = np.zeros((8000, 32, 32, 3), np.uint8), torch.zeros(2000, 1000), np.zeros(2_000_000, int)
+    carried = CarriedState(lambda thing: False, set)
+    names: list[str] = []
+    tracemalloc.start()
+    try:
+        for number in range(2):
+            carried.begin_epoch(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+            names += carried.changed(sys._getframe(), None)  # pyright: ignore[reportPrivateUsage]
+            images[number] += 1
+            targets[number] += labels[number] + 1
+        assert tracemalloc.get_traced_memory()[1] < images.nbytes  # in float64 they are eight times as large
+    finally:
+        tracemalloc.stop()
+    assert {"images", "targets"} <= set(names) and "labels" not in names
 
 
 def accumulated(run: Run) -> None:
