@@ -15,6 +15,7 @@ microbatch. A run knows the images from its plan. In any other loop, they have t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -185,7 +186,7 @@ class BeforeForward:
 
 
 def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
-    """Return the first tensor with rows in ``inputs``, also within lists, tuples and dictionaries, and their number.
+    """Return the first tensor with rows in ``inputs``, also within lists, dictionaries and records, and their number.
 
     A list of tensors (C, H, W) counts as a batch of images of different sizes, an empty list as one of no images: None
     and 0. Without any tensor, return None and 1.
@@ -195,6 +196,8 @@ def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
             return value, len(value)
         if isinstance(value, list) and all(isinstance(image, Tensor) and image.ndim == 3 for image in value):
             return (value[0] if value else None), len(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
         nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         images, num_rows = _rows_among(nested)
         if images is not None:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,33 @@ def two_forwards_that_should_agree() -> dict[str, Tensor]:
         assert not len(images) or not torch.equal(first, second)
         optimizer.zero_grad()
         (F.cross_entropy(first, labels) + (first - second).square().mean(1).sum() / max(len(images), 1)).backward()
+        optimizer.step()
+    return weights(model)
+
+
+@dataclass
+class Record:
+    """What some networks get in place of a tensor."""
+
+    name: str
+    pixels: Tensor
+
+
+class OfRecords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, record: Record) -> Tensor:
+        return self.layers(record.pixels)
+
+
+def images_in_a_record() -> dict[str, Tensor]:
+    model = raytrain.parallel(OfRecords())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        F.cross_entropy(model(Record("batch", images)), labels).backward()
         optimizer.step()
     return weights(model)
 
@@ -380,6 +408,7 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     accumulation_sent_each_time,
     accumulation_sent_by_the_step,
     two_forwards_that_should_agree,
+    images_in_a_record,
     body_and_head,
     adversaries,
     adversaries_apart,
