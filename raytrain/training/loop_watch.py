@@ -27,6 +27,7 @@ metric, change no weight. ``statistic``, ``moved`` and ``selected`` have no note
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, state_of, used_generators
 from raytrain.training.warning_places import warnings_at_callers
 
+_log = logging.getLogger(__name__)
 _NUM_WATCHED = 2  # steps of an epoch
 _NUM_EPOCHS = 5  # of an attempt
 _NOTES = {
@@ -275,7 +277,13 @@ class _Calls(TorchFunctionMode):
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
         elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
-            marks = self._marks_of(func, name, args, kwargs, sources, result)
+            try:
+                marks = self._marks_of(func, name, args, kwargs, sources, result)
+            except UsageError:
+                raise
+            except Exception:  # all kinds of arguments are met here, and no run must fail by a search
+                _log.debug("what a call of %s depends on is not known", name, exc_info=True)
+                return result
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
@@ -339,11 +347,9 @@ class _Calls(TorchFunctionMode):
             marks ^= {"moved"}  # a second move usually undoes the first
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
-        if first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
-            if name in _COMPARISONS:
-                marks.add("compares")
-            if name in _STATISTICS:
-                marks.add("statistic")
+        is_reduction = name in _COMPARISONS or name in _STATISTICS
+        if is_reduction and first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
+            marks.add("compares" if name in _COMPARISONS else "statistic")
 
         # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
         # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.

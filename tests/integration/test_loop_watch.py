@@ -456,7 +456,21 @@ def by_name(model: nn.Module, batch: Any) -> Tensor:
     return torch.mean(input=torch.cat(tensors=[losses, losses]))
 
 
+def by_labels(model: nn.Module, batch: Any) -> Tensor:
+    """The chance of each image's label, by an index of two lists of numbers."""
+    chances, count = model(batch.images).log_softmax(1), len(batch.images)
+    by_tensors = -chances[torch.arange(count), batch.labels].mean()
+    return by_tensors - chances[range(count), batch.labels].sum() / count
+
+
+def by_spectrum(model: nn.Module, batch: Any) -> Tensor:
+    spectrum = torch.fft.fft(batch.images) / 2j
+    return entropy(model, batch) + (model(batch.images) * spectrum.abs().mean((1, 2, 3))[:, None]).square().mean()
+
+
 SILENT: dict[str, Loop] = {
+    "an index of labels": by_steps(by_labels, mlp),
+    "complex numbers": by_steps(by_spectrum, mlp),
     "numbers of all workers": sane_numbers,
     "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),
