@@ -382,8 +382,8 @@ class _Calls(TorchFunctionMode):
 
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
         # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
-        if name in _DIVISIONS and len(args) > 1:
-            divisor = args[1]
+        if name in _DIVISIONS:
+            divisor = args[1] if len(args) > 1 else kwargs["other"]
             if isinstance(divisor, Tensor) and "sum" in self._marks.get(divisor, ()):
                 marks.add("other mean")
             if isinstance(divisor, Tensor) or (divisor % num_images == 0 and divisor != self._batch_size):
