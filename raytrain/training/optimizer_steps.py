@@ -153,8 +153,9 @@ class OptimizerSteps:
 
         # A search for a learning rate sets the rate of the first group; other groups keep their ratio to it.
         if self._config.is_range_test:
-            rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-            first_rates = self._first_rates.setdefault(optimizer, rates)
+            first_rates = self._first_rates.setdefault(optimizer, [])
+            new = optimizer.param_groups[len(first_rates) :]  # a loop may add groups as it goes on
+            first_rates += [float(group.get("initial_lr", group["lr"])) for group in new]
             if not first_rates[0]:
                 raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
             rate = rising_rate(self._config, self._step, self._num_steps)

@@ -100,6 +100,27 @@ def test_the_rate_rises_whatever_the_loop_decides(images: Path, tmp_path: Path) 
     assert rates == pytest.approx([1e-6 * 1e7 ** (step / 7) for step in range(8)])
 
 
+def loop_that_adds_a_group(run: raytrain.Run) -> None:
+    body, head = nn.Linear(12 * 12 * 3, 8), nn.Linear(8, run.num_classes)
+    model = run.prepare(nn.Sequential(nn.Flatten(), body, head))
+    optimizer = run.prepare(torch.optim.SGD(head.parameters(), lr=0.05))
+    for epoch in run.epochs():
+        for batch in epoch:
+            if batch.step == 3:
+                optimizer.add_param_group({"params": body.parameters(), "lr": 0.01})
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+
+
+def test_a_group_that_the_loop_adds_keeps_its_ratio_to_the_first_one(images: Path, tmp_path: Path) -> None:
+    rising = {"schedule": "rising:1e-6..10", "max_steps": 8}
+    _, recorder = train_here(folder_run(images, tmp_path, "growing", loop=loop_that_adds_a_group, **rising))
+    rows = [row for row in recorder.rows if row.kind == "step"]
+    added = [row.metrics.get("second_learning_rate") for row in rows]
+    assert added == [None] * 3 + [pytest.approx(1e-6 * 1e7 ** (step / 7) / 5) for step in range(3, 8)]
+
+
 def loop_without_a_rate(run: raytrain.Run) -> None:
     model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(12 * 12 * 3, run.num_classes)))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
