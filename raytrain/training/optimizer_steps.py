@@ -55,7 +55,8 @@ class OptimizerSteps:
         num_steps: int,
     ) -> None:
         self.has_stepped = False  # since the loop got its batch
-        self.learning_rates: list[float | Tensor] = []  # of the groups of the optimizers that have
+        self._rates: list[float | Tensor] = []  # of the groups of the optimizers in the last batch in which any stepped
+        self._rates_step: int | None = None  # the step of that batch
         self.num_waiting: dict[Optimizer, int] = {}  # batches for which gradients of an optimizer wait for its step
         self._stepped: set[int] = set()  # IDs of the parameters that an optimizer has stepped since then
         self._gradients: dict[Optimizer, dict[int, tuple[int, int]]] = {}  # ID and version, after the last batch
@@ -74,7 +75,6 @@ class OptimizerSteps:
         self._step = step
         self.has_stepped = False
         self._stepped.clear()
-        self.learning_rates.clear()
 
     def end(self) -> None:
         """Note, after a batch, which of several optimizers have gradients that wait for a step in a later batch.
@@ -96,6 +96,11 @@ class OptimizerSteps:
             number = self.num_waiting.get(optimizer, 0)
             self.num_waiting[optimizer] = number + 1 if left and (number or has_changed) else 0
             self._gradients[optimizer] = gradients
+
+    def take_learning_rates(self) -> list[float | Tensor]:
+        """Return the rates in the last batch in which an optimizer stepped; none if none has since the last call."""
+        rates, self._rates = self._rates, []
+        return rates
 
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in the state of an optimizer after ``step`` steps.
@@ -164,7 +169,9 @@ class OptimizerSteps:
 
         # A learning rate may be a tensor, which a scheduler changes in place. Reading it now would wait for the device.
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        self.learning_rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        before = self._rates if self._rates_step == self._step else []  # of other optimizers in this batch
+        self._rates = [*before, *(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)]
+        self._rates_step = self._step
 
         # Autocast is for the networks' computations: a step in 16 bits would lose small changes.
         device_type = self._worker.device.type

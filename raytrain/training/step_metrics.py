@@ -206,7 +206,8 @@ class StepMetrics:
     def close_row(self, step: int, epoch: int, learning_rates: Sequence[float | Tensor]) -> None:
         """End the row with ``step`` of ``epoch``, both counted from 1. Only the metrics of that step are missing.
 
-        The row has the first of ``learning_rates``, and, as a metric, the first one that differs from it.
+        The row has the first of ``learning_rates``, and, as a metric, the first one that differs from it. There are
+        none if no optimizer has stepped since the last row.
         """
         rates = [float(rate) for rate in learning_rates]
         other_rates = [rate for rate in rates if rate != rates[0]]
@@ -218,7 +219,7 @@ class StepMetrics:
             step=step,
             epoch=epoch,
             samples_seen=self.samples_seen,
-            learning_rate=rates[0] if rates else 0.0,
+            learning_rate=rates[0] if rates else None,
             images_per_s=round(self._row.num_images / seconds, 1),
             data_wait_fraction=round(min(self._row.wait_s / self._worker.world_size / seconds, 1.0), 4),
             metrics={_SECOND_RATE: other_rates[0]} if other_rates else {},

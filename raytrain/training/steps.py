@@ -324,7 +324,7 @@ class Steps:
         self.optimizers.end()
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             epoch = epoch_of(step, self._plan.steps_per_epoch)
-            self.metrics.close_row(step, epoch, self.optimizers.learning_rates)
+            self.metrics.close_row(step, epoch, self.optimizers.take_learning_rates())
 
         # After the first step it is known which options and outputs of the network the loop uses.
         if self._num_steps_done == 1:

@@ -217,3 +217,20 @@ def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
 
     rates = [row.learning_rate for row in train_loop(with_rates_in_tensors, tmp_path).rows("step")]
     assert rates == [0.125, 0.0625, *[0.5] * 10] and {type(rate) for rate in rates} == {float}
+
+
+@pytest.mark.parametrize(("log_every", "rates"), [(1, [None, None, 0.1] * 4), (2, [None, *[None, 0.1, 0.1] * 2])])
+def test_a_row_has_the_rate_of_the_last_step_of_an_optimizer_if_there_is_one(
+    log_every: int, rates: list[float | None], tmp_path: Path
+) -> None:
+    def steps_in_every_third_batch(run: Run) -> None:
+        model, optimizer = prepared(run)
+        for epoch in run.epochs():
+            for batch in epoch:
+                cross_entropy(model, batch).backward()
+                if batch.step % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    trained = train_loop(steps_in_every_third_batch, tmp_path, dataclasses.replace(OPTIONS, log_every=log_every))
+    assert [row.learning_rate for row in trained.rows("step")] == rates
