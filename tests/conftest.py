@@ -24,7 +24,7 @@ from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
 from raytrain.launch.local.local_launch import AgentProcess
 from raytrain.launch.ray.connection import end_own_ray
-from raytrain.launch.ray.own_cluster import lean, lean_imports
+from raytrain.launch.ray.own_cluster import lean, lean_imports, token_settings
 from raytrain.loader.decoders import NewProcess
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.file_by_file import FileByFile, num_processes
@@ -98,6 +98,7 @@ def _no_ray_of_others() -> Iterator[None]:
     ):
         monkeypatch.setenv("RAY_TMPDIR", folder)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        token_settings()  # on a new machine, `ray start` of a test would lack the token, which no Ray has made yet
         yield
 
 

@@ -85,4 +85,4 @@ def test_too_few_images_are_refused_with_the_numbers(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "images").write_text("mine")
     with pytest.raises(StorageError, match=r"images is a file, but should be a folder; check the path"):
-        render_digits(tmp_path / "images")
+        digits.render_digits(tmp_path / "images")

@@ -74,6 +74,20 @@ def test_a_home_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPa
         LocalCluster({})
 
 
+def test_the_token_of_a_process_that_was_faster_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(num_bytes: int) -> str:
+        (tmp_path / ".ray" / "auth_token").write_text("of the other process")
+        return "ours"
+
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(secrets, "token_hex", slowly)
+    LocalCluster({}).close()
+    (token,) = (tmp_path / ".ray").iterdir()
+    assert token.read_text() == "of the other process"
+
+
 def test_a_token_is_there_in_full_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(num_bytes: int) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

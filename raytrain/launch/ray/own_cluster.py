@@ -75,7 +75,7 @@ class LocalCluster:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **_token_settings()}))
+        self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **token_settings()}))
 
         # Ray would make its sockets in a folder of TMPDIR, where their paths may be too long.
         is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
@@ -130,7 +130,7 @@ class LocalCluster:
         )
 
 
-def _token_settings() -> dict[str, str]:
+def token_settings() -> dict[str, str]:
     """Return the variables with which a new cluster asks for a token; create the token if this user has none."""
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     if settings["RAY_AUTH_MODE"] != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
@@ -146,7 +146,8 @@ def _token_settings() -> dict[str, str]:
             token = Path(folder, path.name)
             token.touch(0o600)
             token.write_text(secrets.token_hex(32))
-            token.replace(path)
+            with contextlib.suppress(FileExistsError):  # another process was faster, and its Ray has that token
+                os.link(token, path)
     except OSError as error:
         raise UsageError(
             f"The token of a Ray on this machine can't be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN to "
