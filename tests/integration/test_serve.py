@@ -197,6 +197,26 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
     assert caplog.messages == [f"loading the network of run; until then, {url} answers 503 …"]
 
 
+def test_a_replica_that_dies_while_it_loads_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from raytrain.launch.ray import model_server
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(b"Internal Server Error\nThe actor died unexpectedly before finishing this task.")
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    sentence = r"^Ray Serve could not start run 'run': The actor died unexpectedly before finishing this task\.$"
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(UsageError, match=sentence):
+            model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals())
+        server.shutdown()
+
+
 def test_a_run_takes_no_place_of_a_namesake_in_other_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     from raytrain.launch.ray import model_server
 

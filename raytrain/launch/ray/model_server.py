@@ -289,7 +289,12 @@ def _is_loaded(url: str, run: str) -> bool:
         return True
     except urllib.error.HTTPError as error:
         if error.code == 500:
-            raise UsageError(_not_started(run, json.load(error)["error"])) from None
+            text = error.read().decode(errors="replace").strip()
+            try:
+                reason = json.loads(text)["error"]
+            except ValueError:  # Serve's own answer, if a replica has died: its last line says so
+                reason = text.rpartition("\n")[2] or "a replica has failed"
+            raise UsageError(_not_started(run, reason)) from None
         if error.code != 503:
             raise
         return False
