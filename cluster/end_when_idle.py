@@ -52,8 +52,19 @@ def end_cluster(config: dict[str, Any]) -> None:
             provider.terminate_nodes(nodes)
 
 
+def end_when_idle(config: dict[str, Any]) -> None:
+    """End the cluster once it is idle. If the cloud refuses that, try again a minute later, unless there is a job."""
+    idle_minutes = IDLE_MINUTES
+    while True:
+        wait_until_idle(looks(), idle_minutes)
+        try:
+            return end_cluster(config)
+        except Exception as error:
+            print(f"The cluster could not be ended, and is tried again: {error}", flush=True)
+            idle_minutes = 1
+
+
 if __name__ == "__main__":
     import yaml
 
-    wait_until_idle(looks())
-    end_cluster(yaml.safe_load(Path(sys.argv[1]).expanduser().read_text()))
+    end_when_idle(yaml.safe_load(Path(sys.argv[1]).expanduser().read_text()))

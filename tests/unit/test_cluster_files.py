@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,27 @@ def test_an_idle_cluster_is_ended_after_half_an_hour_without_a_job() -> None:
     looks = iter([False] * 29 + [True] + [False] * 40)
     script("end_when_idle").wait_until_idle(looks)
     assert len(list(looks)) == 10
+
+
+def test_a_cloud_that_refuses_to_end_an_idle_cluster_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending, calls = script("end_when_idle"), list[str]()
+
+    def end_cluster(config: Any) -> None:
+        calls.append("end")
+        if calls.count("end") == 1:
+            raise RuntimeError("RequestLimitExceeded")
+
+    def look() -> Iterator[bool]:
+        calls.append("looks")
+        yield from [False] * 30 if len(calls) == 1 else [True] * 5 + [False]
+
+    monkeypatch.setattr(ending, "end_cluster", end_cluster)
+    monkeypatch.setattr(ending, "looks", look)
+    ending.end_when_idle({})
+    assert calls == ["looks", "end", "looks", "end"], "not while a job runs, and soon after it"
+    assert capsys.readouterr().out == "The cluster could not be ended, and is tried again: RequestLimitExceeded\n"
 
 
 def test_rays_provider_starts_spot_machines_and_an_idle_cluster_ends_them_all(
