@@ -279,6 +279,20 @@ def test_who_is_asked_may_leave_the_run_running(
 
 
 @pytest.mark.not_quick
+def test_who_gives_no_answer_stops_the_run_as_the_question_says(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_d(question: str) -> str:
+        assert "[s]" in question
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", ctrl_d)
+    interrupt_during_the_log(client, until=lambda: bool(client.stopped))
+    assert submit(tmp_path, "--name", "first") == 0
+
+
+@pytest.mark.not_quick
 def test_a_run_goes_on_without_the_terminal_that_follows_it(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -188,5 +189,7 @@ def _wants_to_detach() -> bool:
     """Ask the person at the terminal whether the run goes on; without a terminal, it stops."""
     if not sys.stdin.isatty():
         return False
-    answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")
+    answer = ""
+    with suppress(EOFError):  # Ctrl-D
+        answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")
     return answer.strip().lower().startswith("l")
