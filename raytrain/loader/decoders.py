@@ -47,7 +47,7 @@ from raytrain.data.blocks import Block, Files, lend
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, current_folder
 from raytrain.loader.machine import cores
 from raytrain.runs.metric_row import SkippedImage
 
@@ -110,11 +110,13 @@ class NewProcess:
 
     def __init__(self, imports: Sequence[str]) -> None:
         self.connection, theirs = Pipe()
+        # In a notebook and at a prompt, an empty name stands for the current folder, which may have the user's modules.
+        path = os.pathsep.join(folder or current_folder() for folder in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "raytrain.loader.decoders", str(theirs.fileno()), *imports],
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         )
         theirs.close()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +112,16 @@ def test_what_a_transform_raises_reaches_the_loop_in_one_sentence() -> None:
     said = pytest.raises(UsageError, match=r"--transforms mine.py:own cannot be applied to uint8 .*no more images")
     with transformed(Batches(), config(cache_side=1.25, random_resized_crop=True), failing) as source, said:
         list(source.train(0))
+
+
+@pytest.mark.usefixtures("new_decoders")
+def test_a_module_in_the_current_folder_of_a_notebook_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_notebook.py").write_text("def inverted(image):\n    return 255 - image\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    inverted = import_module("beside_the_notebook").inverted
+    with transformed(Batches(), config(cache_side=1.25, random_resized_crop=True), inverted) as source:
+        assert len(next(source.train(0)).images) == _SIZES[0]
 
 
 def test_generators_that_are_not_found_are_reported() -> None:
