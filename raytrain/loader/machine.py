@@ -18,12 +18,22 @@ _CACHE_FRACTION = 0.3  # of the memory that is available, as Ray's object store
 _FREE_FRACTION = 0.8  # of a folder's free space that images may take
 _SHARED_MEMORY = "/dev/shm"
 _TORCHCODEC = 0, 16  # the first version that decodes images
+_CPU_LIMITS = (  # files with the CPU time that a container may take, and in what time, of cgroups of version 2 and 1
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 _MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use, within the limit of the container, as Ray counts."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for paths in _CPU_LIMITS:
+        if all(os.access(path, os.R_OK) for path in paths):
+            quota, period = " ".join(Path(path).read_text() for path in paths).split()
+            if quota.isdecimal():  # without a limit it is "max", or -1
+                number = min(number, max(1, int(quota) // int(period)))
+    return number
 
 
 def image_memory() -> tuple[str, int]:

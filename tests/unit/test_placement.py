@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.launch import placement
 from raytrain.launch.placement import Gpu, Hardware, place
 from raytrain.launch.ray import nodes
+from raytrain.loader import machine
 
 MIXED = Hardware(3, 64.0, 6.0, 10**9, gpu_types={"L4": 4.0, "T4": 2.0})
 
@@ -45,6 +48,34 @@ def test_without_a_cluster_a_refusal_speaks_of_this_machine(monkeypatch: pytest.
     monkeypatch.setattr(placement, "gpus", lambda: (Gpu("T4", 16 * 10**9, "550", "7.5"),))
     with pytest.raises(UsageError, match=r"has no GPU \(of 1, CUDA_VISIBLE_DEVICES hides all\); use --device cpu.$"):
         place(config(backend="local", device="cuda"), alone)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({}, 64),
+    ],
+)
+def test_the_cores_of_a_container_are_those_of_its_limit(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    access, read_text = os.access, Path.read_text
+
+    def here(path: str | Path) -> Path:
+        return Path(str(path).replace("/sys/fs/cgroup", str(tmp_path)))
+
+    monkeypatch.setattr(os, "access", lambda path, mode: access(here(path), mode))
+    monkeypatch.setattr(Path, "read_text", lambda path: read_text(here(path)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    assert machine.cores() == cores
 
 
 def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
