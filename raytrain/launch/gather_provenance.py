@@ -60,9 +60,10 @@ class Gathering:
         self._code = {
             source.title: "".join(source.lines[line] for line in sorted(source.lines)) for source in sources.values()
         }
-        for file in files:
+        for file in dict.fromkeys(files):
+            name = file.name if file.name not in self._code else os.path.relpath(file)  # two may have the same name
             with suppress(OSError, UnicodeDecodeError):
-                self._code.setdefault(file.name, file.read_text())
+                self._code[name] = file.read_text()
 
     def close(self) -> None:
         """End git, if it still runs."""

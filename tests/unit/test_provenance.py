@@ -132,6 +132,15 @@ def test_code_is_read_when_the_attempt_begins(repository: Path) -> None:
     assert gathering.finish().code["loop.py"].startswith("def train(run):")
 
 
+def test_two_files_of_the_same_name_are_both_kept(repository: Path) -> None:
+    for folder, name in (("nets", "network"), ("changes", "change")):
+        (repository / folder).mkdir()
+        (repository / folder / "mine.py").write_text(f"def {name}(): ...\n")
+    made_of = gathered(loop="loop.py:train", model="nets/mine.py:network", transforms="changes/mine.py:change")
+    assert sorted(made_of.code) == ["changes/mine.py", "loop.py", "mine.py"]
+    assert {"def network(): ...\n", "def change(): ...\n"} < set(made_of.code.values())
+
+
 def test_the_source_of_a_loop_that_is_a_function_is_kept(repository: Path) -> None:
     def my_loop(run: object) -> None:
         print("a line of the loop")
