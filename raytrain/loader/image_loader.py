@@ -326,22 +326,24 @@ class ImageLoader:
                 "call torch.distributed.init_process_group() first, and leave out rank and world_size."
             )
 
-        # Open the source: processes that decode, which may be waiting already, and what this machine keeps.
         config, data = self._with_decoder(device)
-        cache = machine_cache(config, data, self._next_step, group, self._opened)
-        processes, self._processes = self._processes or start_decoding(config.data, self._opened), []
-        images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
-        self._opened.enter_context(images)
+        with ExitStack() as opened:  # closed at once if anything fails: a notebook may begin the loop again and again
+            # Open the source: processes that decode, which may be waiting already, and what this machine keeps.
+            cache = machine_cache(config, data, self._next_step, group, opened)
+            processes, self._processes = self._processes or start_decoding(config.data, opened), []
+            images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
+            opened.enter_context(images)
 
-        # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.
-        own = own or load_optional("transforms", config.transforms)
-        source = self._opened.enter_context(transformed(images, config, own, _log.warning))
-        augment = Augment(config, crops=own is None)
-        sets = data.train.label_sets
-        label_sets = None if sets is None else torch.from_numpy(sets).to(device)
-        batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
-        self._opened.callback(batches.close)
-        self._reading = self._opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
+            # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.
+            own = own or load_optional("transforms", config.transforms)
+            source = opened.enter_context(transformed(images, config, own, _log.warning))
+            augment = Augment(config, crops=own is None)
+            sets = data.train.label_sets
+            label_sets = None if sets is None else torch.from_numpy(sets).to(device)
+            batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
+            opened.callback(batches.close)
+            self._reading = opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
+            self._opened.enter_context(opened.pop_all())
         self._batches = batches
         return batches
 

@@ -332,6 +332,25 @@ def test_a_refused_loader_leaves_no_process(images: Path, refused: dict[str, Any
     assert error.value.__traceback__ is not None
 
 
+@pytest.mark.usefixtures("new_decoders")
+def test_loops_that_cannot_begin_leave_no_process(images: Path) -> None:
+    process = psutil.Process()
+    before = {child.pid for child in process.children()}
+
+    class OfThisProcess:
+        def __call__(self, image: Tensor) -> Tensor:
+            return image
+
+        def __reduce__(self) -> str:
+            raise TypeError("it holds a connection")
+
+    with ImageLoader(images, batch_size=20, transforms=OfThisProcess(), **SIZE) as loader:
+        for _ in range(2):
+            with pytest.raises(UsageError, match="it holds a connection"):
+                next(iter(loader))
+        wait_for(lambda: {child.pid for child in process.children()} <= before, deadline_s=60)
+
+
 @pytest.mark.parametrize("num_read", [0, 1, 5])
 def test_a_closed_loader_says_so(images: Path, num_read: int) -> None:
     (loader,) = loaders(images, 1)
