@@ -7,7 +7,7 @@ The way of an image, in the order of the calls:
 2. :func:`fetch_images` gives the bytes of their files as they arrive, from packed shards or one by one;
    :func:`require_bytes` says why a file is none.
 3. :func:`raytrain.data.images.decode.decode` makes pixels of them: a JPEG by libjpeg-turbo, at the size that the
-   crop needs, if it is stored upright; anything else by Pillow.
+   crop needs, unless it is in CMYK; anything else by Pillow.
 4. :class:`raytrain.data.images.crop_box.Crop` gives the crop box for the size in the file's header.
 5. :func:`raytrain.data.images.crop_box.cut` cuts that out and resizes it.
 6. The pixels go into one array, which a ``Block`` and :func:`raytrain.data.blocks.to_table` take without a copy.
