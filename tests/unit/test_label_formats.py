@@ -41,6 +41,11 @@ def test_lists_whose_keys_have_no_suffix_and_those_that_begin_with_the_label(tmp
     assert read(tmp_path, "train.txt", "a, b.jpg 3\nc.jpg 4\n") == {"a, b.jpg": "3", "c.jpg": "4"}
 
 
+def test_columns_between_tabs_may_have_commas_in_their_names(tmp_path: Path) -> None:
+    content = "path\tlabel\tsize (w, h, c)\na.jpg\tcat\t3, 4, 3\nb.jpg\tdog\t5, 4, 3\n"
+    assert read(tmp_path, "a.tsv", content) == {"a.jpg": "cat", "b.jpg": "dog"}
+
+
 def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: Path) -> None:
     pets = "#Image CLASS-ID SPECIES\n# 1:Cat 2:Dog\nAbyssinian_100 1 1\nbeagle_7 5 2\n"
     assert read(tmp_path, "list.txt", pets, label=("column 2",)) == {"Abyssinian_100": "1", "beagle_7": "5"}

@@ -114,10 +114,11 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
             break
         text = "".join(rest)
 
-    # The delimiter is the most frequent candidate in the first line. In a list (.txt), it must be in all lines.
+    # The delimiter is the most frequent candidate in the first line; in a .tsv it is the tab if that has one. In a list
+    # (.txt), it must be in all lines.
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
-    delimiter = max(",;\t|", key=header.count)
+    delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
     everywhere = lines if suffix == ".txt" else lines[:1]  # in other files, a quoted text may contain ends of lines
     if lines and not all(delimiter in line for line in everywhere):
         return _read_spaced(lines, key_names)
