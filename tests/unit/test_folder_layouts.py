@@ -324,3 +324,10 @@ def test_a_folder_that_may_not_be_read_is_named_unless_it_is_a_disks_own(
     closed = "dog"
     with pytest.raises(StorageError, match=f"no permission for {folder}/dog;"):
         build_manifest(open_store(folder))
+
+
+def test_the_case_of_parts_below_the_classes_does_not_matter(tmp_path: Path) -> None:
+    folders = "cat/train", "cat/test", "dog/Train", "dog/Test", "owl/TRAIN", "owl/test"
+    data = opened(tree(tmp_path / "a", *folders, count=3))
+    assert data.train.classes == ("cat", "dog", "owl")
+    assert data.train.class_counts().tolist() == data.validation.class_counts().tolist() == [3, 3, 3]

@@ -305,9 +305,10 @@ def _problem_of_part(
 
 def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
     """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
-    # Are the folders in the topmost ones parts, and nothing else?
+    # Are the folders in the topmost ones parts, and nothing else? One class may have train/ where another has Train/.
     seconds = {path[1] for path in paths if len(path) > 1}
-    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(seconds).items()}
+    spelling_of = {second.lower(): second for second in sorted(seconds, reverse=True)}
+    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(spelling_of.values()).items()}
     if len(folder_of) < 2 or "train" not in folder_of:
         return None
     train, *_, last = folder_of.values()
@@ -323,7 +324,7 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
             "these; move each image into one of them, or give --labels."
         )
     _check_repeated([path[:1] + path[2:] for path in paths], url)
-    parts = tuple(path[1] if len(path) > 1 else "" for path in paths)
+    parts = tuple(spelling_of[path[1].lower()] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
 
 
