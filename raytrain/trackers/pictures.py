@@ -29,6 +29,8 @@ _MAX_IMAGES = 64  # in a group
 _MAX_SIDE = 512  # pixels
 _MAX_CLASSES = 1000
 _MAX_NAME = 100  # characters of a class
+_DAMAGE = (LookupError, AttributeError, TypeError, ValueError, OSError, SyntaxError, Image.DecompressionBombError)
+"""What a damaged image in a document raises; Pillow raises SyntaxError for a chunk of a PNG whose name is none."""
 _GROUPS = {"worst": "validation/most_wrong", "batch": "train/last_batch"}
 _CONFUSIONS = "validation/confusion_matrix"
 _NUM_COLUMNS = 4
@@ -164,7 +166,7 @@ def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
     """Decode images in the document of an evaluation, which may be a stranger's: leave out damaged ones."""
     pictures = Pictures(key, [], [])
     for example in examples[:_MAX_IMAGES]:
-        with suppress(LookupError, AttributeError, TypeError, ValueError, OSError, Image.DecompressionBombError):
+        with suppress(*_DAMAGE):
             png = base64.b64decode(example["image"].removeprefix(_PNG))
             image = Image.open(io.BytesIO(png), formats=["PNG"])
             if max(image.size) > _MAX_SIDE:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,18 @@ def test_a_run_without_an_evaluation_has_no_images(store: Store) -> None:
     assert looker.images == []
 
 
+def png_with_a_damaged_chunk() -> str:
+    """A PNG whose second chunk of pixels has a name that no chunk has."""
+    png = base64.b64decode(png_url(28, 28).partition(",")[2])
+    start = png.index(b"IDAT") - 4
+    length = int.from_bytes(png[start : start + 4], "big")
+    pixels, end = png[start + 8 : start + 8 + length], png[start + 12 + length :]
+    first = b"IDAT" + pixels[:5]
+    chunk = (5).to_bytes(4, "big") + first + zlib.crc32(first).to_bytes(4, "big")
+    damaged = png[:start] + chunk + (length - 5).to_bytes(4, "big") + b"w\xc02\xf0" + pixels[5:] + b"0000" + end
+    return f"data:image/png;base64,{base64.b64encode(damaged).decode()}"
+
+
 @pytest.mark.parametrize(
     ("damage", "left"),
     [
@@ -100,6 +114,7 @@ def test_a_run_without_an_evaluation_has_no_images(store: Store) -> None:
         ({"worst": [{"image": "data:image/png;base64,!!", "label": 0, "prediction": 0}, 7]}, [BATCH, CONFUSIONS]),
         ({"worst": [{"image": png_url(600, 600), "label": 0, "prediction": 1}], "batch": "x"}, [CONFUSIONS]),
         ({"worst": [{"image": "javascript:alert(1)", "label": 0, "prediction": 1}]}, [BATCH, CONFUSIONS]),
+        ({"worst": [{"image": png_with_a_damaged_chunk(), "label": 0, "prediction": 1}]}, [BATCH, CONFUSIONS]),
         ({"confusion": [[0, 1]]}, [WORST, BATCH]),
         ({"confusion": [[0, 9, 1]]}, [WORST, BATCH]),
         ({"confusion": [["a", [], {}]]}, [WORST, BATCH]),
