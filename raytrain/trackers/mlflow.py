@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -50,7 +51,8 @@ class MLflowTracker:
         self._metrics: list[Metric] = []
         page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
         uri: str = self._client.tracking_uri
-        self.place = uri.rstrip("/") + page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+        command = shlex.join(["mlflow", "ui", "--backend-store-uri", uri])
+        self.place = uri.rstrip("/") + page if uri.startswith("http") else command
 
     def _experiment_called(self, name: str) -> str:
         """Return the ID of an experiment; create it if needed, unless another trial does so at the same moment."""

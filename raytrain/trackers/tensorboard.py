@@ -4,6 +4,7 @@
 # pyright: basic
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ class TensorBoardTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         self._store = run.sweep.store if run.sweep else run.store
-        self.place = f"tensorboard --logdir {self._store.url}/{_FOLDER}"
+        self.place = shlex.join(["tensorboard", "--logdir", f"{self._store.url}/{_FOLDER}"])
         self._path = f"{_FOLDER}/{run.name}" if run.sweep else _FOLDER
         self._local = TemporaryFolder() if "://" in self._store.url else None
         self._folder = self._local.path if self._local else Path(self._store.url, self._path)

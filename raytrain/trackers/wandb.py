@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ class WandbTracker:
             settings=wandb.Settings(**settings),
         )
         self.run_id: str = self._run.id
-        sync = f"wandb sync {self._run.settings.sync_dir}"
+        sync = shlex.join(["wandb", "sync", self._run.settings.sync_dir])
         self.place = sync if self._run.offline else self._run.url or sync
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_tensorboard_reads_a_run_and_its_resume(store: Store) -> None:
     assert scalars(folder, "validation/accuracy") == [(4, 0.5)]
     tags = EventAccumulator(folder).Reload().SummaryMetadata("_hparams_/session_start_info")
     assert tags.plugin_data.plugin_name == "hparams"
+
+
+def test_the_command_that_shows_a_run_in_a_folder_with_spaces_can_be_copied(tmp_path: Path) -> None:
+    store = run_store(f"{tmp_path}/my runs", "first")
+    [place] = tracked(store, ["tensorboard"], step_rows(1, 2))
+    assert shlex.split(place) == ["tensorboard", "--logdir", f"{tmp_path}/my runs/first/tensorboard"]
 
 
 def test_tensorboard_reads_odd_values_and_names(store: Store) -> None:
