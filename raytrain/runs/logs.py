@@ -372,6 +372,10 @@ class _Tee:
         self._keep(text)
         return self._stream.write(text)
 
+    def writelines(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.write(text)
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 

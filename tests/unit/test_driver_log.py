@@ -42,6 +42,7 @@ def test_what_it_prints_and_logs_and_why_it_failed_is_kept_without_secrets(
     def drive() -> None:
         with DriverLog(store):
             print("printed secret-1")
+            sys.stdout.writelines(["two ", "pieces\n"])
             print("a warning", file=sys.stderr)
             events.info("first: an event")
             raise ValueError("no such class")
@@ -51,8 +52,8 @@ def test_what_it_prints_and_logs_and_why_it_failed_is_kept_without_secrets(
     events.info("over")
     assert (sys.stdout, sys.stderr) == before
     printed, text = capsys.readouterr(), kept(store)
-    assert printed.out == "printed secret-1\n" and "Traceback" not in printed.err
-    assert text.startswith("printed …\n") and text.endswith("ValueError: no such class\n")
+    assert printed.out == "printed secret-1\ntwo pieces\n" and "Traceback" not in printed.err
+    assert text.startswith("printed …\ntwo pieces\n") and text.endswith("ValueError: no such class\n")
     assert "a warning" in text and " first: an event\n" in text and "over" not in text
 
 
