@@ -112,6 +112,9 @@ class FolderStore(Store):
             os.replace(file, self._file(path))
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        # The file of the lock would bring back the folder of a deleted run.
+        if expected is not None and not os.path.lexists(self.url):
+            raise ObjectChanged(f"{self.url}/{path}")
         with self._locked(path):
             content = self._content(path)
             if content == data:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -278,6 +279,16 @@ def test_a_run_that_was_deleted_is_not_written_again(store: Store) -> None:
         with pytest.raises(OwnerChanged, match=r"claim\.json is gone"):
             write_checkpoint(owner, 1)
         assert list(store.list()) == []
+
+
+def test_the_folder_of_a_run_that_was_deleted_does_not_come_back(tmp_path: Path) -> None:
+    store = run_store(str(tmp_path), "first")
+    with claim_run(store, "first") as claim:
+        claim.owned_store.put(CONFIG, b"{}")
+        stalled(claim)  # so that the folder does not change while it is removed
+        shutil.rmtree(tmp_path / "first")
+        assert not claim.renew()
+    assert not list(tmp_path.iterdir())
 
 
 def test_storage_that_is_away_for_a_while_loses_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
