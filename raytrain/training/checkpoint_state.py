@@ -102,7 +102,7 @@ class CheckpointState:
             self._add(name, thing)
         if kind == "state":  # networks and optimizers always have a state that can be read
             check_readable({name: to_cpu(thing.state_dict())})
-        self._held += [thing, *(value for value in vars(thing).values() if isinstance(value, Optimizer))]
+        self._held += [thing, *(value for value in _attributes(thing) if isinstance(value, Optimizer))]
 
         # A new scheduler has set the rates of the first step: give the optimizer its loaded rates again. torch's
         # schedulers compute rates from base rates of their own, which must follow if the user has changed the rate.
@@ -240,13 +240,13 @@ class CheckpointState:
 
     def holds_scheduler(self, optimizer: Optimizer) -> bool:
         """Return whether a prepared object, or one of its attributes, is a scheduler of ``optimizer``."""
-        candidates = [candidate for thing in self._held for candidate in (thing, *vars(thing).values())]
+        candidates = [candidate for thing in self._held for candidate in (thing, *_attributes(thing))]
         return any(getattr(candidate, "optimizer", None) is optimizer for candidate in candidates)
 
     def addresses(self) -> set[int]:
         """Return the addresses of the tensors of all that is prepared, but optimizers: networks, averages, others."""
         things = [thing for thing in self._objects.values() if not isinstance(thing, Optimizer)]
-        inside = [value for thing in things for value in vars(thing).values() if isinstance(value, nn.Module)]
+        inside = [value for thing in things for value in _attributes(thing) if isinstance(value, nn.Module)]
         networks = [thing for thing in (*things, *inside) if isinstance(thing, nn.Module)]
         tensors = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
         states = [
@@ -296,6 +296,11 @@ class CheckpointState:
         states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
         sums = {name: margins.joined_state() for name, margins in self._sums.items()}
         return {**states, **{name: state for name, state in sums.items() if state}}
+
+
+def _attributes(thing: object) -> list[Any]:
+    """Return the values of the attributes of ``thing``; none of an object with ``__slots__``."""
+    return [*getattr(thing, "__dict__", {}).values()]
 
 
 def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:

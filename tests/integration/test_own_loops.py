@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import Recorder
 from tests.helpers.own_loops import (
     WIDTH,
     Loop,
@@ -28,6 +31,7 @@ from tests.helpers.own_loops import (
     prepared,
     to_the_end,
     train_all,
+    train_loop,
 )
 
 
@@ -427,3 +431,31 @@ def test_metrics_of_a_loop_are_in_the_history(on_two: dict[str, Any]) -> None:
     assert [row.metrics["critic_loss"] > 0 for row in steps] == [True] * 12
     rates = [row.learning_rate for row in on_two["scheduler_of_epochs"]["rows"] if row.kind == "step"]
     assert rates == [0.5] * 6 + [0.25] * 6
+
+
+@dataclass(slots=True)
+class Count:
+    number: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def test_an_object_with_slots_is_in_the_checkpoint(tmp_path: Path) -> None:
+    numbers: list[int] = []
+
+    def loop(run: Run) -> None:
+        model, optimizer = prepared(run)
+        count = run.prepare(Count())
+        for epoch in run.epochs():
+            for batch in epoch:
+                learn(model, optimizer, batch)
+                count.number += 1
+        numbers.append(count.number)
+
+    train_loop(loop, tmp_path, recorder=Recorder(3))
+    train_loop(loop, tmp_path)
+    assert numbers == [4, 12]
