@@ -449,6 +449,11 @@ class Run:
             features, labels = run.gather(normalize(model(batch.images))), run.gather(batch.labels)
         """
         local = torch.as_tensor(rows).to(self.device)
+        if not local.ndim:
+            raise UsageError(
+                "run.gather got a single number, and takes rows; give it number[None], or let run.total(...) add up "
+                "what each worker has."
+            )
         self.steps.check_all("gathers", (tuple(local.shape[1:]), local.dtype))
         used = local[:0] if self._is_placeholder else local
         with self.steps.watch.paused():

@@ -113,10 +113,15 @@ def sums_over_processes(run: Run, model: nn.Module, optimizer: Any, batch: Batch
     dist.all_reduce(model(batch.images).detach().mean(0))
 
 
+def gathers_a_number(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.gather(cross_entropy(model, batch))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
+        (gathers_a_number, r"run.gather got a single number, and takes rows; give it number\[None\], or let run.total"),
         (prepares_a_script, "got a network of torch.jit"),
         (prepares_a_dictionary, r"run.prepare got a dict; give it one thing with state_dict and load_state_dict"),
         (prepares_two_at_once, r"run.prepare got a tuple; give it one thing"),
