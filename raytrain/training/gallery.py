@@ -140,10 +140,11 @@ class Gallery:
 
 
 def screen_pixels(images: Tensor, config: ResolvedConfig, max_side: int) -> Pixels:
-    """Return normalised images, (k, C, H, W), as pixels for a screen: uint8 (k, H, W, C), up to ``max_side`` wide."""
+    """Return normalised images, (k, C, H, W), as pixels for a screen: uint8 (k, H, W, C), no side over ``max_side``."""
     factor = max_side / max(images.shape[2:])
     images = images.detach().float()
     if factor < 1:
-        images = F.interpolate(images, scale_factor=factor, mode="area")
+        size = [max(1, int(side * factor)) for side in images.shape[2:]]
+        images = F.interpolate(images, size, mode="area")
     mean, std = (images.new_tensor(values)[:, None, None] for values in (config.mean, config.std))
     return ((images * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()

@@ -18,15 +18,16 @@ from raytrain.runs.documents import EVALUATION, read_json
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.batch import Batch
-from raytrain.training.gallery import Gallery
+from raytrain.training.gallery import Gallery, screen_pixels
 from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.memory_runs import config
 
 CLASSES = ("a", "b", "c")
 
 
 def gallery(store: Store, classes: tuple[str, ...] = CLASSES) -> Gallery:
-    config = digits(data="images").resolve(name="run", num_workers=1, device="cpu", mean=(0.5,), std=(0.25,))
-    return Gallery(config, classes, store, report=lambda text: None)
+    options = digits(data="images").resolve(name="run", num_workers=1, device="cpu", mean=(0.5,), std=(0.25,))
+    return Gallery(options, classes, store, report=lambda text: None)
 
 
 def batch(labels: list[int], first_sample: int = 0, side: int = 4) -> Batch:
@@ -114,3 +115,10 @@ def test_the_workers_put_together_what_each_has_seen(tmp_path: Path) -> None:
     document = written(open_store(str(tmp_path)))
     assert sorted(document["confusion"]) == [[0, 1, 2], [1, 1, 2]]
     assert [example["sample"] for example in document["worst"]][:2] == [2, 0]
+
+
+@pytest.mark.parametrize("shape", [(8, 1000), (1000, 8), (50, 100), (28, 28)])
+def test_images_are_shown_in_a_size_that_has_pixels(shape: tuple[int, int]) -> None:
+    shown = screen_pixels(torch.zeros(2, 3, *shape), config(), 96)
+    height, width = shown.shape[1:3]
+    assert min(height, width) > 0 and max(height, width) == min(96, max(shape))
