@@ -74,8 +74,11 @@ class TrialResult:
         )
 
     def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
-        """Return the trial's state with the metrics in the ``rows`` of evaluations; only finite values count."""
-        rows = list(rows)
+        """Return the trial's state with the metrics in the ``rows`` of evaluations; only finite values count.
+
+        An evaluation before the first step is of no epoch, and of a network that the trial has not trained.
+        """
+        rows = [row for row in rows if row.step > 0]
         values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
         known = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))
         best = min if self.is_lower_better else max

@@ -140,7 +140,7 @@ class TrialRun:
         if snapshot.first_row == 0:
             self._evaluations.clear()
         for row in snapshot.rows:
-            if row.kind == "evaluation":
+            if row.kind == "evaluation" and row.step > 0:
                 self._evaluations[row.step] = row
                 metric = self.trial.metric
                 if metric not in row.metrics:

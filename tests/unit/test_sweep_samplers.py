@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,13 @@ class Killed(BaseException):
 class Trainer:
     """Trains nothing: measures a loss that is lowest at a rate of 0.1, each trial after the other.
 
-    In the trial of the number ``killed_in`` the sweep is killed.
+    In the trial of the number ``killed_in`` the sweep is killed. ``untrained`` are losses of trials before their first
+    step, by their names.
     """
 
-    def __init__(self, killed_in: int | None = None) -> None:
+    def __init__(self, killed_in: int | None = None, untrained: Mapping[str, float] | None = None) -> None:
         self.killed_in = killed_in
+        self.untrained = untrained or {}
         self.started: list[str] = []
         self.requests: list[TrainRequest] = []
         self.configs: list[TrainConfig] = []
@@ -73,6 +75,9 @@ class Trainer:
         monitor = RunMonitor(name, EPOCHS, 1, history)
         monitor.started(1, 0)
         assert request.view is not None and isinstance(config.learning_rate, float)
+        if name in self.untrained:
+            monitor.record(MetricRow(kind="evaluation", step=0, epoch=1, metrics={"loss": self.untrained[name]}))
+            request.view(monitor.snapshot())
         for epoch in range(1, EPOCHS + 1):
             loss = abs(config.learning_rate - 0.1) + 1 / epoch
             monitor.record(MetricRow(kind="evaluation", step=epoch, epoch=epoch, metrics={"loss": loss}))
@@ -144,6 +149,18 @@ def test_optunas_pruners_stop_points_of_chance_too(swept: Callable[..., SweepRes
     assert {(reason.metric, reason.detail) for reason in reasons if isinstance(reason, StopReason)} == {
         ("loss", "successive-halving")
     }
+
+
+def test_what_a_trial_measures_before_its_first_step_is_not_compared(swept: Callable[..., SweepResult]) -> None:
+    trainer = Trainer(untrained={"tried-00": 0.01, "tried-01": 9.0})
+    result = swept(trainer, vary="learning-rate=0.2,0.1", early_stopping=True)
+    assert [(trial.name, trial.status) for trial in result.trials] == [
+        ("tried-01", "finished"),
+        ("tried-00", "finished"),
+    ]
+    assert [len(trial.evaluations) for trial in result.trials] == [EPOCHS, EPOCHS]
+    resumed = swept(Trainer(), resume=True, early_stopping=True)
+    assert [trial.evaluations for trial in resumed.trials] == [trial.evaluations for trial in result.trials]
 
 
 def test_as_many_trials_train_at_once_as_there_is_room_for_their_workers(
