@@ -476,6 +476,14 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         expect(facts).to_have_text("2 runs · running · best rates-01, accuracy 90.0 %")
 
 
+def test_the_home_counts_the_one_trial_of_a_sweep_that_has_begun(visit: Visit, tmp_path: Path) -> None:
+    for name in ("rates", "rates-00"):
+        store_run(tmp_path, name, [])
+    write_json(run_store(str(tmp_path), "rates"), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        expect(visit(server.url).locator(".home tbody .about")).to_have_text("1 run")
+
+
 @pytest.mark.parametrize("width", [1440, 1024, 390])
 def test_the_home_shows_all_runs_at_once_on_every_screen(visit: Visit, tmp_path: Path, width: int) -> None:
     for number in range(17):

@@ -129,7 +129,7 @@ export class Home {
       [...this.body.querySelectorAll("button")].find(({ dataset }) => dataset.group === name)?.focus();
     };
     const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
-    const about = `${runs.length} runs${score(best) === null ? "" : `, best ${best.name}`}`;
+    const about = `${runs.length === 1 ? "1 run" : `${runs.length} runs`}${score(best) === null ? "" : `, best ${best.name}`}`;
     const dollars = this.runs.find((run) => run.name === name)?.dollars; // of the sweep: those of its trials overlap
     const line = this.row({ ...best, name, dollars, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
     return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
