@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import socket
 import threading
 import urllib.error
@@ -17,8 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
+from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page import server as page_server
 from raytrain.display.page import watched_runs
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
@@ -26,7 +30,7 @@ from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import StorageError, UsageError, shell_command
 from raytrain.experiments.trials import names_of
 from raytrain.monitor.events import Evaluated, TimedEvent
-from raytrain.runs.documents import STOP_REQUEST, SWEEP, run_store, write_json
+from raytrain.runs.documents import EVALUATION, STOP_REQUEST, SWEEP, VALIDATION_MANIFEST, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.provenance import Provenance, record_provenance
@@ -281,6 +285,28 @@ def test_a_viewer_of_trials_gets_what_their_sweep_has_cost(tmp_path: Path) -> No
     with page(tmp_path, "rates-00", "rates-01", "alone-1") as server:
         costs = (content["sweep_dollars"] for event, content in messages(server) if event == "runs")
         assert next(filter(None, costs)) == {"rates": 0.5}
+
+
+def test_a_run_that_is_deleted_and_trained_anew_names_its_own_images(tmp_path: Path) -> None:
+    def worst() -> str:
+        return runs.documents("run")["evaluation"]["worst"][0]["key"]
+
+    def train(day: int, key: str) -> None:
+        store = store_run(tmp_path, "run", [])
+        started_at = f"2026-11-{day}T00:00:00Z"
+        attempt = Provenance(first_step=0, started_at=started_at, command="", python="3.12", packages={})
+        record_provenance(store, attempt)
+        keys, one = pa.array([key]), np.ones(1, np.int64)
+        manifest = Manifest(keys, np.zeros(1, np.int32), one, keys, ("a", "b"), "images")
+        store.put(VALIDATION_MANIFEST, manifest.to_parquet())
+        write_json(store, EVALUATION, {"worst": [{"sample": 0}]})
+
+    with StoredRuns(str(tmp_path), []) as runs:
+        train(28, "a/first.png")
+        assert worst() == "a/first.png"
+        shutil.rmtree(tmp_path / "run")
+        train(29, "b/second.png")
+        assert worst() == "b/second.png"
 
 
 def test_runs_with_similar_names_are_no_sweep(tmp_path: Path) -> None:

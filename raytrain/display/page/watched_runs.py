@@ -67,7 +67,9 @@ class WatchedRuns:
         self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # of the start of a run, such as ``listing the images``
-        self._keys: dict[str, Any] = {}  # of the validation images of each run
+        # The keys of each run's validation images, with the start of its first attempt: a run that was deleted and
+        # trained anew has others.
+        self._keys: dict[str, tuple[str, Any]] = {}
         self._sweep_dollars: dict[str, float] = {}  # cost of all trials together so far, by the name of the sweep
         self.on_change: Callable[[], object] = lambda: None
         """Called after each change, in any thread."""
@@ -110,11 +112,12 @@ class WatchedRuns:
         A search for a learning rate also has the rate that its losses suggest. What cannot be read is left out.
         """
         store = run_store(self.storage, name)
-        config, suggestion, resume, unused, made_of, heartbeat_at = None, None, None, (), "", ""
+        config, suggestion, resume, unused, made_of, began_at, heartbeat_at = None, None, None, (), "", "", ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
             unused = read_unused_options(store)
-            made_of = next((attempt.summary() for attempt in reversed(read_provenance(store))), "")
+            if attempts := read_provenance(store):
+                made_of, began_at = attempts[-1].summary(), attempts[0].started_at
             status = read_status(store)
             heartbeat_at = status.heartbeat_at
             resume = self._resume_command(name, store, config, status)
@@ -126,12 +129,12 @@ class WatchedRuns:
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
-            if name not in self._keys:
+            if name not in self._keys or self._keys[name][0] != began_at:
                 with suppress(FileNotFoundError):
-                    self._keys[name] = Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
+                    self._keys[name] = began_at, Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
             with suppress(KeyError, IndexError, TypeError, ValueError):
                 for example in evaluation["worst"]:
-                    example["key"] = self._keys[name][example["sample"]].as_py()
+                    example["key"] = self._keys[name][1][example["sample"]].as_py()
         suspicious: dict[str, Any] = {}
         with suppress(StorageError):
             suspicious = read_json(store, SUSPICIOUS_LABELS)
