@@ -123,7 +123,7 @@ def plan_sweep(
         words = " ".join(stored.vary)
         raise UsageError(
             f"Sweep {config.name!r} was started with --vary {words} and {format_count(stored.num_trials, 'trial')}; "
-            "leave --vary and --trials out to resume it, or start another sweep with another --name."
+            "leave --vary, --trials and --folds out to resume it, or start another sweep with another --name."
         )
     drawn_by = stored.sampler if stored.sampler or sampler not in ("grid", "random") else sampler
     if sampler not in (None, drawn_by) or pruner not in (None, stored.pruner):
