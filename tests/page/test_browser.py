@@ -476,6 +476,13 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         expect(facts).to_have_text("2 runs · running · best rates-01, accuracy 90.0 %")
 
 
+def test_the_best_value_in_the_home_is_that_of_all_evaluations(visit: Visit, tmp_path: Path) -> None:
+    rows = [evaluation_row(step, loss=0.1 + step / 100) for step in range(1, 301)]
+    store_run(tmp_path, "overfits", rows, best="loss")
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        expect(visit(server.url).locator(".home td.accuracy")).to_have_text("0.11")
+
+
 def test_the_home_counts_the_one_trial_of_a_sweep_that_has_begun(visit: Visit, tmp_path: Path) -> None:
     for name in ("rates", "rates-00"):
         store_run(tmp_path, name, [])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain.config import TrainConfig
 from raytrain.data.labels.manifest import Manifest
@@ -256,7 +256,7 @@ class HomeRuns(StoredRuns):
     def __init__(self, storage: str) -> None:
         super().__init__(storage, [])
         self._opening = threading.Lock()
-        self._curves: dict[str, tuple[str | None, list[float | None]]] = {}  # with the run's heartbeat at that time
+        self._curves: dict[str, tuple[str | None, _Measured]] = {}  # with the run's heartbeat at that time
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return the first message to a viewer; without a choice, the viewer shows the list of runs."""
@@ -291,33 +291,42 @@ class HomeRuns(StoredRuns):
         listed = {run.name for run in runs}.intersection(prefixes.values())
         groups = {name for name in listed if run_store(self.storage, name).fail_fast().exists(SWEEP)}
 
-        return {
-            "storage": self.storage,
-            "left_out": left_out,
-            "runs": [
+        entries: list[dict[str, Any]] = []
+        for number, run in enumerate(runs):
+            metric = compared_by(run.config)
+            measured = self._measured(run, metric) if number < _NUM_CURVES else _Measured([], None)
+            entries.append(
                 {
                     **run_info_json(run),
                     "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
-                    "metric": _metric_json(compared_by(run.config)),
-                    "measured": self._measured(run) if number < _NUM_CURVES else [],
+                    "metric": _metric_json(metric),
+                    "measured": measured.curve,
+                    "best_value": run.best_value if measured.best is None else measured.best,
                 }
-                for number, run in enumerate(runs)
-            ],
-        }
+            )
+        return {"storage": self.storage, "left_out": left_out, "runs": entries}
 
-    def _measured(self, run: RunInfo) -> list[float | None]:
-        """Return the run's metric in its last 200 evaluations.
+    def _measured(self, run: RunInfo, metric: Compared) -> _Measured:
+        """Return the run's metric in its last 200 evaluations, and the best of all of them.
 
         The history is read again if the run has a new heartbeat, or if the last read failed.
         """
-        read_at, curve = self._curves.get(run.name, (None, []))
+        read_at, measured = self._curves.get(run.name, (None, _Measured([], None)))
         if read_at != run.status.heartbeat_at:
             with suppress(RaytrainError):
                 rows = read_metrics(run_store(self.storage, run.name).fail_fast(), ignore)
-                values = [row.metrics.get(run.best_metric) for row in rows if row.kind == "evaluation"]
-                curve = plain(values[-_NUM_POINTS:])
-                self._curves[run.name] = run.status.heartbeat_at, curve
-        return curve
+                values = plain([row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"])
+                best = max((value for value in values if value is not None), key=metric.score, default=None)
+                measured = _Measured(values[-_NUM_POINTS:], best)
+                self._curves[run.name] = run.status.heartbeat_at, measured
+        return measured
+
+
+class _Measured(NamedTuple):
+    """A run's metric of --best in its last evaluations, and the best value in any evaluation."""
+
+    curve: list[float | None]
+    best: float | None
 
 
 def _sweep_name(run: str) -> str | None:

@@ -158,8 +158,8 @@ export class Home {
 }
 
 /** The best value of the metric of a run, null if none is known. */
-function best({ metric, measured, validation_accuracy }) {
-  return bestOf(metric, metric.name === "accuracy" ? [...measured, validation_accuracy] : measured);
+function best({ metric, best_value, validation_accuracy }) {
+  return bestOf(metric, metric.name === "accuracy" ? [best_value, validation_accuracy] : [best_value]);
 }
 
 /** A number that is larger for a better run; null if none is known. */
