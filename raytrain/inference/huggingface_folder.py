@@ -16,6 +16,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import timm_name
 from raytrain.errors import UsageError
 from raytrain.inference.classifier import Classifier
+from raytrain.inference.model_card import lines_of_views
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.model import timm_arguments
@@ -34,9 +35,10 @@ model = timm.create_model({name!r}, pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data)
 {pad}image = Image.open("photo.jpg").convert("{mode}")
-with torch.no_grad():
-    logits = model(transform(image)[None])
-scores = logits[0].{activation}
+images = transform(image)[None]
+{views}with torch.no_grad():
+    logits = model(images).mean(dim=0)
+scores = logits.{activation}
 print(dict(zip(model.pretrained_cfg["label_names"], scores.tolist())))"""
 
 _BLACK = """\
@@ -95,6 +97,7 @@ def lines_with_timm(output: str, classifier: Classifier) -> str:
     return _LINES.format(
         name=f"local-dir:{output}",
         mode="L" if classifier.shape.channels == 1 else "RGB",
+        views=lines_of_views(classifier),
         pad=_BLACK if classifier.cropping.resize == "pad" else "",
         activation="softmax(dim=0)" if classifier.thresholds is None else "sigmoid()",
     )

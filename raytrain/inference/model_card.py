@@ -181,11 +181,21 @@ classes = json.loads(files["classes.json"])
 pixels = np.asarray(image, np.float32)[{axes}] / 255
 pixels = (pixels - {mean}) / {std}
 images = torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))
-{network}
+{views}{network}
 model.load_state_dict(safetensors.torch.load_file({file!r}))
-logits = model.eval()(images).detach().numpy()[0]
+logits = model.eval()(images).detach().numpy().mean(axis=0)
 with safetensors.safe_open({file!r}, "pt") as opened:
     classes = json.loads(opened.metadata()["classes"])
+""",
+}
+_VIEWS = {  # of --test-views, by which `predict` averages the logits; weights know nothing of them
+    "shift": """\
+padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
+shifted = [padded[:, :, 2:, 2:], padded[:, :, :-2, :-2]]
+images = torch.cat([images, images, *shifted])
+""",
+    "flip": """\
+images = torch.cat([images, images.flip(-1)])
 """,
 }
 _SOFTMAX = """\
@@ -249,6 +259,14 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
     return "\n".join(lines)
 
 
+def lines_of_views(classifier: Classifier) -> str:
+    """Return the lines of Python that add the test views of an image to ``images``, (1, C, H, W); "" if it has none.
+
+    The mean of the logits over all images is that of ``predict``: shifted copies count half as much as the image.
+    """
+    return "".join(lines for view, lines in _VIEWS.items() if view in classifier.test_views)
+
+
 def example(classifier: Classifier, file: str, suffix: str, network: str = "") -> str:
     """Return lines of Python that classify ``photo.jpg`` with the network in ``file``, without raytrain.
 
@@ -260,6 +278,7 @@ def example(classifier: Classifier, file: str, suffix: str, network: str = "") -
         **preprocessing(classifier),
         "file": file,
         "network": network,
+        "views": lines_of_views(classifier),
         "w": shape.width,
         "h": shape.height,
         "fraction": cropping.crop_fraction,
