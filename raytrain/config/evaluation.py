@@ -64,7 +64,7 @@ def is_fraction(metric: str) -> bool:
 
 def check_evaluation(options: EvaluationOptions) -> None:
     """Raise UsageError if ``until`` or a metric is malformed, or evaluations are needed that never happen."""
-    if options.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+(e[-+]?\d+)?", options.until):
+    if options.until is not None and not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", options.until):
         raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
     for name in options.metrics:
         if not (_NAMED.fullmatch(name) or re.fullmatch(r"torchmetrics:[A-Za-z]\w*(\(.*\))?", name)):

@@ -29,7 +29,10 @@ def evaluated(
     return stop.reason, progress
 
 
-@pytest.mark.parametrize(("until", "accuracies"), [("accuracy=0.5", [0.3, 0.5]), ("loss=.3", [0.3, 0.5, 0.8])])
+@pytest.mark.parametrize(
+    ("until", "accuracies"),
+    [("accuracy=0.5", [0.3, 0.5]), ("loss=.3", [0.3, 0.5, 0.8]), ("loss=3.E-1", [0.3, 0.5, 0.8])],
+)
 def test_a_run_stops_once_a_metric_is_reached(until: str, accuracies: list[float]) -> None:
     reason, _ = evaluated(accuracies, until=until)
     assert reason is not None and (reason.kind, reason.detail) == ("target", until)

@@ -176,6 +176,7 @@ class Table:
         ("model_option", None, ()),
         ("until", {"accuracy": 0.95}, "accuracy=0.95"),
         ("until", ("loss", 1e-5), "loss=1e-05"),
+        ("until", {"log_likelihood": -1.5}, "log_likelihood=-1.5"),
         ("validation_fold", (2, 5), "2/5"),
         ("workers", [1, 4], "1..4"),
         ("class_weights", {"cat": np.float64(2.5), "dog": 1}, '{"cat": 2.5, "dog": 1}'),
