@@ -212,8 +212,8 @@ def _array_as_pillow(image: object) -> Image.Image:
             image = np.moveaxis(image, 0, 2)
     if not isinstance(image, np.ndarray):
         raise UsageError(
-            f"An image is a {type(image).__name__}; give a path, the bytes of a file, an image of Pillow, or an array "
-            "or tensor of pixels."
+            f"An image is of type {type(image).__name__}; give a path, the bytes of a file, an image of Pillow, or an "
+            "array or tensor of pixels."
         )
 
     # Numbers from 0 to 1 become the nearest of 0 to 255; nothing else is guessed.

@@ -304,8 +304,8 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
 @pytest.mark.parametrize(
     ("image", "sentence"),
     [
-        (7, "An image is a int; give a path"),
-        ([None], "An image is a NoneType"),
+        (7, "An image is of type int; give a path"),
+        ([None], "An image is of type NoneType"),
         (
             np.zeros((20, 12), np.float32) + 200,
             r"array of float32 of shape \(20, 12\); give uint8, or",
