@@ -39,7 +39,7 @@ def _classifiers_of(library: str) -> list[str]:
     package = importlib.util.find_spec(library)
     folders = (package and package.submodule_search_locations) or []
     files = [file for folder in folders for file in Path(folder, "models").glob("*.py")]
-    return [name for file in files for name in _REGISTERED.findall(file.read_text())]
+    return [name for file in files for name in _REGISTERED.findall(file.read_text("utf-8"))]
 
 
 def check_optimizer_name(name: str) -> None:

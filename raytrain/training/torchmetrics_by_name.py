@@ -55,7 +55,7 @@ def _classes_of_torchmetrics() -> frozenset[str]:
     files = [
         Path(folder, *place) for folder in folders for place in (["__init__.py"], ["classification", "__init__.py"])
     ]
-    texts = [file.read_text().partition("__all__")[2] for file in files if file.is_file()]
+    texts = [file.read_text("utf-8").partition("__all__")[2] for file in files if file.is_file()]
     return frozenset(name for text in texts for name in re.findall(r"\"([A-Z]\w+)\"", text))
 
 

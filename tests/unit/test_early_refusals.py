@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -94,6 +95,13 @@ def test_every_network_of_timm_is_known() -> None:
     for name in timm.list_models():
         check_model_name(f"timm:{name}")
     check_model_name("timm:resnet10t.c3_in1k")
+
+
+@pytest.mark.not_quick
+def test_names_of_networks_are_known_whatever_the_encoding_of_the_locale_is() -> None:
+    script = "from raytrain.training.model_names import check_model_name as check; check('timm:resnet10t')"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script], env=ascii_only, check=True)
 
 
 def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
