@@ -7,7 +7,7 @@ in many tutorials, fails with channels last, so the network is tried with one im
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.training.model import build_model
+
+_known: dict[str, bool] = {}  # by the arguments as text, because most trials of a sweep have the same network
 
 
 def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
@@ -24,17 +26,17 @@ def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
 
     Example: ``suits_channels_last(recipes.custom(model="resnet50", batch_size=32), num_classes=10)``
     """
-    options = tuple(config.model_options.items())
-    return _suits(config.model, num_classes, config.channels, config.full_image_size, options)
+    options, size = config.model_options, config.full_image_size
+    key = repr((config.model, num_classes, config.channels, size, options))
+    if key not in _known:
+        _known[key] = _suits(config.model, num_classes, config.channels, size, options)
+    return _known[key]
 
 
-@cache  # because most trials of a sweep have the same network
-def _suits(
-    model: str, num_classes: int, channels: int, size: tuple[int, int], options: tuple[tuple[str, Any], ...]
-) -> bool:
-    """Return what :func:`suits_channels_last` does, for arguments that can be keys of the cache."""
+def _suits(model: str, num_classes: int, channels: int, size: tuple[int, int], options: Mapping[str, Any]) -> bool:
+    """Return what :func:`suits_channels_last` does."""
     try:
-        network = build_model(model, num_classes, channels, 0, size, dict(options))
+        network = build_model(model, num_classes, channels, 0, size, options)
         # Windows of convolutions overlap, unlike the patches of a transformer.
         layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
         if not any(size > step for layer in layers for size, step in zip(layer.kernel_size, layer.stride, strict=True)):

@@ -57,6 +57,17 @@ def test_it_is_for_convolutions_that_take_such_images(model: str, suits: bool) -
     assert suits_channels_last(config, 10) == suits
 
 
+class Deep(nn.Sequential):
+    def __init__(self, num_classes: int, depths: list[int]) -> None:
+        super().__init__(*(nn.Conv2d(3, 3, 3, padding=1) for _ in depths), nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+def test_options_of_the_network_may_be_lists() -> None:
+    option = {"model_option": ("depths=[1, 2]",)}
+    config = recipes.custom(model="tests.unit.test_memory_format:Deep", batch_size=8, learning_rate=0.1, **option)
+    assert suits_channels_last(config, 10)
+
+
 def with_network_of_options(run: Run) -> None:
     run.prepare(run.build_model())
 
