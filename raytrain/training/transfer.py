@@ -128,7 +128,7 @@ def _find_state_dict(content: Any, location: str) -> dict[str, Tensor]:
     while isinstance(content, Mapping) and not _holds_tensors(content):
         inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
         if inner is None:
-            several = {name: value for name, value in content.items() if _holds_tensors(value)}
+            several = {name: value for name, value in content.items() if _holds_tensors(value) and value}
             if len(several) > 1:
                 raise UsageError(
                     f"--weights {location} holds {len(several)} state_dicts, {some_of(list(map(str, several)))}; save "

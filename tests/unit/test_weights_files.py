@@ -62,6 +62,8 @@ def prefixed(prefix: str) -> Callable[[Weights], Weights]:
         lambda weights: {"state_dict": weights, "epoch": 3, "optimizer": {"state": {}}},
         lambda weights: {"model": weights, "args": {"lr": 0.1}},
         lambda weights: {"model_ema": weights, "epoch": 3},
+        lambda weights: {"student": weights, "hyper_parameters": {}, "callbacks": {}},
+        lambda weights: {**weights, "args": {}},
         lambda weights: {**weights, "epoch": 3},
         lambda weights: {"model_state_dict": prefixed("module.")(weights)},
         prefixed("module."),
