@@ -7,7 +7,7 @@ here, and because its first update forgets the initial weights.
 from __future__ import annotations
 
 import copy
-from typing import Any, SupportsInt
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,11 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        if not isinstance(decay, SupportsFloat) or not 0 <= decay < 1:
+            raise UsageError(f"WeightAverage got a decay of {decay!r}; give a number of at least 0 and below 1.")
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.source = model
         self._decay = decay
-        if not 0 <= decay < 1:
-            raise UsageError(f"WeightAverage got a decay of {decay!r}; give a number of at least 0 and below 1.")
 
     def __call__(self, images: Tensor) -> Any:
         """Return the output of the averaged network for ``images``, (m, channels, H, W)."""

@@ -119,8 +119,8 @@ def test_every_generator_repeats_in_a_repeated_run_and_differs_between_steps_and
     assert len(set(numbers)) == len(numbers) == 2 * 12 * 3
 
 
-@pytest.mark.parametrize("decay", [1.0, 9, -0.1])
-def test_an_average_with_a_decay_that_is_none_is_refused(decay: float) -> None:
+@pytest.mark.parametrize("decay", [1.0, 9, -0.1, None, "0.9"])
+def test_an_average_with_a_decay_that_is_none_is_refused(decay: Any) -> None:
     with pytest.raises(UsageError, match="WeightAverage got a decay of"):
         WeightAverage(nn.Linear(2, 2), decay)
 
