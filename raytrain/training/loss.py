@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,11 @@ class Loss:
         """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
         config = self._config
         check_logits("run.loss", logits, targets, self._num_classes)
+        if config.multi_label and targets.ndim == 1:
+            raise UsageError(
+                "run.loss got batch.labels, which number sets of classes here, because an image may have several; give "
+                "it batch.targets, one number per image and class."
+            )
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
         self._learns_labels |= targets.ndim == 1 and logits.requires_grad
         self._observe(logits, targets)
@@ -103,7 +109,7 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
         )
 
 
-def check_answers(logits: Tensor, labels: Tensor, num_classes: int) -> None:
+def check_answers(logits: Any, labels: Tensor, num_classes: int) -> None:
     """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; C may be more than the number of classes."""
-    is_wide = logits.ndim == 2 and len(logits) == len(labels) and logits.shape[1] > num_classes
-    check_logits("run.accuracy", logits, labels, logits.shape[1] if is_wide else num_classes)
+    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(labels)
+    check_logits("run.accuracy", logits, labels, max(num_classes, logits.shape[1]) if fits else num_classes)

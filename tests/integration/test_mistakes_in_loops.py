@@ -109,6 +109,10 @@ def one_logit(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     run.log(accuracy=run.accuracy(model(batch.images)[:, :1], batch))
 
 
+def a_tuple_of_logits(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    run.log(accuracy=run.accuracy((model(batch.images),), batch))  # pyright: ignore[reportArgumentType]
+
+
 def sums_over_processes(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -> None:
     dist.all_reduce(model(batch.images).detach().mean(0))
 
@@ -139,6 +143,7 @@ def gathers_a_number(run: Run, model: nn.Module, optimizer: Any, batch: Batch) -
             sums_over_processes,
             r"calls torch.distributed \(.*all_reduce.*one worker has no process group: use run.gather",
         ),
+        (a_tuple_of_logits, "run.accuracy got a tuple from the network; give it the logits, a tensor with one row"),
         (one_logit, r"run.accuracy got logits of the shape \(7, 1\) for 7 images and 4 classes"),
     ],
 )

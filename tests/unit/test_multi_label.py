@@ -170,6 +170,13 @@ def test_the_loss_is_torchs() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_numbers_of_sets_of_classes_are_no_targets() -> None:
+    config = TrainConfig(batch_size=1, labels="labels.csv", label_separator="|")
+    loss = Loss(config, 3, None, torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"run.loss got batch.labels, which number sets of classes .* batch.targets"):
+        loss(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64))
+
+
 @pytest.mark.not_quick
 def test_one_and_three_workers_train_and_measure_the_same(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=False)
