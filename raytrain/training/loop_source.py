@@ -47,15 +47,18 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
         elif isinstance(thing, FunctionType) and is_of_user(thing.__code__.co_filename):
             of_module, of_closure = variables_of(thing)
             namespace = thing.__globals__
-            referred = [thing.__code__, *of_module.values(), *of_closure.values()]
+            defaults = *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()
+            referred = [thing.__code__, *of_module.values(), *of_closure.values(), *defaults]
+        elif isinstance(thing, FunctionType):  # of a library's decorator, such as torch.no_grad(), around the user's
+            referred = [*variables_of(thing)[1].values()] if thing.__closure__ else []
         elif isinstance(thing, MethodType):
             referred = [thing.__func__, type(thing.__self__)]
         elif isinstance(thing, partial):
-            referred = [thing.func, *thing.args]  # pyright: ignore[reportUnknownMemberType]
+            referred = [thing.func, *thing.args, *thing.keywords.values()]  # pyright: ignore[reportUnknownMemberType]
         elif isinstance(thing, type):
             referred = [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
-        elif callable(thing) and not isinstance(thing, FunctionType):
-            referred = [type(thing)]
+        elif callable(thing):
+            referred = [type(thing), getattr(thing, "__dict__", {}).get("__wrapped__")]  # as functools.cache keeps it
         waiting += [(value, namespace) for value in referred]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,34 @@ class Recipe:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=run.config.learning_rate))
         fit(run, model, optimizer)
+
+
+@torch.enable_grad()
+def behind_a_decorator(run: Run) -> None:
+    with_all(run)
+
+
+@cache
+def all_of_it() -> Callable[[Run], None]:
+    return with_all
+
+
+def given_a_function(run: Run, part: Callable[[Run], None] = with_all) -> None:
+    part(run)
+
+
+def given_by_name(run: Run, *, part: Callable[[Run], None]) -> None:
+    part(run)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [behind_a_decorator, lambda run: all_of_it()(run), given_a_function, partial(given_by_name, part=with_all)],
+)
+def test_functions_behind_decorators_and_among_arguments_are_parts_of_a_loop(
+    loop: Callable[[Run], None], tmp_path: Path
+) -> None:
+    assert notes_of(tmp_path, loop, **GIVEN) == []
 
 
 def test_a_loop_that_uses_all_options_is_told_nothing(tmp_path: Path) -> None:
