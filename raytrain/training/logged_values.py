@@ -49,7 +49,7 @@ def logged_fractions(
                 fractions[prefix] = _detached(measured) * weight, weight
             elif isinstance(measured, Tensor) and measured.ndim == 1 and len(measured) <= _MOST_NUMBERS:
                 suffixes = classes if len(measured) == len(classes) else range(len(measured))
-                for suffix, number in zip(suffixes, measured.detach(), strict=True):
+                for suffix, number in zip(suffixes, _detached(measured), strict=True):
                     fractions[f"{prefix} {suffix}"] = number * weight, weight
             else:
                 shape = f" of the shape {tuple(measured.shape)}" if isinstance(measured, Tensor) else ""
@@ -72,5 +72,8 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str)
 
 
-def _detached(value: Any) -> Tensor | float:
-    return value.detach() if isinstance(value, Tensor) else float(value)
+def _detached(value: Any) -> Any:
+    """Return ``value`` as a number or a tensor, of at least 32 bits, as its product with a number of images needs."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.detach() if value.element_size() >= 4 else value.detach().float()

@@ -83,6 +83,8 @@ def logs_in_all_forms(folder: str) -> tuple[list[dict[str, float | None]], list[
                     fraction=F.one_hot(batch.labels, 4).double().mean(dim=0),
                     moment=torch.stack([labels.mean(), labels.square().mean()]),
                     so_far=metric,
+                    half=torch.full((), 30_000.0, dtype=torch.float16),
+                    byte=torch.full((2,), 200, dtype=torch.uint8),
                 )
                 seen.append(every)
                 fractions = F.one_hot(every.long(), 4).double().mean(dim=0).tolist()
@@ -94,6 +96,9 @@ def logs_in_all_forms(folder: str) -> tuple[list[dict[str, float | None]], list[
                         "moment 0": every.mean().item(),
                         "moment 1": every.square().mean().item(),
                         "so_far": torch.cat(seen).mean().item(),
+                        "half": 30_000.0,
+                        "byte 0": 200.0,
+                        "byte 1": 200.0,
                     }
                 )
 
