@@ -367,7 +367,8 @@ class Run:
             totals = torch.stack([divisor * (num_used > 0), torch.full_like(divisor, num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)
-            total, num_images = totals.to(numerator.dtype).clamp(min=torch.finfo(numerator.dtype).tiny)
+            dtype = numerator.dtype if numerator.is_floating_point() else torch.float64  # a count of right answers
+            total, num_images = totals.to(dtype).clamp(min=torch.finfo(dtype).tiny)
             return numerator / total * (num_images / max(num_used, 1))
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
