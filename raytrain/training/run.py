@@ -512,10 +512,11 @@ class Run:
     def _evaluated(self, *, keeps_weights: bool = False) -> dict[str, float]:
         """Return the metrics on the images of ``_measured_part``, from the loop's own evaluation if it has one."""
         self.evaluating = True
-        with self.models.evaluating(keeps_weights=keeps_weights):
-            measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
-        self.evaluating = False
-        return measured
+        try:
+            with self.models.evaluating(keeps_weights=keeps_weights):
+                return self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
+        finally:  # a loop may go on after an evaluation that has failed
+            self.evaluating = False
 
     def finish(self) -> Outcome:
         """End the run after the loop has returned. Raises UsageError if only some workers' loops have returned."""

@@ -190,6 +190,27 @@ def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for_when_it_is_me
         assert note["score"] == 0.5
 
 
+def test_a_loop_that_catches_the_error_of_an_evaluation_shows_training_batches_as_before(tmp_path: Path) -> None:
+    def fails_once(run: Run) -> dict[str, float]:
+        if len(seen) == 1:
+            raise ValueError("out of luck")
+        return {"accuracy": 0.5}
+
+    def loop(run: Run) -> None:
+        model, optimizer = prepared(run)
+        for epoch in run.epochs(evaluate=lambda: fails_once(run)):
+            for batch in epoch:
+                learn(model, optimizer, batch)
+                if batch.step == 1:
+                    with pytest.raises(ValueError, match="out of luck"):
+                        run.evaluate()
+                seen.append(run.evaluating)
+
+    seen: list[bool] = []
+    train_loop(loop, tmp_path)
+    assert seen == [False] * 12
+
+
 def test_an_evaluation_that_would_replace_what_the_history_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="evaluation returned step, which the metrics history has already; give it an"):
         train_loop(measured_by(lambda run: {"accuracy": 0.5, "step": 3.0}), tmp_path)
