@@ -280,7 +280,8 @@ def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[in
     # numbers.
     modes = [(layer, layer.training) for layer in model.modules()]
     try:
-        model.eval()(torch.zeros(1, channels, *image_size))
+        like = next(model.parameters())  # whose type and device a lazy layer has, too
+        model.eval()(torch.zeros(1, channels, *image_size, dtype=like.dtype, device=like.device))
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
             f"The network has lazy layers, which an image of {channels}x{image_size[0]}x{image_size[1]} numbers cannot "

@@ -134,7 +134,7 @@ def test_a_weight_without_dimensions_learns_from_microbatches_what_it_learns_fro
 def lazy_weights(folder: str) -> list[Tensor]:
     run = make_run(config(batch_size=7, model=f"{__name__}:lazy"), images(NUM_IMAGES), folder, Recorder())
     torch.manual_seed(run.rank)  # as a loop may do that makes its network itself
-    own = run.prepare(lazy(run.num_classes, 3))
+    own = run.prepare(lazy(run.num_classes, 3).half())
     assert all(each.device.type == "cpu" and each.numel() for each in own.parameters())
     train(run)
     return [each.detach().clone() for each in (*run.models.trained[1].parameters(), *own.parameters())]
