@@ -111,6 +111,8 @@ def held_generators(function: Any) -> list[Any]:
         value = waiting.pop()
         if id(value) not in seen:
             seen[id(value)] = value
+            if isinstance(value, random.SystemRandom):  # it has neither a state nor a seed
+                continue
             if issubclass(type(value), _KINDS):  # isinstance() asks the metaclass of torch's, which takes longer
                 generators.append(value)
             else:

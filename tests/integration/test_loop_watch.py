@@ -5,6 +5,7 @@ The right value of most is tested in test_plain_loops.py, written as the note sa
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -430,9 +431,10 @@ def sane_numbers(run: Any) -> None:
     optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
     table, counts = np.linspace(0.5, 1.5, 50), torch.ones(4, dtype=torch.float64)
     targets = torch.zeros(50, 4, dtype=torch.float64)
-    average = 0.0
+    average, names = 0.0, random.SystemRandom()  # of files, say
     for epoch in run.epochs():
         for batch in epoch:
+            assert names.random() < 1
             logits = model(batch.images)
             losses = F.cross_entropy(logits, batch.labels, reduction="none")
             factors = torch.tensor([table[sample] for sample in batch.samples.tolist()])
