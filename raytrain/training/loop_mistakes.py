@@ -284,7 +284,8 @@ def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
     )
     asks_first = any(isinstance(node, ast.Name) and node.id in ("hasattr", "AttributeError") for node in ast.walk(loop))
     for node in of_run:
-        if node.attr not in run_attributes() | set_here and not is_renamed and not asks_first:
+        is_special = node.attr.startswith("__")  # such as __dict__
+        if node.attr not in run_attributes() | set_here and not (is_special or is_renamed or asks_first):
             hint = did_you_mean(node.attr, [name for name in run_attributes() if not name.startswith("_")])
             raise UsageError(f"{whose}: a run has no {node.attr!r}{hint} ({line_of(file, node.lineno)}).")
 

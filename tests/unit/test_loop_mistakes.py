@@ -73,6 +73,7 @@ TAKEN = {
     "train = lambda run: asyncio.run(inner(run))",
     "an assignment": "import functools\ndef two(run, n): ...\ntrain = functools.partial(two, n=1)",
     "an attribute of its own": "def train(run):\n    run.best = 0\n    print(run.best)",
+    "an attribute of all objects": "def train(run):\n    print(run.__dict__, run.__module__)",
     "a run of another kind": "def train(run):\n    for run in [1]: run.bit_length()",
     "defaults": "def train(run, lr=0.1, *more, **options): ...",
 }
