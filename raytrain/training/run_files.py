@@ -180,7 +180,7 @@ def _regular_files(folder: Path) -> Iterator[tuple[str, _Version]]:
             file = Path(parent, name)
             try:
                 status = file.stat()
-            except FileNotFoundError:  # removed since, or a link to nothing
+            except OSError:  # removed since, or a link to nothing or to itself
                 continue
             if stat.S_ISREG(status.st_mode):
                 yield file.relative_to(folder).as_posix(), (status.st_size, status.st_mtime_ns)

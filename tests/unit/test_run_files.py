@@ -46,6 +46,14 @@ def test_a_bucket_has_them_as_soon_as_they_are_sent(files: RunFiles, store: Stor
     ]
 
 
+def test_a_link_that_leads_nowhere_is_left_out(files: RunFiles, store: Store) -> None:
+    (files.folder / "nothing").symlink_to("removed")
+    (files.folder / "itself").symlink_to("itself")
+    (files.folder / "last.txt").write_text("last")
+    files.close()
+    assert [stored.path for stored in store.list("files/")] == ["files/last.txt"]
+
+
 def test_an_unused_folder_leaves_nothing(store: Store, events: list[Event]) -> None:
     files = RunFiles(store, 0, events.append)
     files.keep_changes()
