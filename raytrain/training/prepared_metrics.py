@@ -71,12 +71,13 @@ def _members(metric: Any) -> dict[str, Any]:
 
 def _joined(metric: Any, world_size: int) -> Any:
     """Return a copy of ``metric`` with the states of all workers, which no longer communicates itself."""
-    gathered: list[Any] = [metric] * world_size
-    if world_size > 1:
-        dist.all_gather_object(gathered, metric)
     joined = copy.deepcopy(metric)
-    joined.reset()
     joined.distributed_available_fn = bool  # a function that returns False, so that it does not communicate
+    if world_size == 1:
+        return joined
+    gathered: list[Any] = [metric] * world_size
+    dist.all_gather_object(gathered, metric)
+    joined.reset()
     try:
         for other in gathered:
             joined.merge_state(other.to(joined.device))

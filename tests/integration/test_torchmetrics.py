@@ -79,6 +79,41 @@ def test_what_they_have_counted_is_in_the_checkpoint(alone: list[dict[str, Any]]
         assert ours == pytest.approx(theirs, abs=1e-6)
 
 
+class Largest(Metric):
+    """The largest number so far; as ``full_state_update`` says, states of several workers cannot be merged."""
+
+    full_state_update = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.zeros(()), None)
+
+    def update(self, numbers: torch.Tensor) -> None:
+        self.largest = torch.maximum(self.largest, numbers.max())
+
+    def compute(self) -> torch.Tensor:
+        return self.largest
+
+
+def of_the_largest(folder: str) -> str:
+    recorder = Recorder()
+    run = make_run(CASE.options, images(CASE.num_samples), folder, recorder)
+    largest = run.prepare(Largest())
+    for batch in next(iter(run.epochs(evaluate=dict))):
+        largest.update(batch.samples + 1)
+        try:
+            run.log(largest=largest)
+        except UsageError as error:
+            return str(error)
+    return "logged"
+
+
+def test_one_whose_states_cannot_be_merged_is_for_one_worker(tmp_path: Path) -> None:
+    assert of_the_largest(str(tmp_path / "one")) == "logged"
+    for sentence in run_in_processes(2, of_the_largest, str(tmp_path / "two")):
+        assert "Largest on several workers cannot be merged" in sentence and "or train on one worker" in sentence
+
+
 def test_one_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     def unprepared(run: Run) -> None:
         model = run.prepare(mlp())
