@@ -315,6 +315,12 @@ def trace_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error.__cause__ or error))
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return True if ``error`` says that there is too little memory, of a GPU or of the machine."""
+    of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's; for the CPU it has a RuntimeError
+    return of_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def restart_may_help(error: BaseException) -> bool:
     """Return True if ``error`` looks transient: a lost worker, connection or process of Ray, or a failing device.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config.child_processes import send_own_code
-from raytrain.config.user_code import describe, restart_may_help, users_line
+from raytrain.config.user_code import describe, lacks_memory, restart_may_help, users_line
 from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import Note
@@ -189,8 +189,6 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
     first_step = run.progress.step
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise memory.out_of_memory(run) from error
     except RaytrainError:
         raise
     except BdbQuit as error:
@@ -201,8 +199,7 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             False,
         ) from error
     except (Exception, SystemExit) as error:
-        # The CPU's memory: torch raises no exception of its own for that.
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        if lacks_memory(error):
             raise memory.out_of_memory(run) from error
         if restart_may_help(error):
             raise

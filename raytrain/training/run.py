@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.user_code import lacks_memory
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -514,9 +515,13 @@ class Run:
         self.evaluating = True
         try:
             with self.models.evaluating(keeps_weights=keeps_weights):
-                return self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
-        finally:  # a loop may go on after an evaluation that has failed
-            self.evaluating = False
+                measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
+        except BaseException as error:
+            # A loop may go on after an evaluation that has failed. If memory lacked, the run says where.
+            self.evaluating = lacks_memory(error)
+            raise
+        self.evaluating = False
+        return measured
 
     def finish(self) -> Outcome:
         """End the run after the loop has returned. Raises UsageError if only some workers' loops have returned."""
