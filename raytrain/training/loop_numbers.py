@@ -66,11 +66,14 @@ class LoopNumbers:
             self._earlier[tensor] = True
         self._places = WeakIdKeyDictionary()
 
-    def follow(self, name: str, args: Any, kwargs: Any, result: Any, frame: FrameType | None) -> None:
-        """Follow a call of torch's function ``name``, for which ``frame`` has called the watch."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def follow(self, name: str, args: Any, given: list[Any], result: Any, frame: FrameType | None) -> None:
+        """Follow a call of torch's function ``name``, for which ``frame`` has called the watch.
+
+        ``given`` are the leaves of all its arguments, ``args`` and those by name.
+        """
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         try:
-            values = list(self._new_values(name, args, kwargs, result, tensors))
+            values = list(self._new_values(name, args, given, result, tensors))
         except Exception:  # all kinds of the user's objects are met here, and no run must fail by a search
             _log.debug("the numbers of a call of %s are not known", name, exc_info=True)
             values = []
@@ -82,7 +85,8 @@ class LoopNumbers:
         for tensor in tensors:
             self._places.setdefault(tensor, frozenset())
         written = args[:1] if name == "__setitem__" else ()
-        for leaf in tree_leaves((result, written)):
+        results = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        for leaf in (*results, *written):
             if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                 self._places[leaf] = places
 
@@ -111,11 +115,11 @@ class LoopNumbers:
         self._in_losses.clear()
 
     def _new_values(
-        self, name: str, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
+        self, name: str, args: Any, given: list[Any], result: Any, tensors: Sequence[Tensor]
     ) -> Iterable[float | Tensor]:
         """Yield the numbers, or digests of tensors, that a call brings in."""
         of_images = (self._num_images, 1 / max(self._num_images, 1))
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in given:
             if isinstance(leaf, (float, np.floating)) and leaf not in of_images:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":

@@ -260,14 +260,15 @@ class _Calls(TorchFunctionMode):
             self._report(_NOTES["hook"])
 
         result = func(*args, **kwargs)
-        self.numbers.follow(name, args, kwargs, result, sys._getframe(1))
+        given = tree_leaves((args, kwargs))  # each call is followed twice, and this takes longest
+        self.numbers.follow(name, args, given, result, sys._getframe(1))
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self.seeds.add(kwargs["generator"].initial_seed())
 
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
-        inputs = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
-        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf in self._marks]
+        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else given
+        sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
             for source in sources:
                 del self._marks[source]
@@ -284,7 +285,7 @@ class _Calls(TorchFunctionMode):
             except Exception:  # all kinds of arguments are met here, and no run must fail by a search
                 _log.debug("what a call of %s depends on is not known", name, exc_info=True)
                 return result
-            for leaf in tree_leaves(result):
+            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
             if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
