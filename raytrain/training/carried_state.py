@@ -248,9 +248,10 @@ def _carried_attributes(frames: list[FrameType]) -> set[str]:
         for value in [*namespace.values()]:
             if isinstance(value, ModuleType) and _is_users(value):
                 waiting.append(vars(value))
-            elif isinstance(value, type) and any(map(_is_function, vars(value).values())):
-                codes.update((id(each.__code__), each.__code__) for each in vars(value).values() if _is_function(each))
-                waiting += [each.__globals__ for each in vars(value).values() if _is_function(each)]
+            elif isinstance(value, type) and is_users_class(value):
+                methods = [each for each in vars(value).values() if _is_function(each)]
+                codes.update((id(each.__code__), each.__code__) for each in methods)
+                waiting += [each.__globals__ for each in methods]
             elif _is_function(value):
                 codes[id(value.__code__)] = value.__code__
                 waiting.append(value.__globals__)
