@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from raytrain.config.user_code import describe, is_of_user, line_of, no_function
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.loop_source import own_code
+from raytrain.training.loop_source import NO_SOURCE, own_code
 
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
 _ENDS = ("sys.exit", "exit", "quit", "os._exit")  # calls that end the process when the file is imported
@@ -142,7 +142,7 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
 
     # Find attributes that a run does not have, if the loop's text is known.
     if isinstance(loop, FunctionType):
-        with suppress(OSError, SyntaxError, IndexError):
+        with suppress(*NO_SOURCE):
             text, first = inspect.getsourcelines(loop.__code__)  # for a wrapper, its own text, not the wrapped one's
             definition = ast.parse(textwrap.dedent("".join(text))).body[0]
             if _defines(definition, loop.__code__.co_name):

@@ -7,10 +7,13 @@ anyway, and the worker stores them where Python looks for the lines of a traceba
 
 from __future__ import annotations
 
+import inspect
 import linecache
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from tokenize import TokenError
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +27,10 @@ class SourceLines:
 
     title: str
     lines: Mapping[int, str]
+
+
+NO_SOURCE = OSError, TypeError, IndexError, SyntaxError, TokenError
+"""What :mod:`inspect` and :mod:`ast` raise if the text of a function is not known, or is not whole."""
 
 
 def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
@@ -65,11 +72,15 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
 def source_lines(function: Any) -> dict[str, SourceLines]:
     """Return the lines of ``function`` and of the user's functions that it refers to, by file.
 
-    The other lines of a cell or a file are left out, because they may hold a secret.
+    They are whole, so that they can be parsed again: a line such as ``else:`` or ``)`` has no code of its own. The
+    other lines of a cell or a file are left out, because they may hold a secret.
     """
     lines: dict[str, dict[int, str]] = {}
     for code, _ in own_code(function):
         numbers = {number for _, _, number in code.co_lines() if number}
+        with suppress(*NO_SOURCE):
+            text, first = inspect.getsourcelines(code)
+            numbers.update(range(first, first + len(text)))
         lines.setdefault(code.co_filename, {}).update(
             (number, text) for number in numbers if (text := linecache.getline(code.co_filename, number))
         )

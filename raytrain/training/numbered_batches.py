@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Iterator
 from types import FrameType
 
+from raytrain.training.loop_source import NO_SOURCE
+
 _TRAINING_CALLS = {"step", "zero_grad", "backward", "unscale_", "update_parameters", "no_sync"}
 
 
@@ -24,7 +26,7 @@ def number_that_decides(frame: FrameType) -> str | None:
     try:
         lines, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, TypeError, IndexError):  # the text is not known
+    except NO_SOURCE:
         return None
     line = frame.f_lineno - max(first, 1) + 1
     for loop in ast.walk(tree):

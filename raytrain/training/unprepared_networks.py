@@ -53,7 +53,7 @@ def _searching() -> Iterator[None]:
     try:
         yield
     except Exception:
-        _log.debug("what the loop carries from epoch to epoch is not known", exc_info=True)
+        _log.debug("what the loop keeps outside of its checkpoints is not known", exc_info=True)
 
 
 class UnpreparedNetworks:
@@ -89,8 +89,9 @@ class UnpreparedNetworks:
         frame = next(users_frames(frame), None)  # not that of a progress bar, which hands on the batches
         if frame is None:
             return
-        if self._num_batches == 1 and (number := number_that_decides(frame)):
-            self._report(_NUMBER_NOTE.format(number=number))
+        with _searching():
+            if self._num_batches == 1 and (number := number_that_decides(frame)):
+                self._report(_NUMBER_NOTE.format(number=number))
         in_checkpoints = self._state.addresses()
         changed: list[str] = []
         for name, network in _networks_in(frame, run):

@@ -57,5 +57,5 @@ def test_training_on_ray_and_serving_what_was_trained(options: list[str], tmp_pa
 @pytest.mark.timeout(900)
 def test_the_demo_and_a_sweep(options: list[str], tmp_path: Path) -> None:
     check("demo", listeners_of([*RAYTRAIN, "demo", "--storage", str(tmp_path / "runs")], tmp_path))
-    sweep = ["sweep", "--name", "rates", *options, "--workers", "1", "--vary", "learning-rate=0.01,0.1"]
+    sweep = ["sweep", "--name", "rates", *options[:-1], "1", "--vary", "learning-rate=0.01,0.1"]
     check("sweep", listeners_of([*RAYTRAIN, *sweep], tmp_path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import linecache
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ from raytrain.config.user_code import check_loop, load_function
 from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
 from raytrain.launch.train import train
+from raytrain.training.loop_source import remember_source_lines, source_lines
+from raytrain.training.numbered_batches import number_that_decides
 
 LOOP = """
 import travelling_helper
@@ -105,3 +109,40 @@ def test_a_loop_that_uses_what_stays_in_its_process_is_refused_by_its_name(tmp_p
     spec = SimpleNamespace(loop=None, transforms=with_a_lock)
     with pytest.raises(UsageError, match="--transforms cannot be sent to the workers, because of `LOCK`"):
         pickle_functions(spec, with_imports=True)
+
+
+CELL = """\
+SECRET = "hunter22"
+
+def train(run):
+    for number, batch in enumerate(run):
+        if number % 2:
+            loss = sum(
+                batch,
+            )
+        else:
+            loss = 0  # as above
+    return loss
+"""
+
+
+def test_the_lines_of_a_loop_can_be_parsed_where_its_file_is_missing(tmp_path: Path) -> None:
+    """As on another machine: a bracket or an else, in a line of its own, has no code there."""
+    (tmp_path / "cell.py").write_text(CELL)
+    loop = load_function("--loop", f"{tmp_path}/cell.py:train")
+    sources = source_lines(loop)
+    (tmp_path / "cell.py").unlink()
+    linecache.clearcache()
+    remember_source_lines(sources)
+    assert inspect.getsource(loop) == CELL.partition("\n\n")[2]
+    assert "hunter22" not in "".join(linecache.getlines(loop.__code__.co_filename))
+
+
+def test_a_text_that_is_not_whole_ends_no_search(tmp_path: Path) -> None:
+    (tmp_path / "partial.py").write_text(CELL)
+    loop = load_function("--loop", f"{tmp_path}/partial.py:train")
+    file, lines = loop.__code__.co_filename, CELL.splitlines(keepends=True)
+    (tmp_path / "partial.py").unlink()
+    linecache.cache[file] = 1, None, [*lines[:7], "\n", "\n", *lines[9:]], file  # without the bracket and the else
+    frame: Any = SimpleNamespace(f_code=loop.__code__, f_lineno=4)
+    assert number_that_decides(frame) is None
