@@ -498,7 +498,7 @@ def half(folder: Path, into: Path, wanted: slice) -> Path:
     return into
 
 
-def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
+def run_on(data: Path, storage: Path, name: str, *more: str, epochs: int = 1) -> Checkpoint:
     """Train in this process without Ray, and return the newest checkpoint."""
     words = [
         "custom",
@@ -515,7 +515,7 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
         "32",
     ]
     words += ["--backend", "local", "--workers", "1"]
-    assert main(["train", *words, "--epochs", "1", "--batch-size", "45", *more]) == 0
+    assert main(["train", *words, "--epochs", str(epochs), "--batch-size", "45", *more]) == 0
     store = run_store(str(storage), name)
     newest = newest_checkpoint(store)
     assert newest is not None
@@ -542,7 +542,7 @@ def test_a_run_can_start_with_the_weights_of_another(cifar10_folder: Path, tmp_p
     assert not torch.equal(after["layer2.0.bn1.running_mean"], before["layer2.0.bn1.running_mean"])
     assert [group["lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx([0.01, 0.2])
     weights.unlink()  # A resumed run uses its own checkpoint.
-    resumed = run_on(second, tmp_path, "second", "--resume", "--epochs", "2")
+    resumed = run_on(second, tmp_path, "second", "--resume", epochs=2)
     assert resumed.progress.step == 2 * checkpoint.progress.step
 
 
