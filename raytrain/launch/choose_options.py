@@ -21,6 +21,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -263,7 +264,7 @@ def look_at_network(config: TrainConfig, images: Images) -> Network:
 
 def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, Any]) -> list[str]:
     """Return at most five lines that say which of the open options were ``chosen``, as flags, and why."""
-    plain = auto()
+    plain = _plain_auto()
 
     # The reasons, one for each subject.
     if config.weights is not None:
@@ -371,7 +372,13 @@ def _epochs(images: Images, num_seen: int, fewest: int, most: int) -> int:
 
 def _is_open(config: TrainConfig, name: str) -> bool:
     """Return whether nobody has given the option: it is open, and code has not replaced it since, as a sweep does."""
-    return name in config.open_options and getattr(config, name) == getattr(auto(), name)
+    return name in config.open_options and getattr(config, name) == getattr(_plain_auto(), name)
+
+
+@cache
+def _plain_auto() -> TrainConfig:
+    """Return the options of the recipe auto without any choice. Cached, as all options are checked each time."""
+    return auto()
 
 
 def _given(config: TrainConfig, name: str, chosen: str | float) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker writes after an evaluation, made by hand."""
+"""What a worker writes after an evaluation, and what `raytrain evaluate` returns, made by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from PIL import Image
 
+from raytrain.inference.classification_metrics import LabelEvaluation, LabelScore
+
 HOSTILE_NAME = "<img src=x onerror=alert(1)>\x1b[31m[red]\u202e"
 
 
@@ -15,6 +17,22 @@ def png_url(height: int, width: int) -> str:
     buffer = io.BytesIO()
     Image.new("L", (width, height)).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def label_evaluation(name: str) -> LabelEvaluation:
+    """An evaluation of three images that may have several classes, of which one is called ``name``."""
+    return LabelEvaluation(
+        run="first",
+        data="d",
+        checkpoint="c",
+        skipped=0,
+        images=3,
+        accuracy=0.5,
+        loss=0.5,
+        mean_average_precision=0.5,
+        macro_f1=None,
+        per_class=(LabelScore(name, 3, None, 0.5, None, 1.0),),
+    )
 
 
 def evaluation(step: int) -> dict[str, Any]:

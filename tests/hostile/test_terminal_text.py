@@ -32,12 +32,13 @@ from raytrain.display.look import look_figure, look_html, look_page
 from raytrain.display.notebook import as_html
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
-from raytrain.inference.classification_metrics import EvaluationResult, LabelEvaluation, LabelScore, score
+from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.monitor.events import ImageSkipped, TimedEvent
 from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.redact import one_line
 from tests.helpers.snapshots import snapshot
+from tests.helpers.stored_evaluation import label_evaluation
 from tests.helpers.stored_runs import make_run, options
 
 HOSTILE = [
@@ -148,19 +149,7 @@ def test_class_names_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
 
 @hostile
 def test_names_of_several_classes_are_shown(text: str) -> None:
-    result = LabelEvaluation(
-        run="first",
-        data="d",
-        checkpoint="c",
-        skipped=0,
-        images=3,
-        accuracy=0.5,
-        loss=0.5,
-        mean_average_precision=0.5,
-        macro_f1=None,
-        per_class=(LabelScore(text, 3, None, 0.5, None, 1.0),),
-    )
-    harmless(on_a_terminal(label_evaluation_page(result)))
+    harmless(on_a_terminal(label_evaluation_page(label_evaluation(text))))
 
 
 @hostile

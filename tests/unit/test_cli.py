@@ -30,12 +30,13 @@ from raytrain.cli.parser import parse
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
-from raytrain.inference.classification_metrics import ClassScore, LabelEvaluation, LabelScore, score
+from raytrain.inference.classification_metrics import ClassScore, score
 from raytrain.recipes import RECIPES, alexnet_transfer, cifar10_fast
 from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.snapshots import train_result
+from tests.helpers.stored_evaluation import label_evaluation
 
 RESULT = train_result(validation_loss=float("nan"))
 
@@ -535,18 +536,7 @@ def test_evaluate_says_that_images_of_several_classes_have_no_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = LabelEvaluation(
-        run="first",
-        data="d",
-        checkpoint="c",
-        skipped=0,
-        images=3,
-        accuracy=0.5,
-        loss=0.5,
-        mean_average_precision=0.5,
-        macro_f1=None,
-        per_class=(LabelScore("cat", 3, None, 0.5, None, 1.0),),
-    )
+    result = label_evaluation("cat")
     stand_in(evaluate=lambda *args, **named: result)
     assert main(["evaluate", "first", "--data", "d", "--output", "mine.png", "--json"]) == 0
     assert last_line(capsys) == result.summary()
