@@ -1,24 +1,20 @@
-"""Blocks of images, as Arrow tables too; a data set of them; and local batches, assembled from them ahead.
+"""Blocks of images, as Arrow tables too; a data set of them; and local batches, assembled from them.
 
 Images are read in blocks, because a task or a message for each would cost more than its decoding. They are decoded in
 them, or remain files, which the worker decodes (:class:`Files`); both go the same way. A worker gets its blocks in one
 of two ways. A stream brings the blocks of its own order: :func:`batches_from_stream` cuts them where a
 local batch ends. A cache holds the blocks of the whole data set, in an order that no epoch shares:
-:func:`batches_from_cache` picks the images of a local batch out of all of them. :class:`Prefetch` does either ahead.
+:func:`batches_from_cache` picks the images of a local batch out of all of them. A
+:class:`raytrain.data.prefetch.Prefetch` does either ahead.
 """
 
 from __future__ import annotations
 
-import atexit
 import math
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -237,9 +233,6 @@ def numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     return np.from_dlpack(column.combine_chunks())
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class LocalBatch:
     """One worker's slice of a global batch, without the images that could not be read."""
@@ -310,74 +303,3 @@ def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block) -> Local
     """Return the local batch of these rows, without the images that could not be read."""
     samples, sizes = samples_of(rows.draws, partition.plan.num_samples), partition.microbatch_sizes(batch)
     return LocalBatch(batch, rows.images, rows.labels, samples, rows.draws, sizes).without(rows.labels < 0)
-
-
-class Prefetch(Iterator[T]):
-    """The items of ``items``, produced by a thread up to ``depth`` ahead, starting now.
-
-    An exception is raised where its item would have come. The thread closes ``items`` (a generator's ``finally`` runs
-    there) when they are exhausted, when :meth:`close` was called, or when the process ends.
-    """
-
-    def __init__(self, items: Iterator[T], depth: int) -> None:
-        _prefetches.add(self)
-        self._items = items
-        self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._produce, daemon=True, name="prefetch")
-        self._thread.start()
-
-    def __next__(self) -> T:
-        item = self._ready.get()
-        if isinstance(item, _End):
-            self._ready.put(item)  # so that every further call raises it too
-            raise item.error
-        return item
-
-    def close(self, wait_s: float = 0.0) -> None:
-        """Stop producing, and wait up to ``wait_s`` seconds for the thread; the item in production may take longer."""
-        self._closed.set()
-        if threading.current_thread() is not self._thread:  # which collects garbage, too, such as whoever closes this
-            self._thread.join(wait_s)
-
-    def _produce(self) -> None:
-        """Put items into the queue until they are exhausted or the queue is closed; an exception counts as the end."""
-        try:
-            for item in self._items:
-                if not self._offer(item):
-                    break
-            getattr(self._items, "close", lambda: None)()  # generators have it
-            self._offer(_End(StopIteration()))
-        except BaseException as error:
-            self._offer(_End(error))
-
-    def _offer(self, item: T | _End) -> bool:
-        """Put an item into the queue once there is room; return False if the queue was closed."""
-        while not self._closed.is_set():
-            with suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return True
-        return False
-
-
-@dataclass(frozen=True)
-class _End:
-    """The last entry of a queue: the exception that ended its items, StopIteration if they were exhausted."""
-
-    error: BaseException
-
-
-_prefetches: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
-_ENDS_WITHIN_S = 5.0
-
-
-@atexit.register
-def _end_prefetches() -> None:
-    """End the threads of this process before Python does: one that frees a tensor meanwhile aborts the process.
-
-    The memory of a tensor may be an array of NumPy, for which torch takes the interpreter's lock in a destructor. A
-    thread that asks for it in an ending interpreter is ended by an exception, which no destructor lets through.
-    """
-    for wait_s in (0.0, _ENDS_WITHIN_S):  # all of them are asked first
-        for prefetch in list(_prefetches):
-            prefetch.close(wait_s)

@@ -13,8 +13,8 @@ from itertools import islice
 
 import numpy as np
 
+from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s
 from raytrain.storage.store import Store

@@ -20,8 +20,8 @@ from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode import read_header
 from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.fetch_and_decode import ImageReader, read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage, ImageHeader
-from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
 from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s

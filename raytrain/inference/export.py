@@ -19,7 +19,7 @@ import torch
 from raytrain.config.extras import extra
 from raytrain.config.values import Location
 from raytrain.data.images.crop_box import Pixels
-from raytrain.data.images.image_reader import readable_images
+from raytrain.data.images.fetch_and_decode import readable_images
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load

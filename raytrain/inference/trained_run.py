@@ -27,7 +27,7 @@ from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, current_folder
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
-from raytrain.launch.predict_request import PredictRequest, predict_here
+from raytrain.launch.predict_blocks import PredictRequest, predict_here
 from raytrain.launch.ray.connection import Connection, names_cluster, uses_cluster
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
@@ -172,7 +172,7 @@ class TrainedRun:
 
         The cluster at ``address`` does the work, or else, if there is more than one block of images, a running cluster
         that commands on this machine join; otherwise this process does it. The columns are those of
-        :func:`raytrain.launch.predict_request.predict_here`. With ``as_measured``, images are predicted in the
+        :func:`raytrain.launch.predict_blocks.predict_here`. With ``as_measured``, images are predicted in the
         precision in which the run evaluated itself. ``embeddings`` adds a column ``embedding``.
         """
         views = replace(self.config, test_views=test_views).test_views  # the options check them

@@ -31,8 +31,8 @@ from raytrain.config.network import Size, first_and_full_size, timm_name
 from raytrain.config.user_code import names_own_function
 from raytrain.data.dataset import Dataset, random_order
 from raytrain.data.images.decode import read_header
+from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
-from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.errors import StorageError, flag
 from raytrain.launch.placement import gpus
 from raytrain.recipes import auto, cifar10_fast

@@ -13,8 +13,8 @@ import numpy as np
 
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.crop_box import Pixels
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.images.png_url import png_url
 from raytrain.errors import RaytrainError
 from raytrain.monitor.snapshot import Snapshot

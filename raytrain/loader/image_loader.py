@@ -32,10 +32,11 @@ import torch
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.data import AugmentationOptions, DataOptions
 from raytrain.config.user_code import load_optional
-from raytrain.data.blocks import LocalBatch, Prefetch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, training_plan
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
+from raytrain.data.prefetch import Prefetch
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem

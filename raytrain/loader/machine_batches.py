@@ -20,8 +20,8 @@ import numpy.typing as npt
 from raytrain.data.blocks import Block, CachedBlocks, Files, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.dataset import Dataset, evaluation_plan
 from raytrain.data.images.crop_box import Pixels
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan

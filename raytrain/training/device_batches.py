@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.blocks import LocalBatch, Prefetch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
+from raytrain.data.prefetch import Prefetch
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.device_decoder import DeviceDecoder

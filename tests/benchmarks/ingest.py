@@ -165,7 +165,7 @@ def read_through_raytrain(
 def read_local_batches(run: Any, folder: str) -> None:
     import torch
 
-    from raytrain.data.blocks import Prefetch
+    from raytrain.data.prefetch import Prefetch
     from raytrain.training.steps import LoopPhase
 
     run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.

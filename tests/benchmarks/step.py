@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan

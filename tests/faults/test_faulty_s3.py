@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.demo.demo import render_digits
 from raytrain.demo.s3_server import S3Server

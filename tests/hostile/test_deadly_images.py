@@ -20,8 +20,8 @@ from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
 from raytrain.data.images.decode import decode
 from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import BadImage, ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 from tests.helpers.deadly_images import make_images

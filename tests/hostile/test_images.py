@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from raytrain.data.images.decode import decode
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import BadImage, ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 from tests.helpers.image_files import encoded, jpeg_bomb, png

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Packing, list_images
 from raytrain.data.shards import encode_shard, shard_path

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 import raytrain
-from raytrain.data.images.image_reader import read_contents
+from raytrain.data.images.fetch_and_decode import read_contents
 from raytrain.data.labels.folders import build_manifest
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store

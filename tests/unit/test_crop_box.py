@@ -16,8 +16,8 @@ from raytrain.config.network import Resizer
 from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_numbers
 from raytrain.data.images.decode import decode
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store

@@ -17,8 +17,8 @@ import simplejpeg
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
 from raytrain.data.images.decode import decode, read_header, shrink, turn_upright
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import BadImage, ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.storage.open import open_store
 from tests.helpers.image_files import (

@@ -21,8 +21,8 @@ from PIL import Image
 
 from raytrain import TrainConfig, UsageError
 from raytrain.data.dataset import Dataset
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageFormat, ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.shards import assign_shards, packed_manifest, shard_path
 from raytrain.demo.s3_server import S3Server

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from raytrain.data.images.image_reader import read_contents
+from raytrain.data.images.fetch_and_decode import read_contents
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.labelled_images import labelled

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytrain.data.blocks import Prefetch
+from raytrain.data.prefetch import Prefetch
 
 TIMEOUT_S = 20.0
 
@@ -67,7 +67,7 @@ def test_close_closes_the_source_in_its_own_thread() -> None:
 
 _LEAVES_A_PREFETCH = """
 from itertools import count
-from raytrain.data.blocks import Prefetch
+from raytrain.data.prefetch import Prefetch
 
 def items():
     try:

@@ -23,8 +23,8 @@ from raytrain.data import shards as shard_files
 from raytrain.data.blocks import LocalBatch, batches_from_stream, to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.images.crop_box import STRETCHED
+from raytrain.data.images.fetch_and_decode import ImageReader, read_contents
 from raytrain.data.images.image_format import ImageFormat, ImageShape
-from raytrain.data.images.image_reader import ImageReader, read_contents
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, list_images
@@ -33,7 +33,7 @@ from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.datasets import sources
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
-from raytrain.launch.predict_request import BlockPredictor, PredictRequest, predict_blocks
+from raytrain.launch.predict_blocks import BlockPredictor, PredictRequest, predict_blocks
 from raytrain.launch.ray.feed import ingest
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.folder import FolderStore

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
-from raytrain.data.images.image_reader import read_contents, require_bytes
+from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.labels.folders import build_manifest
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.diagnostics.look import look_at

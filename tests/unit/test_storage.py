@@ -20,8 +20,8 @@ from botocore import exceptions
 from obstore.exceptions import GenericError, UnauthenticatedError
 
 import raytrain
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.datasets.download import download
 from raytrain.demo.s3_server import S3Server

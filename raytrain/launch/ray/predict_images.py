@@ -14,7 +14,7 @@ import pyarrow as pa
 import ray
 
 from raytrain.launch.placement import Placement
-from raytrain.launch.predict_request import PredictRequest, in_turn, predict_blocks
+from raytrain.launch.predict_blocks import PredictRequest, in_turn, predict_blocks
 from raytrain.launch.ray.coordinator import serving_credentials
 from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
 from raytrain.storage.lent_credentials import Scope
@@ -23,7 +23,7 @@ _RETRIES = 3  # if an actor's process or node is lost
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:
-    """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_request.predict_here`."""
+    """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_blocks.predict_here`."""
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from raytrain.data.blocks import Block, to_block
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageShape
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block

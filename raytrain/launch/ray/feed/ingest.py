@@ -13,8 +13,8 @@ import pyarrow as pa
 import ray
 
 from raytrain.data.blocks import Buffers, to_table
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageFormat
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.partition import BlockOrder, BlockRef
 from raytrain.launch.ray.coordinator import CoordinatorHandle

@@ -38,9 +38,10 @@ from ray.actor import ActorProxy
 from ray.data import DataContext, ExecutionResources
 from ray.exceptions import RayError
 
-from raytrain.data.blocks import Block, Prefetch, to_block
+from raytrain.data.blocks import Block, to_block
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, WorkerOrder, interleave
+from raytrain.data.prefetch import Prefetch
 from raytrain.errors import RaytrainError
 from raytrain.launch.ray.feed.ingest import TASKS_PER_CPU, DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.private_api import PAUSE, on_this_node

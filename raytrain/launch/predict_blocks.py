@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from raytrain.data.blocks import Prefetch, string_array
+from raytrain.data.blocks import string_array
 from raytrain.data.images.crop_box import Pixels
+from raytrain.data.images.fetch_and_decode import ImageReader
 from raytrain.data.images.image_format import ImageFormat
-from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s
+from raytrain.data.prefetch import Prefetch
 from raytrain.launch.placement import Placement
 from raytrain.loader.machine import cores
 from raytrain.storage.store import Store

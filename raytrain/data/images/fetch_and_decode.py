@@ -1,6 +1,6 @@
 """Fetch and decode the images of a manifest. Never imports torch, because it runs in data tasks.
 
-The way of an image, in the order of the calls:
+An image takes these calls, in this order:
 
 1. :meth:`ImageReader.read_draws` takes draws of the plan, and :meth:`ImageReader.read` rows of a manifest, and the
    crop of each. If workers decode the images themselves, it returns the files, and 2 is the last of these calls.

@@ -1,0 +1,85 @@
+"""Produce items in a thread, ahead of whoever takes them."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetch(Iterator[T]):
+    """The items of ``items``, produced by a thread up to ``depth`` ahead, starting now.
+
+    An exception is raised where its item would have come. The thread closes ``items`` (a generator's ``finally`` runs
+    there) when they are exhausted, when :meth:`close` was called, or when the process ends.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        _prefetches.add(self)
+        self._items = items
+        self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._produce, daemon=True, name="prefetch")
+        self._thread.start()
+
+    def __next__(self) -> T:
+        item = self._ready.get()
+        if isinstance(item, _End):
+            self._ready.put(item)  # so that every further call raises it too
+            raise item.error
+        return item
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Stop producing, and wait up to ``wait_s`` seconds for the thread; the item in production may take longer."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:  # which collects garbage, too, such as whoever closes this
+            self._thread.join(wait_s)
+
+    def _produce(self) -> None:
+        """Put items into the queue until they are exhausted or the queue is closed; an exception counts as the end."""
+        try:
+            for item in self._items:
+                if not self._offer(item):
+                    break
+            getattr(self._items, "close", lambda: None)()  # generators have it
+            self._offer(_End(StopIteration()))
+        except BaseException as error:
+            self._offer(_End(error))
+
+    def _offer(self, item: T | _End) -> bool:
+        """Put an item into the queue once there is room; return False if the queue was closed."""
+        while not self._closed.is_set():
+            with suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last entry of a queue: the exception that ended its items, StopIteration if they were exhausted."""
+
+    error: BaseException
+
+
+_prefetches: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
+_ENDS_WITHIN_S = 5.0
+
+
+@atexit.register
+def _end_prefetches() -> None:
+    """End the threads of this process before Python does: one that frees a tensor meanwhile aborts the process.
+
+    The memory of a tensor may be an array of NumPy, for which torch takes the interpreter's lock in a destructor. A
+    thread that asks for it in an ending interpreter is ended by an exception, which no destructor lets through.
+    """
+    for wait_s in (0.0, _ENDS_WITHIN_S):  # all of them are asked first
+        for prefetch in list(_prefetches):
+            prefetch.close(wait_s)
