@@ -31,8 +31,8 @@ class ComparedRun:
 
     ``options`` has only those in which the runs differ. ``best_value`` is the best value of the metric of ``--best``,
     ``best_metric``, in any evaluation; ``validation_accuracy`` and ``validation_loss`` are from the last one. ``loss``
-    is that of the last row of training steps, ``images_per_s`` the median over all rows, ``seconds`` the time in
-    training, and ``skipped`` the number of images that could not be used.
+    is that of the last row of training steps, ``images_per_s`` the median over all of these rows, ``seconds`` the time
+    of all attempts up to the last row, start-ups included, and ``skipped`` the number of images that could not be used.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ComparedRun:
 def compare(runs: str | Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
     """Compare runs, in the order of their names in ``runs``; a sweep, which may be named alone, stands for its trials.
 
-    Raises UsageError if there are fewer than two runs, or if one of them does not exist.
+    Trials that have not begun are left out. Raises UsageError if fewer than two runs remain, or one does not exist.
 
     Example: ``raytrain.compare(["first", "second"])[0].validation_accuracy``
     """
@@ -67,9 +67,12 @@ def compare(runs: str | Sequence[str], *, storage: Location = "./runs") -> list[
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
-    """Read all documents of two or more runs; raise UsageError as :func:`compare` does."""
-    stated = dict.fromkeys(name for run in runs for name in names_of(storage, run))
-    names = [name for name in stated if run_store(storage, name).exists(CONFIG)]
+    """Read all documents of two or more ``runs``, each once; a sweep stands for those of its trials that have begun.
+
+    Raises UsageError as :func:`compare` does.
+    """
+    asked_for = dict.fromkeys(name for run in runs for name in names_of(storage, run))
+    names = [name for name in asked_for if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:
         raise UsageError(
             "raytrain compare takes two runs or more, or a sweep, each named once; "
@@ -80,7 +83,7 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     """Compare runs whose documents have been read already, as :func:`compare` does."""
-    # Options that a run's loop does not use make no difference.
+    # Options that a run's loop does not use make no difference. A run whose options cannot be read has none here.
     used = [
         {name: value for name, value in vars(record.config).items() if name not in record.unused_options}
         if record.config
@@ -92,13 +95,13 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     for record, values in zip(records, used, strict=True):
         # Everything is read from the history, because a run that still trains has no summary.
         rows = record.metrics
-        test, train = last_row(rows, "evaluation"), last_row(rows, "step")
+        evaluation, training = last_row(rows, "evaluation"), last_row(rows, "step")
         speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
         # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
         metric = compared_by(record.config)
         measured = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
-        known = [value for value in measured if value is not None and not math.isnan(value)]
+        best_of = [value for value in measured if value is not None and not math.isnan(value)]
         compared.append(
             ComparedRun(
                 name=record.name,
@@ -107,28 +110,30 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 steps=steps,
                 epochs=round(steps / steps_per_epoch(rows), 2),
                 best_metric=metric.name,
-                best_value=max(known, key=metric.score, default=None),
-                validation_accuracy=test and test.accuracy,
-                validation_loss=test and test.loss,
-                loss=train and train.loss,
+                best_value=max(best_of, key=metric.score, default=None),
+                validation_accuracy=evaluation and evaluation.accuracy,
+                validation_loss=evaluation and evaluation.loss,
+                loss=training and training.loss,
                 images_per_s=statistics.median(speeds) if speeds else None,
                 seconds=rows[-1].elapsed_s if rows else None,
                 skipped=len(record.skipped),
-                metrics=own_metrics(train, test),
+                metrics=own_metrics(training, evaluation),
             )
         )
     return compared
 
 
 def compared_by(config: TrainConfig | None) -> Compared:
-    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read.
+    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read, so ``config`` is None.
+
+    Where the metric's class cannot be imported, as one of torchmetrics on a machine without it, larger is better.
 
     Example: ``compared_by(record.config).score(0.5)``
     """
     if config is None:
         return ACCURACY
     is_lower = False
-    with suppress(RaytrainError, ImportError):  # a class of torchmetrics that is not there
+    with suppress(RaytrainError, ImportError):
         is_lower = is_lower_better(config.best_metric, config)
     return Compared(config.best_metric, is_lower)
 
@@ -163,6 +168,8 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
     if key in _NUMBERS:
         numbers = {run.name: _NUMBERS[key](run) for run in runs}
         return sorted(runs, key=lambda run: -math.inf if (value := numbers[run.name]) is None else value, reverse=True)
+
+    # By the best value. True, for runs without one, is sorted after False; equally frequent metrics go by their names.
     frequency = Counter(run.best_metric for run in runs if run.best_value is not None)
 
     def rank(run: RunInfo) -> tuple[bool, int, str, float]:
@@ -177,7 +184,8 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
 def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the options in which runs differ; ``used`` has the options that each run uses.
 
-    Options that do not change what a run computes are left out.
+    Options that do not change what a run computes are left out. A run that does not use an option does not differ in it
+    from the others.
     """
     ignored = not_compared()
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ignored]
@@ -185,10 +193,13 @@ def differing_options(used: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def not_compared() -> set[str]:
-    """Return the names of the options that say where a run is and how it was started, not what it computes."""
+    """Return the names of the options that name or describe a run or its command, and do not change what it computes.
+
+    Example: ``"storage" in not_compared() and "seed" not in not_compared()``
+    """
     return {*options_with(Mark.DESCRIBES_RUN), *options_with(Mark.OF_COMMAND)}
 
 
 def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
-    """Return the last row of the ``kind``; None without any."""
+    """Return the last of the ``rows`` that is of the ``kind``; None if there is none."""
     return next((row for row in reversed(rows) if row.kind == kind), None)

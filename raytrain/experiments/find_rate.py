@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 _NUM_STEPS, _FEWEST_STEPS = 100, 20
-_MANY_EPOCHS = 1000  # --max-steps ends the run
-_NEIGHBOURS = 1 / 20  # of the steps, on each side, that a loss is averaged over
-_DIVISOR = 10
-_FALLS_BY = 0.05  # of the loss of the first steps, at least
-_BY_SOMEBODY = ("signal", "command", "page", "caller")  # kinds of stops by a person; a run that diverged is complete
+_MANY_EPOCHS = 1000  # more than the steps of --max-steps need, so that these end the run
+_NEIGHBOURS_FRACTION = 1 / 20  # of all steps: as many on each side of a step are averaged with it
+_DIVISOR = 10  # the suggestion is the rate of the lowest loss, divided by it
+_LEAST_FALL = 0.05  # by which fraction of the loss of the first steps the loss must fall for a suggestion
+_STOPS_BY_A_PERSON = ("signal", "command", "page", "caller")
+"""Kinds of stops that end the run too early; a run that ended since its loss exploded is complete."""
 
 Floats = NDArray[np.float64]
 
@@ -69,12 +70,13 @@ def find_rate(
     """Train one short run with a rising learning rate; return its losses, and the rate that they suggest.
 
     The arguments are those of :func:`raytrain.display.rate.find_rate`. ``view`` is called about twice a second with the
-    run's :class:`Snapshot`; without one, nothing is shown. Raises UsageError if fewer than 20 steps have a loss.
+    run's :class:`Snapshot`; without one, nothing is shown. Raises what :func:`raytrain.train` raises, and UsageError if
+    ``max_steps`` is below 20, or fewer than 20 steps have a finite loss.
     """
-    short = _short_run(config)
+    short = _config_of_range_test(config)
     result = train(short, loop=loop, view=view, signals=signals)
 
-    # The history has a row for each step. At high rates, the loss may be infinite or NaN.
+    # The history has a row for each step. Rows whose loss is infinite or NaN, as at high rates, do not count.
     store = run_store(short.storage, result.name)
     rates, losses = losses_over_rates(read_metrics(store))
     if len(losses) < _FEWEST_STEPS and _is_cut_short(result.stop_reason):
@@ -93,7 +95,10 @@ def find_rate(
 
 
 def stored_suggestion(rows: Sequence[MetricRow], stop_reason: StopReason | None = None) -> tuple[float | None, str]:
-    """Return the learning rate that the history of a run with a rising rate suggests, or None, and the reason."""
+    """Return the learning rate that the history of a run with a rising rate suggests, or None, and the reason.
+
+    ``rows`` are the run's history, and ``stop_reason`` says why it stopped, if it did.
+    """
     rates, losses = losses_over_rates(rows)
     if len(losses) < _FEWEST_STEPS:
         return (
@@ -104,30 +109,36 @@ def stored_suggestion(rows: Sequence[MetricRow], stop_reason: StopReason | None 
 
 
 def losses_over_rates(rows: Sequence[MetricRow]) -> tuple[Floats, Floats]:
-    """Return the learning rate and the loss of each step whose loss is finite, (num_steps,) each."""
+    """Return the learning rate and the loss of each training step whose loss is finite, (num_steps,) each.
+
+    A step without a loss, whose value becomes NaN here, is left out as well.
+    """
     steps = [row for row in rows if row.kind == "step" and row.learning_rate]
     rates, losses = (np.array([row.value(name) for row in steps], np.float64) for name in ("learning_rate", "loss"))
     finite = np.isfinite(losses)
     return rates[finite], losses[finite]
 
 
-def _short_run(config: TrainConfig) -> TrainConfig:
-    """Return the options of a run whose rate rises, and which does nothing but its steps: no evaluation, no early end.
+def _config_of_range_test(config: TrainConfig) -> TrainConfig:
+    """Return the options of a run whose rate rises over its steps, without evaluations, warm-up or early stopping.
 
-    Raises UsageError if its steps are too few.
+    Unless ``config`` gives them, the name is that of the recipe with the time, the rate rises from 1e-6 to 10, and
+    there are 100 steps. Raises UsageError if ``max_steps`` is below 20.
     """
     schedule = config.schedule if config.is_range_test else "rising"
     num_steps = config.max_steps or _NUM_STEPS
     if num_steps < _FEWEST_STEPS:
         raise UsageError(f"--max-steps is {num_steps}; a learning rate is found in {_FEWEST_STEPS} steps at least.")
+    # The recipe auto would decide on the options that are left open, and replace the values that are set here.
+    open_options = tuple(name for name in config.open_options if name not in options_with(Mark.SET_BY_FIND_RATE))
     return dataclasses.replace(
         config,
         name=config.name or new_name(f"{config.recipe}-rate"),
         schedule=schedule,
-        learning_rate=Schedule.parse(schedule).rates[1],
+        learning_rate=Schedule.parse(schedule).rates[1],  # the highest rate is the peak, as in any schedule
         warmup_epochs=0.0,
         head_epochs=0,
-        open_options=tuple(name for name in config.open_options if name not in options_with(Mark.SET_BY_FIND_RATE)),
+        open_options=open_options,
         max_steps=num_steps,
         epochs=_MANY_EPOCHS,
         log_every=1,
@@ -139,21 +150,23 @@ def _short_run(config: TrainConfig) -> TrainConfig:
 
 
 def smooth(losses: Floats) -> Floats:
-    """Average each of ``losses``, (num_steps,), with its neighbours: a twentieth of all steps on each side."""
+    """Return each of ``losses``, (num_steps,), averaged with its neighbours: a twentieth of all steps on each side."""
     # The sum over the window is divided by the number of losses in it, which is smaller at both ends.
-    window = np.ones(2 * max(1, round(len(losses) * _NEIGHBOURS)) + 1)
+    window = np.ones(2 * max(1, round(len(losses) * _NEIGHBOURS_FRACTION)) + 1)
     return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
 
 
 def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = None) -> tuple[float | None, str]:
     """Return the suggested learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,).
 
-    If somebody stopped the run, there is a suggestion only if the loss has fallen and risen again.
+    There is a suggestion only if the loss fell by 5 % at least, and rose again. If it did not, the reason says what to
+    change, or, if the ``stop_reason`` is that a person stopped the run, to let it run to its end.
     """
     # At the lowest loss the rate is on the verge of being too high; a tenth of it is the usual choice.
     lowest = int(smoothed.argmin())
     rate, loss, first = (float(value) for value in (rates[lowest], smoothed[lowest], smoothed[0]))
-    is_flat, still_falls = loss > first - _FALLS_BY * abs(first), lowest == len(rates) - 1
+    is_flat = loss > first - _LEAST_FALL * abs(first)  # abs, since the loss of a user's loop may be negative
+    still_falls = lowest == len(rates) - 1
     if (is_flat or still_falls) and _is_cut_short(stop_reason):
         return (
             None,
@@ -162,7 +175,7 @@ def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = No
     if is_flat:
         return None, (
             f"no rate from {rates[0]:.2g} to {rates[-1]:.2g} made the loss of the first steps, {first:.4g}, "
-            f"{_FALLS_BY:.0%} smaller; look at the images and labels, or give more steps with --max-steps"
+            f"{_LEAST_FALL:.0%} smaller; look at the images and labels, or give more steps with --max-steps"
         )
     if still_falls:
         return None, (
@@ -177,5 +190,5 @@ def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = No
 
 
 def _is_cut_short(stop_reason: StopReason | None) -> bool:
-    """Return whether somebody stopped the run before its end."""
-    return stop_reason is not None and stop_reason.kind in _BY_SOMEBODY
+    """Return whether a person stopped the run before its end, so that its history may show too little."""
+    return stop_reason is not None and stop_reason.kind in _STOPS_BY_A_PERSON

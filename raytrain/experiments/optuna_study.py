@@ -33,18 +33,21 @@ if TYPE_CHECKING:
 
     from raytrain.storage.store import Store
 
-_NEEDS = {"cmaes": "cmaes", "gp": "scipy", "qmc": "scipy"}  # packages that samplers need besides Optuna
+_PACKAGE_OF_SAMPLER = {"cmaes": "cmaes", "gp": "scipy", "qmc": "scipy"}  # which the sampler needs besides Optuna
 _CHOICES_PER_POINT = 20  # of the sampler, before chance chooses in its place
 
 
 def check_optuna(sampler: Sampler | None, pruner: Pruner | None) -> None:
-    """Raise UsageError if Optuna, or a package that its ``sampler`` needs, is not installed."""
-    option, name = ("--sampler", sampler) if sampler else ("--pruner", pruner)
-    missing = next(
-        (package for package in ("optuna", _NEEDS.get(str(sampler))) if package and not find_spec(package)), None
-    )
-    if name is not None and missing is not None:
-        raise UsageError(f"{option} {name} needs {missing}, which is not installed; install {extra('optuna')}.")
+    """Raise UsageError if a sampler or pruner of Optuna's is given, and a package that it needs is not installed."""
+    if sampler is None and pruner is None:
+        return
+    packages = ["optuna"]
+    if sampler in _PACKAGE_OF_SAMPLER:
+        packages.append(_PACKAGE_OF_SAMPLER[sampler])
+    for package in packages:
+        if not find_spec(package):
+            option = f"--sampler {sampler}" if sampler else f"--pruner {pruner}"
+            raise UsageError(f"{option} needs {package}, which is not installed; install {extra('optuna')}.")
 
 
 class SweepStudy:
@@ -66,8 +69,8 @@ class SweepStudy:
 
         study = SweepStudy(store, space, sampler="tpe", pruner="median", seed=0, is_lower_better=False, num_epochs=10)
         point = study.choose(lambda point: True)
-        study.is_worse(0, epoch=1, value=0.5)
-        study.end(0, 0.7, is_pruned=False)
+        stops = study.judge_value(0, epoch=1, value=0.5)
+        study.end(0, 0.7, is_pruned=stops)
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class SweepStudy:
         self._seed = seed
         self._lock = threading.RLock()
         self._log: LineFile[dict[str, Any]] = LineFile(store, STUDY, dict, dict)
-        self._write_after_s = 0.0
+        self._write_after_s = 0.0  # on the monotonic clock: writes before are left out, as storage needs a pause
         self._distributions: dict[str, optuna.distributions.BaseDistribution] = {}
         for name, domain in space.items():
             if not isinstance(domain, Range):
@@ -101,27 +104,27 @@ class SweepStudy:
                 distribution = optuna.distributions.FloatDistribution(domain.low, domain.high, log=domain.log)
             self._distributions[name] = distribution
 
-        # Optuna would report the new study on standard error, into the sweep's picture in the terminal.
+        # Optuna would log the new study on standard error, in the middle of the table that the terminal shows.
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(
             study_name=store.url.rstrip("/").rpartition("/")[2],  # Hyperband assigns trials to brackets by it
             direction="minimize" if is_lower_better else "maximize",
-            sampler=optuna.samplers.RandomSampler(),
+            sampler=optuna.samplers.RandomSampler(),  # _ask replaces it before each choice
             pruner=_pruner(pruner, num_epochs),
         )
         optuna.logging.set_verbosity(verbosity)
         self._trials: list[optuna.Trial] = []
         self.points: list[Point] = []
         """The point of each trial, in the order of their numbers."""
-        self._decisions: dict[tuple[int, int], bool] = {}  # by trial and epoch
-        self._ended: set[int] = set()
+        self._stops: dict[tuple[int, int], bool] = {}  # by trial and epoch: whether the pruner stops the trial after it
+        self._ended: set[int] = set()  # numbers of the trials that are over
         self._num_choices = 0  # of the sampler, those that were refused included
 
         # Replay the log of a sweep that resumes. Events that are replayed are not logged again.
         self._is_replaying = is_resumed
         if not is_resumed:
-            self._log.cut(lambda event: False)
+            self._log.cut(lambda event: False)  # keeps no event of an earlier study
         else:
             lines = (line for block in StoredLines(store, STUDY).blocks() for line in block.splitlines())
             for event in parse_lines(dict, lines):
@@ -133,7 +136,8 @@ class SweepStudy:
         """Return the point of the next trial, one that is new and for which ``accepts`` returns True.
 
         If 20 choices of the sampler are known already or refused, draw a point at random instead. Return None if no new
-        point is left, or 20 new ones that were drawn are refused.
+        point is left, or 20 new ones that were drawn are refused. The point is in the stored log before this returns;
+        raises StorageError if it cannot be written.
         """
         with self._lock:
             for _ in range(_CHOICES_PER_POINT):
@@ -152,15 +156,17 @@ class SweepStudy:
 
     def _draw(self, accepts: Callable[[Point], bool]) -> Point | None:
         """Draw points at random until ``accepts`` takes a new one; None if no new one is left, or 20 are refused."""
-        # Of n points more than there are trials, at least n are new. With one seed, each list extends the one before.
+        # Points that are drawn together are all different, so of n more than there are trials, at least n are new.
+        # Drawn with one seed, a longer list begins with the shorter one: each round adds one point to try.
         seed = self._seed_of_choice()
         for num_more in range(1, _CHOICES_PER_POINT + 1):
             try:
                 drawn = points(self._space, len(self.points) + num_more, seed)
             except UsageError:  # the space has no further point
                 return None
-            if new := next((point for point in drawn if point not in self.points and accepts(point)), None):
-                return new
+            accepted = next((point for point in drawn if point not in self.points and accepts(point)), None)
+            if accepted is not None:
+                return accepted
         return None
 
     def give(self, point: Point) -> None:
@@ -169,23 +175,27 @@ class SweepStudy:
             self._study.enqueue_trial(dict(point))
             self._add("given", self._study.ask(self._distributions), point)
 
-    def is_worse(self, number: int, epoch: int, value: float) -> bool:
-        """Note a trial's ``value`` after ``epoch``; return True if the pruner stops the trial.
+    def judge_value(self, number: int, epoch: int, value: float) -> bool:
+        """Note the ``value`` of trial ``number`` after ``epoch``; return True if the pruner stops the trial.
 
-        A resumed trial may measure the same epoch again: that changes nothing, and the decision is the earlier one.
+        A resumed trial may measure the same epoch again: that changes nothing, and the decision is the earlier one. The
+        value of a trial that is over is not noted, and stops nothing.
         """
-        value = value if math.isfinite(value) else math.nan  # the log stores both as null
+        value = value if math.isfinite(value) else math.nan  # infinite too: the log stores all of them as null
         with self._lock:
-            if (number, epoch) not in self._decisions and number not in self._ended:
+            if (number, epoch) not in self._stops and number not in self._ended:
                 self._trials[number].report(value, epoch)
                 self._record({"event": "measured", "trial": number, "epoch": epoch, "value": value})
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of numpy, if all values are NaN
-                    self._decisions[number, epoch] = self._trials[number].should_prune()
-            return self._decisions.get((number, epoch), False)
+                    self._stops[number, epoch] = self._trials[number].should_prune()
+            return self._stops.get((number, epoch), False)
 
     def end(self, number: int, value: float | None, *, is_pruned: bool) -> None:
-        """Note that a trial is over, with its best ``value``. Without a value, only a pruned trial is noted."""
+        """Note that a trial is over, with its best ``value``; the first end of a trial counts.
+
+        A trial without a value is noted only if it was pruned, because Optuna takes no other one without.
+        """
         from optuna.trial import TrialState
 
         with self._lock:
@@ -199,13 +209,13 @@ class SweepStudy:
             self._record({"event": "ended", "trial": number, "value": value, "pruned": is_pruned})
 
     def write(self) -> None:
-        """Append new events to the log, unless the last write was too recent; raise StorageError if that fails."""
+        """Append new events to the stored log, unless storage needs a pause; raise StorageError if that fails."""
         if time.monotonic() >= self._write_after_s:
             self._log.write()
             self._write_after_s = time.monotonic() + self._log.pause_s()
 
     def close(self) -> None:
-        """Append all events that are left to the log; raise StorageError if that fails."""
+        """Append all events that are not written yet to the stored log; raise StorageError if that fails."""
         self._log.write()
 
     def _ask(self) -> optuna.Trial:
@@ -217,21 +227,24 @@ class SweepStudy:
             return self._study.ask(self._distributions)
 
     def _seed_of_choice(self) -> int:
+        """Return the seed of the sampler's next choice: it depends on the sweep's seed and the choices so far alone."""
         return random.Random(f"{self._seed}/{self._num_choices}").getrandbits(32)
 
     def _refuse(self, trial: optuna.Trial, point: Point) -> None:
-        """Tell the sampler that the point of a trial is not tried."""
+        """End Optuna's ``trial`` as failed, since its ``point`` is not tried, and record that."""
         from optuna.trial import TrialState
 
         self._study.tell(trial, state=TrialState.FAIL)
         self._record({"event": "refused", "values": point})
 
     def _add(self, event: str, trial: optuna.Trial, point: Point) -> None:
+        """Add the next trial, and record its point: the ``event`` is ``chosen`` by the sampler or ``given`` to it."""
         self._trials.append(trial)
         self.points.append(point)
         self._record({"event": event, "values": point})
 
     def _record(self, event: dict[str, Any]) -> None:
+        """Add an event to the log, unless it comes from there."""
         if not self._is_replaying:
             self._log.extend([event])
 
@@ -240,7 +253,7 @@ class SweepStudy:
         kind = event["event"]
         if kind == "measured":
             value = event["value"]
-            self.is_worse(event["trial"], event["epoch"], math.nan if value is None else value)
+            self.judge_value(event["trial"], event["epoch"], math.nan if value is None else value)
             return
         if kind == "ended":
             self.end(event["trial"], event["value"], is_pruned=event["pruned"] is True)
@@ -250,7 +263,9 @@ class SweepStudy:
         if kind == "given":
             self.give(point)
             return
-        # These samplers have a state that each choice changes, so they must choose again; others look at trials alone.
+
+        # A choice of the sampler. cmaes and qmc keep a state that each choice changes, so they must choose again. The
+        # others look only at the trials, so the study gets the logged point, which saves the time of a choice.
         if self._sampler in ("cmaes", "qmc"):
             trial = self._ask()
         else:
@@ -261,12 +276,12 @@ class SweepStudy:
             self._refuse(trial, point)
         elif trial.params == point:
             self._add(kind, trial, point)
-        else:  # another version of Optuna may choose another point
+        else:  # another version of Optuna chose another point: the logged one takes its place
             self._refuse(trial, point)
             self.give(point)
 
     def _point_of(self, values: dict[str, Any]) -> Point:
-        """Return the point with these ``values``; raise ValueError if it is not in the space."""
+        """Return the point of a logged event; raise an error as :meth:`_replay` does if it is not in the space."""
         for name, domain in self._space.items():
             value = values[name]
             in_domain = domain.low <= value <= domain.high if isinstance(domain, Range) else value in domain
@@ -278,8 +293,8 @@ class SweepStudy:
 def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.samplers.BaseSampler:
     """Return the sampler of Optuna's called ``name``; without a name, one that draws at random.
 
-    Each choice gets a sampler with a seed of its own, ``seed_of_choice``, so that it depends on the log alone. Only the
-    points of qmc are one sequence, whose seed is the sweep's ``seed``.
+    Each choice gets a new sampler with a seed of its own, ``seed_of_choice``, so that it depends on the log alone. Only
+    the points of qmc form one sequence, whose seed is the sweep's ``seed``.
     """
     from optuna import samplers
 
@@ -298,7 +313,10 @@ def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.sam
 
 
 def _pruner(name: Pruner | None, num_epochs: int) -> optuna.pruners.BasePruner:
-    """Return a pruner of Optuna's with its own defaults, for values that are measured after epochs."""
+    """Return a pruner of Optuna's with its own defaults; without a name, one that stops no trial.
+
+    Values are measured after epochs, of which the longest trial has ``num_epochs``.
+    """
     from optuna import pruners
 
     if name == "median":

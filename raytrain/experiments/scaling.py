@@ -23,7 +23,7 @@ _WARM_UP_FRACTION = 0.1  # of the steps; their speed does not count
 
 
 class Compared(NamedTuple):
-    """The metric of ``--best``, by which runs are compared.
+    """The metric of ``--best``, by which runs are compared: its name, and whether a smaller value is the better one.
 
     Example: ``Compared("loss", is_lower_better=True).score(0.5) == -0.5``
     """
@@ -43,7 +43,9 @@ class Compared(NamedTuple):
 
     def score(self, value: float) -> float:
         """Return a number that is larger for a better ``value``; NaN has the lowest, -inf."""
-        return -math.inf if math.isnan(value) else -value if self.is_lower_better else value
+        if math.isnan(value):
+            return -math.inf
+        return -value if self.is_lower_better else value
 
 
 ACCURACY = Compared()
@@ -54,8 +56,9 @@ class Size:
     """A run on some number of workers, and its figures. Unknown figures are None.
 
     ``batch_size`` and ``learning_rate`` are global. ``images_per_s`` is the median after the first tenth of the steps,
-    ``seconds`` the time in training, and ``value`` the last value of the metric. A gain is the relative change per
-    doubling of the workers since the next smaller size: 0.7 is 70 % more.
+    ``seconds`` the time in steps, ``seconds_to_target`` the part of it until the metric reached the target, and
+    ``value`` the last value of the metric. A gain is the relative change per doubling of the workers since the next
+    smaller size: 0.7 is 70 % more.
 
     Example::
 
@@ -113,9 +116,11 @@ def scaling(
     values: Mapping[str, Any] | None = None,
     metric: Compared = ACCURACY,
 ) -> Scaling:
-    """Compare runs by ``histories``, which has the rows of each finished run by its name.
+    """Compare ``runs`` by ``histories``, which has the rows of each finished run by its name.
 
-    ``target`` is a value of ``metric`` on the validation images, by default :func:`default_target` of these runs.
+    The sizes of the result are in the order of their workers; those of runs without a history stay as they are.
+    ``target`` is a value of ``metric`` on the validation images, by default :func:`default_target` of these runs, and
+    ``values`` are those of the other options, which the result keeps.
 
     Example: ``scaling([Size(run="a", workers=1, status="finished"), …], {"a": rows, …}).images_per_s_gain``
     """
@@ -126,11 +131,11 @@ def scaling(
 
     # The images/s and the seconds to the target of each finished run, and how they change from size to size.
     workers = [size.workers for size in finished]
-    tests = [curve(histories[size.run], "evaluation", metric.name) for size in finished]
+    evaluations = [curve(histories[size.run], "evaluation", metric.name) for size in finished]
     speeds = [images_per_s(histories[size.run]) for size in finished]
-    times = [None if target is None else seconds_to(target, test, metric) for test in tests]
+    times = [None if target is None else seconds_to(target, measured, metric) for measured in evaluations]
     speed_gains, time_gains = _gains_since_previous(workers, speeds), _gains_since_previous(workers, times)
-    measured = {
+    size_of_run = {
         size.run: dataclasses.replace(
             size,
             images_per_s=speeds[number],
@@ -138,11 +143,11 @@ def scaling(
             seconds=_seconds_of_steps(histories[size.run])[1][-1],
             seconds_to_target=times[number],
             time_gain=time_gains[number],
-            value=next(reversed(tests[number].values), None),
+            value=next(reversed(evaluations[number].values), None),
         )
         for number, size in enumerate(finished)
     }
-    final = [test.values[-1] for test in tests if test.values]
+    final = [measured.values[-1] for measured in evaluations if measured.values]
     return Scaling(
         values=dict(values or {}),
         metric=metric.name,
@@ -150,72 +155,83 @@ def scaling(
         images_per_s_gain=per_doubling(workers, speeds),
         time_gain=per_doubling(workers, times),
         spread=max(final) - min(final) if final else None,
-        sizes=tuple(measured.get(size.run, size) for size in sizes),
+        sizes=tuple(size_of_run.get(size.run, size) for size in sizes),
     )
 
 
 def default_target(histories: Iterable[Sequence[MetricRow]], metric: Compared = ACCURACY) -> float | None:
     """Return a value 5 % worse than the best final one, so that most runs reach it; None if no run was evaluated."""
-    final = [test.values[-1] for rows in histories if (test := curve(rows, "evaluation", metric.name)).values]
+    evaluations = [curve(rows, "evaluation", metric.name) for rows in histories]
+    final = [measured.values[-1] for measured in evaluations if measured.values]
     if not final:
         return None
     best = max(final, key=metric.score)
-    return best + (_TARGET_MARGIN if metric.is_lower_better else -_TARGET_MARGIN) * abs(best)
+    margin = _TARGET_MARGIN * abs(best)
+    return best + margin if metric.is_lower_better else best - margin
 
 
 def curve(rows: Sequence[MetricRow], kind: Kind, metric: str = "accuracy") -> Curve:
-    """Return the values of a metric in the rows of one kind over the seconds of training.
+    """Return the values of a ``metric`` in the rows of one ``kind`` over the seconds of training.
 
-    These seconds are the time in steps, which includes waiting for data, also for the first batch of an attempt. They
-    do not include evaluations, nor the time between two attempts.
+    Rows without a value are left out. The seconds are the time in steps, which includes waiting for data, also for the
+    first batch of an attempt. They do not include evaluations, nor the time between two attempts.
     """
-    values = [(row.step, row.metrics.get(metric)) for row in rows if row.kind == kind]
-    measured = [(step, value) for step, value in values if value is not None]
+    rows_of_kind = [(row.step, row.metrics.get(metric)) for row in rows if row.kind == kind]
+    measured = [(step, value) for step, value in rows_of_kind if value is not None]
+    # An evaluation may come between two rows with a speed, so its time is interpolated between theirs.
     seconds = np.interp([step for step, _ in measured], *_seconds_of_steps(rows))
     return Curve(seconds.tolist(), [value for _, value in measured])
 
 
 def images_per_s(rows: Sequence[MetricRow]) -> float | None:
     """Return the median images/s after the first tenth of the steps; None if no row has a value."""
-    # The first steps compile, fill caches and grow pools of memory.
-    first = _WARM_UP_FRACTION * max((row.step for row in rows), default=0)
-    speeds = [row.images_per_s for row in rows if row.step > first and row.images_per_s is not None]
+    # In the first steps, code is compiled, caches are filled and pools of memory grow.
+    last_of_warm_up = _WARM_UP_FRACTION * max((row.step for row in rows), default=0)
+    speeds = [row.images_per_s for row in rows if row.step > last_of_warm_up and row.images_per_s is not None]
     return statistics.median(speeds) if speeds else None
 
 
 def seconds_to(target: float, measured: Curve, metric: Compared = ACCURACY) -> float | None:
-    """Return the seconds until ``target`` was reached first, interpolated between two measurements; None if never."""
+    """Return the seconds of training until ``target`` was reached first; None if it never was.
+
+    They are interpolated between the first measurement that reaches it and the one before, if there is one.
+    """
     scores = [metric.score(value) for value in measured.values]
-    wanted = metric.score(target)
-    reached = next((number for number, score in enumerate(scores) if score >= wanted), None)
+    target_score = metric.score(target)
+    reached = next((number for number, score in enumerate(scores) if score >= target_score), None)
     if reached is None:
         return None
-    around = slice(max(0, reached - 1), reached + 1)
-    return float(np.interp(wanted, scores[around], measured.seconds[around]))
+    interval = slice(max(0, reached - 1), reached + 1)
+    return float(np.interp(target_score, scores[interval], measured.seconds[interval]))
 
 
 def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:
     """Return the relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
 
     It is the slope of the least-squares line through the logarithms of workers and values, so the numbers of workers
-    need not be powers of two. None if fewer than two values are known.
+    need not be powers of two. Values that are None or 0, which has no logarithm, are left out; returns None if fewer
+    than two are left.
     """
-    known = [(math.log2(size), math.log2(value)) for size, value in zip(workers, values, strict=True) if value]
-    if len(known) < 2:
+    points = [(math.log2(size), math.log2(value)) for size, value in zip(workers, values, strict=True) if value]
+    if len(points) < 2:
         return None
-    return 2 ** statistics.linear_regression(*zip(*known, strict=True)).slope - 1
+    # A slope of 1 is twice the value for twice the workers.
+    return 2 ** statistics.linear_regression(*zip(*points, strict=True)).slope - 1
 
 
 def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
-    """Return the change per doubling since the next smaller size; None for the smallest."""
-    pairs = itertools.pairwise(range(len(workers)))
-    return [None, *(per_doubling([workers[a], workers[b]], [values[a], values[b]]) for a, b in pairs)]
+    """Return, for each size, the change of ``values`` per doubling since the next smaller size.
+
+    It is None for the smallest size, and where one of the two values is unknown.
+    """
+    pairs = itertools.pairwise(zip(workers, values, strict=True))
+    return [None, *(per_doubling([few, more], [before, value]) for (few, before), (more, value) in pairs)]
 
 
 def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
-    """Return the steps that have a speed, and the seconds of training up to each.
+    """Return 0 and the steps that have a speed, and the seconds of training up to each of them.
 
-    A row took as many seconds as there were images since the row before it, divided by its images/s.
+    The time between two rows is the number of images between them, divided by the images/s of the later one.
     """
     steps, seconds, samples = [0], [0.0], 0
     for row in rows:

@@ -26,14 +26,17 @@ Value = float | int | bool | str
 Point = dict[str, Value]
 """A value for each option that a sweep varies, by the name of its field in TrainConfig."""
 
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-_DRAWS_PER_POINT = 1000
+_SWITCH_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_NAME_OF_KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}  # for messages
+_DRAWS_PER_POINT = 1000  # after which the space has no further points, as far as can be known
 
 
 @dataclass(frozen=True)
 class Range:
-    """Any number from ``low`` to ``high``. ``log``: uniform in the logarithm. ``whole``: whole numbers only."""
+    """Any number from ``low`` to ``high``, both included.
+
+    Numbers are drawn uniformly, with ``log`` in the logarithm; with ``whole``, they are whole numbers.
+    """
 
     low: float
     high: float
@@ -56,9 +59,10 @@ Space = dict[str, Domain]
 
 
 def parse(words: Sequence[str]) -> Space:
-    """Return the space of ``words``; raise UsageError if an option or a value is wrong.
+    """Return the space of the ``words`` of ``--vary``, each one option with its values, or with a range of numbers.
 
-    A number may be one for each worker if the option takes that, such as ``batch-size=32/worker``.
+    A number may be one for each worker if the option takes that, such as ``batch-size=32/worker``. Raises UsageError if
+    an option may not vary or is named twice, or if a value or a range is wrong.
 
     Example: ``parse(["optimizer=sgd,lion", "learning-rate=log:1e-4..1"])``
     """
@@ -80,6 +84,8 @@ def parse(words: Sequence[str]) -> Space:
                 f"--vary {flag} has no values; write {flag}=VALUE,VALUE or, for numbers, {flag}=LOW..HIGH or "
                 f"{flag}=log:LOW..HIGH."
             )
+
+        # A list of values, which is what anything but a range of numbers is.
         kind = kinds[name]
         if kind not in (int, float) or ".." not in text:
             space[name] = tuple(
@@ -102,6 +108,9 @@ def parse(words: Sequence[str]) -> Space:
 def points(space: Space, trials: int | None, seed: int) -> list[Point]:
     """Return the points to try: every combination of values, or ``trials`` different points drawn with ``seed``.
 
+    With one seed, the first points are the same for any number of ``trials``. Raises UsageError if ``trials`` is None
+    and an option has a range, if it is below 1, or if the space has fewer points.
+
     Example: ``points({"epochs": (1, 2)}, None, seed=0) == [{"epochs": 1}, {"epochs": 2}]``
     """
     if trials is None:
@@ -116,7 +125,8 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
 
     if trials < 1:
         raise UsageError(f"--trials is {trials}; it must be at least 1.")
-    # The values of a list are dealt like cards: none is drawn again before all others were, so that few trials try all.
+    # The values of a list are dealt like cards: a value is drawn again only once all others were drawn. So each value
+    # is tried even if there are few trials.
     generator = random.Random(seed)
     cards: dict[str, list[Value]] = {name: [] for name in space}
 
@@ -137,14 +147,14 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
 
 
 def too_many_trials(trials: int, num_points: int) -> UsageError:
-    """Return the error for more ``trials`` than the space has points."""
+    """Return the error for more ``trials`` than the ``num_points`` points that the space has."""
     return UsageError(
         f"--trials is {trials}, and --vary describes {num_points} different points only; ask for at most {num_points}."
     )
 
 
 def num_points(space: Space) -> float:
-    """Return how many different points a space has: infinitely many if a range is not of whole numbers.
+    """Return how many different points a space has: ``math.inf`` if it has a range that is not of whole numbers.
 
     Example: ``num_points({"optimizer": ("sgd", "lion"), "epochs": Range(1, 3, log=False, whole=True)}) == 6``
     """
@@ -158,7 +168,10 @@ def num_points(space: Space) -> float:
 
 
 def outermost_points(space: Space) -> list[Point]:
-    """Return points that together have each value of each list and both ends of each range, to check them beforehand.
+    """Return few points that together have each value of each list and both ends of each range.
+
+    Options that are allowed at these points are taken to be allowed everywhere in the space, whose points a sampler
+    chooses later. Only one option at a time differs from the first point.
 
     Example: ``outermost_points({"epochs": (1, 2)}) == [{"epochs": 1}, {"epochs": 2}]``
     """
@@ -169,57 +182,69 @@ def outermost_points(space: Space) -> list[Point]:
         for name, domain in space.items()
     }
     first: Point = {name: choices[0] for name, choices in values.items()}
-    others = [{**first, name: choice} for name, choices in values.items() for choice in choices[1:]]
-    return [first, *others]
+    return [first, *({**first, name: choice} for name, choices in values.items() for choice in choices[1:])]
 
 
 def are_points(value: object) -> bool:
-    """Return True if a stored ``value`` is a list of points: options that may vary, with values of their types."""
+    """Return True if a stored ``value`` is a list of points: options that may vary, with values of their types.
+
+    Example: ``are_points([{"epochs": 2}]) and not are_points([{"storage": "./runs"}])``
+    """
     kinds = _sweepable_kinds()
     return matches(value, list[dict[str, Any]]) and all(
-        name in kinds and (matches(option, kinds[name]) or (is_per_worker(option) and _takes_text(name)))
+        name in kinds and (matches(chosen, kinds[name]) or (is_per_worker(chosen) and _takes_text(name)))
         for point in cast(list[dict[str, object]], value)
-        for name, option in point.items()
+        for name, chosen in point.items()
     )
 
 
 def _sweepable_kinds() -> dict[str, Any]:
-    """Return the options that may vary, each with the type of its values, or the Literal that lists them.
+    """Return the options that may vary, each with the type of its values in ``--vary``, or the Literal that lists them.
 
-    An annotation may also allow None, words for which a number stands, or texts such as 32/worker: those are left out.
+    An annotation with several alternatives is reduced to one type: a number, not None, a word, or a text such as
+    32/worker. Only a switch that may also be a word, such as ``compile``, keeps its annotation.
     """
     hints = get_type_hints(TrainConfig)
     kinds: dict[str, Any] = {}
     for name in options_with(Mark.SWEEPABLE):
+        # An annotation that is a single type or a Literal is its kind already.
         hint = hints[name]
-        allowed = [kind for kind in get_args(hint) if kind is not type(None) and get_origin(kind) is not Literal]
-        allowed = [kind for kind in allowed if kind is not str] or allowed
-        is_switch_with_words = bool in allowed and allowed != list(get_args(hint))  # such as compile
-        words = [kind for kind in get_args(hint) if get_origin(kind) is Literal]
-        is_one_kind = hint in _KINDS or get_origin(hint) is Literal
-        kinds[name] = hint if is_one_kind or is_switch_with_words else [*allowed, *words][0]
+        if hint in _NAME_OF_KIND or get_origin(hint) is Literal:
+            kinds[name] = hint
+            continue
+
+        # Of the alternatives of a Union, a type comes before words, and any other type before text.
+        alternatives = get_args(hint)
+        words = [kind for kind in alternatives if get_origin(kind) is Literal]
+        types = [kind for kind in alternatives if kind is not type(None) and kind not in words]
+        types = [kind for kind in types if kind is not str] or types
+        is_switch_with_words = bool in types and types != list(alternatives)
+        kinds[name] = hint if is_switch_with_words else [*types, *words][0]
     return kinds
 
 
 def _takes_text(name: str) -> bool:
-    """Return True if an option that is a number may be a text too, whose form TrainConfig checks."""
+    """Return True if the option ``name``, a number, may also be a text such as 32/worker, whose form others check."""
     return str in get_args(get_type_hints(TrainConfig)[name])
 
 
 def _value(flag: str, text: str, kind: Any) -> Value:
-    """Return ``text`` as a value of ``kind``, a type or a Literal; raise UsageError if it is no such value."""
+    """Return ``text`` as a value of ``kind``, one of :func:`_sweepable_kinds`; raise UsageError if it is no such value.
+
+    ``flag`` is the option as the user wrote it, for the error.
+    """
     if bool in get_args(kind):  # a switch that may also be a word, such as compile
-        if text.lower() in _WORDS:
-            return _WORDS[text.lower()]
-        kind = next(part for part in get_args(kind) if get_origin(part) is Literal)
+        if text.lower() in _SWITCH_WORDS:
+            return _SWITCH_WORDS[text.lower()]
+        kind = next(alternative for alternative in get_args(kind) if get_origin(alternative) is Literal)
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise UsageError(f"--vary {flag}: {text!r} is none of {', '.join(get_args(kind))}.")
         return text
     try:
-        value = _WORDS[text.lower()] if kind is bool else kind(text)
+        value = _SWITCH_WORDS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         value = None
     if value is None or text == "" or (kind is float and not math.isfinite(value)):
-        raise UsageError(f"--vary {flag}: {text!r} is not {_KINDS[kind]}.")
+        raise UsageError(f"--vary {flag}: {text!r} is not {_NAME_OF_KIND[kind]}.")
     return value

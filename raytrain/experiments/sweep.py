@@ -2,7 +2,8 @@
 
 The trials differ in some options. Each trains in a thread, several at once, on the same images. If the number of
 workers is among these options, they train one after the other, and each reads its images itself, as with
-``raytrain.train``, because their speeds are compared: images/s, and the time to an accuracy.
+``raytrain.train``, because their speeds are compared: images/s, and the time to an accuracy. The trials of a
+cross-validation train in the same way, because each trains on other images.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ def sweep(
 ) -> SweepResult:
     """Sweep as :func:`raytrain.sweep` does, which says what the arguments are; without a ``view``, show nothing.
 
+    Raises UsageError, StorageError and TrainingFailed as that does.
+
     Example: ``sweep(config, vary="seed=0,1", view=lambda snapshot: print(snapshot.trials))``
     """
+    # What is wrong with the sweep itself is refused: trackers, the loop, --vary, and options that exclude each other.
     started_at = time.monotonic()
     check_named(config)
     open_trackers(config.track)  # raises UsageError if no trial could open them
@@ -83,14 +87,15 @@ def sweep(
             "are measured to their end; omit --pruner."
         )
     metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
-    if target is not None and not (planned.varies_workers and target > 0 and (target <= 1 or not metric.is_fraction)):
+    is_possible = target is not None and target > 0 and (target <= 1 or not metric.is_fraction)
+    if target is not None and not (planned.varies_workers and is_possible):
         limit = "above 0 and at most 1" if metric.is_fraction else "above 0"
         raise UsageError(
             f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
             "such as --vary workers=1,2,4."
         )
 
-    # A mistake in the options of any trial is refused before anything starts.
+    # A mistake in the options of any trial is refused before anything starts. A user's loop may measure any metric.
     examples = examples_of(planned, config, config.name or new_name(config.recipe))
     for trial in examples:
         check_options(trial.config, loop)
@@ -98,14 +103,17 @@ def sweep(
             check_compared(trial)
     config = settle_options(config)
 
-    # The sweep is prepared as a run is: images are listed and checked once for all trials.
+    # The sweep is prepared as a run is: images are listed and checked once for all trials. Meanwhile, the machines are
+    # opened, and ``join`` waits for them.
     with (
         open_machines(config) as join,
         prepare(_with_most_folds(config, examples), TrainRequest(started_at=started_at)) as prepared,
     ):
-        prepared = dataclasses.replace(
-            prepared, config=dataclasses.replace(prepared.config, validation_fold=config.validation_fold)
-        )
+        # The sweep's own options have no fold: that was for listing the images.
+        own_config = dataclasses.replace(prepared.config, validation_fold=config.validation_fold)
+        prepared = dataclasses.replace(prepared, config=own_config)
+
+        # The trials get the options that were decided while the images were listed.
         runs = trials_of(planned, prepared.config, prepared.name)
         if config.resume:
             runs = resumed_trials(runs, read_config(prepared.store))
@@ -138,12 +146,15 @@ def sweep(
 
 
 def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:
-    """Return the options with the fold of the trial that has the most folds, if trials have folds.
+    """Return ``config`` with the fold of the trial that has the most folds; as it is if no trial has one.
 
     Listing the images with these options raises UsageError if the images, or their groups, are too few for the folds.
     """
     folds = [(trial.config.fold[1], trial.config.validation_fold) for trial in trials if trial.config.fold]
-    return dataclasses.replace(config, validation_fold=max(folds)[1]) if folds else config
+    if not folds:
+        return config
+    _, fold_of_most = max(folds)
+    return dataclasses.replace(config, validation_fold=fold_of_most)
 
 
 def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tuple[int, Placement]:
@@ -153,16 +164,17 @@ def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tu
     """
     workers = 1 if planned.varies_workers or config.workers == "auto" else int(config.workers)
     check_room(dataclasses.replace(config, workers=workers), hardware)
-    fitting = place(dataclasses.replace(config, workers="auto"), hardware).num_workers
-    # Workers beyond those of all trials would only take cores from reading.
-    at_once = 1 if planned.trains_alone else max(1, min(fitting // workers, planned.num_trials))
+    # As many trials train at once as their workers fit; workers beyond those would only take cores from reading.
+    most_workers = place(dataclasses.replace(config, workers="auto"), hardware).num_workers
+    at_once = 1 if planned.trains_alone else max(1, min(most_workers // workers, planned.num_trials))
     return at_once, place(dataclasses.replace(config, workers=at_once * workers), hardware)
 
 
 def check_compared(trial: Trial) -> None:
     """Raise UsageError if a trial does not measure the metric that trials are compared by.
 
-    A sweep may vary --best or --metrics. It would take a trial without that metric for one that was never evaluated.
+    The trials of a sweep may have different values of --best, and so measure different metrics. A trial without the
+    metric of the sweep would count as one that was never evaluated.
     """
     if trial.metric not in measured_metrics(trial.config):
         raise UsageError(
@@ -174,8 +186,9 @@ def check_compared(trial: Trial) -> None:
 def resumed_trials(trials: Sequence[Trial], before: TrainConfig) -> list[Trial]:
     """Return the trials of a sweep that resumes; ``before`` are the options that the sweep had.
 
-    Each trial keeps its own tags and note, which somebody may have changed since it started, and gets those that are
-    new in the sweep. Raises UsageError if a trial was started with another model, batch size or seed.
+    A trial that has begun keeps its own tags and note, which somebody may have changed since, and gets tags that are
+    new in the sweep, and its note if that is new. Raises UsageError if a trial was started with another model, batch
+    size or seed.
     """
     resumed: list[Trial] = []
     for trial in trials:

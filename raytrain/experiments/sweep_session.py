@@ -95,8 +95,8 @@ class SweepSession:
         self._notify_trials = notify_trials
         self._notification = Notification(notify_target(prepared.config))
 
-        # Count the steps of all trials by their batch plans. Plans do not depend on how a run computes, so precision
-        # and decoder may be any.
+        # Count the steps of all trials by the batch plans of the examples. Plans do not depend on how a run computes,
+        # so precision and resizer may be any.
         configs: list[ResolvedConfig] = []
         for trial in examples:
             run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
@@ -105,20 +105,20 @@ class SweepSession:
                 run.resolve(
                     num_workers,
                     placement.device,
-                    lambda _: "float32",
-                    lambda: "pillow",
+                    fastest_precision=lambda _: "float32",
+                    fastest_resizer=lambda: "pillow",
                     suits_channels_last=lambda: False,
                 )
             )
         plans = [prepared.data.plan(config) for config in configs]
         self._num_steps = sum(plan.num_steps for plan in plans) * planned.num_trials // len(plans)
 
-        # Trials read the same images, and are compared while they train. Trials whose speed is compared read their own
-        # images, and train to their end.
+        # Trials read the same images, and are compared while they train. Trials that train one by one read their own
+        # images, so the sweep caches none, and train to their end.
         self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
-        num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
-        compares = early_stopping and planned.pruner is None and not planned.trains_alone
-        early = EarlyStopping(num_epochs if compares else 0)  # 0 epochs: it never stops a trial
+        num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)  # rounded up
+        stops_by_median = early_stopping and planned.pruner is None and not planned.trains_alone
+        early = EarlyStopping(num_epochs if stops_by_median else 0)  # 0 epochs: it never stops a trial
         metric = Compared(examples[0].metric, examples[0].is_lower_better)
         self._judge = Judge(metric, early, self._open_study(metric, num_epochs, trials))
 
@@ -132,10 +132,11 @@ class SweepSession:
             trials = [*trials, *trials_of(planned, prepared.config, prepared.name)[len(trials) :]]
         for trial in trials:
             self._add(trial)
-        self._is_stopping = False
-        self._notes: set[str] = set()  # of trials, that were printed
+        self._is_stopping = False  # no further trial starts
+        self._printed_notes: set[str] = set()  # of any trial: most are the same in all of them
 
         # The cost of the sweep is that of the machines of all trials; a machine on which two trials train counts once.
+        # A budget that is spent already is refused if trials are left to train.
         before = RunStatus(status="starting")
         if prepared.config.resume:
             with suppress(StorageError):
@@ -145,29 +146,30 @@ class SweepSession:
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
         self._writer = DocumentWriter(prepared.store, self._num_steps, before=before)
         self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
-        self._is_concluded = False
-        self._gpus: SimpleQueue[str | None] = SimpleQueue()  # GPUs that no trial uses now
-        for chosen_gpus in self._divide_gpus():
-            self._gpus.put(chosen_gpus)
+        self._is_concluded = False  # the documents say how the sweep has ended
+        self._free_gpus: SimpleQueue[str | None] = SimpleQueue()  # the GPUs of one trial each, which no trial uses now
+        for gpus_of_trial in self._divide_gpus():
+            self._free_gpus.put(gpus_of_trial)
 
     @property
     def _workers_per_trial(self) -> int:
+        """The number of workers of each trial, unless that is what varies: then 1."""
         return self._placement.num_workers // self._at_once
 
     def _divide_gpus(self) -> list[str | None]:
-        """Return the numbers of this machine's GPUs for each trial that trains at the same time.
+        """Return the numbers of this machine's GPUs, such as ``0,1``, for each trial that trains at the same time.
 
         They are None if nothing is to be divided: Ray assigns the GPUs of a cluster, and a trial that trains alone
-        takes as many as it needs. Raises UsageError if the GPUs are named otherwise than by numbers.
+        takes as many as it needs. Raises UsageError if CUDA_VISIBLE_DEVICES names GPUs otherwise than by numbers.
         """
         config, workers = self._prepared.config, self._workers_per_trial
         if config.backend == "ray" or self._placement.device == "cpu" or self._at_once == 1:
             return [None] * self._at_once
-        named = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = [number.strip() for number in named.split(",")] if named else list(map(str, range(len(gpus()))))
+        visible = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = [number.strip() for number in visible.split(",")] if visible else list(map(str, range(len(gpus()))))
         if not all(number.isdecimal() for number in numbers):  # CUDA also takes UUIDs, such as GPU-8f6c… and MIG-…
             raise UsageError(
-                f"CUDA_VISIBLE_DEVICES is {named}; a sweep gives each trial GPUs by their numbers: name those that "
+                f"CUDA_VISIBLE_DEVICES is {visible}; a sweep gives each trial GPUs by their numbers: name those that "
                 "`raytrain devices` lists by --device, such as cuda:0,1."
             )
         return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
@@ -175,7 +177,8 @@ class SweepSession:
     def _open_study(self, metric: Compared, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
         """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps.
 
-        If the sweep resumes, the study is restored from its log, unless the log does not fit the sweep.
+        If the sweep resumes, the study is restored from its log. A log that does not fit the sweep is not used, which
+        is logged as a warning.
         """
         planned, prepared = self._planned, self._prepared
         if planned.sampler is None and planned.pruner is None:
@@ -190,8 +193,11 @@ class SweepSession:
             is_lower_better=metric.is_lower_better,
             num_epochs=num_epochs,
         )
-        study, points = open_study(is_resumed=prepared.config.resume), [trial.values for trial in trials]
-        # The log fits if the points in it begin with those of the trials, or the trials' begin with those in the log.
+        study = open_study(is_resumed=prepared.config.resume)
+
+        # The log fits if one of the two lists of points, in the log and of the trials, begins with the other: a
+        # process that was killed may have written fewer points into one of the two documents.
+        points = [trial.values for trial in trials]
         if study.points[: len(points)] != points[: len(study.points)] or len(study.points) > planned.num_trials:
             _log.warning(
                 "%s/%s does not fit the trials of sweep %r, so it is not used: the sampler and the pruner start again "
@@ -206,7 +212,7 @@ class SweepSession:
         return study
 
     def _add(self, trial: Trial) -> TrialRun:
-        """Add a trial, and have it wait for its turn unless it is over."""
+        """Add a trial, have it wait for its turn unless it is over, and return its run."""
         run = TrialRun(len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._notify_trials)
         self._runs.append(run)
         if not is_over(run.result):
@@ -233,7 +239,7 @@ class SweepSession:
             # One thread for each trial that trains at once; when that trial ends, the thread takes the next one.
             PLAN.info("%s", self._plan_text())
             threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="trial")
-            self._ended = [threads.submit(self._train_in_turn) for _ in range(self._at_once)]
+            self._futures = [threads.submit(self._train_in_turn) for _ in range(self._at_once)]
             opened.callback(threads.shutdown, cancel_futures=True)
             self._opened = opened.pop_all()  # nothing failed, so __exit__ closes it
         return self
@@ -242,14 +248,18 @@ class SweepSession:
         """Return the line that is printed at the start: the number of trials, on what, and how they are compared."""
         planned, workers, config = self._planned, self._workers_per_trial, self._prepared.config
         kind = device_kind(config.accelerator_type, self._placement.device)
-        of_each = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
+        devices = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
         chosen = "" if planned.sampler is None else f", chosen by {planned.sampler}"
         pruned = "" if planned.pruner is None else f", stopped early by {planned.pruner}"
-        compared = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
+        metric = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
         trials = f"{format_count(planned.num_trials, 'trial')}{chosen}{pruned}"
-        return f"{trials}, {self._at_once} at once, {of_each}; compared by {compared}"
+        return f"{trials}, {self._at_once} at once, {devices}; compared by {metric}"
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Abort the trials that still train, and close the images.
+
+        If :meth:`watch` has not concluded the sweep, write and notify that it failed or, by Ctrl-C, was interrupted.
+        """
         self._is_stopping = True
         for run in self._runs:
             run.aborted = True
@@ -263,28 +273,32 @@ class SweepSession:
         self._notification.wait()
 
     def watch(self, signals: StopSignals, view: SweepView | None) -> SweepResult:
-        """Return when all trials have ended; raise TrainingFailed if the sweep failed as a whole."""
-        limit = self._prepared.config.max_cost
+        """Wait until all trials have ended, show them by ``view``, pass on requests to stop, and return the result.
+
+        The result is written into the sweep's documents, and --notify reports it. Raises TrainingFailed if the images
+        could not be used, and StorageError if the documents cannot be written.
+        """
+        max_dollars = self._prepared.config.max_cost
         with closing(self._documents):
-            while wait(self._ended, _POLL_EVERY_S).not_done:
-                snapshot = self._poll(view, signals)[0]
+            while wait(self._futures, _POLL_EVERY_S).not_done:
+                snapshot, _ = self._poll(view, signals)
                 # A request to stop from a viewer, from storage, from a signal or from --max-cost goes to each trial.
                 request = snapshot.stop_request or self._documents(snapshot)
-                if limit is not None and (snapshot.dollars or 0.0) >= limit:
-                    request = request or StopReason("cost", f"{limit:g}", value=snapshot.dollars)
+                if max_dollars is not None and (snapshot.dollars or 0.0) >= max_dollars:
+                    request = request or StopReason("cost", f"{max_dollars:g}", value=snapshot.dollars)
                 if request is not None:
                     signals.request_stop(request)
                 if signals.stop_request is not None:
                     self._is_stopping = True
                     for run in self._runs:
                         run.signals.request_stop(signals.stop_request)
-        for ended in self._ended:
-            ended.result()  # raises the exception that has ended a thread, if any
+        for future in self._futures:
+            future.result()  # raises the exception that has ended a thread, if any
         if self._judge.study is not None:
             self._judge.study.close()
 
-        # The sweep failed if the images could not be used, or all trials failed. A request to stop that came when
-        # nothing was left to do does not make it a stopped one.
+        # The sweep failed if the images could not be used, or all trials failed. A sweep that was asked to stop when
+        # nothing was left to do is finished all the same.
         snapshot, failure = self._poll(view, signals)
         trials = best_first(run.result for run in self._runs)
         failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
@@ -309,7 +323,7 @@ class SweepSession:
             histories=histories,
         )
 
-        # Write the documents, and notify: a session that ends without them has failed.
+        # Write the documents, and notify. A session that ends before its documents are written has failed.
         self._images.finish(result.status)
         write_json(self._prepared.store, SUMMARY, result.summary())
         self._writer.write_status(result.status, snapshot)
@@ -324,19 +338,20 @@ class SweepSession:
         """Train one trial after the other until none is left; the work of one thread."""
         while (run := self._next_run()) is not None:
             if self._planned.trains_alone:
-                run.train(None, None)
+                run.train(gpus=None, group=None)
                 continue
-            chosen_gpus, workers = self._gpus.get(), self._workers_per_trial
+            gpus_of_trial, workers = self._free_gpus.get(), self._workers_per_trial
             try:
                 placement = dataclasses.replace(self._placement, num_workers=workers, min_workers=workers)
-                run.train(chosen_gpus, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
+                run.train(gpus_of_trial, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
             finally:
-                self._gpus.put(chosen_gpus)
+                self._free_gpus.put(gpus_of_trial)
 
     def _next_run(self) -> TrialRun | None:
         """Return the trial that trains next; None if none is left, or the sweep stops.
 
-        If no trial waits and a sampler chooses the points, it chooses the next one now, by the results so far.
+        If no trial waits and a sampler chooses the points, it chooses the next one now, by the results so far, and the
+        sweep's document is written with it. Raises StorageError if that fails.
         """
         with self._lock:
             if self._is_stopping:
@@ -348,6 +363,8 @@ class SweepSession:
             if planned.sampler is None or number == planned.num_trials:
                 return None
 
+            # Only the examples were checked before the start. So a point may have options that exclude each other, or
+            # that name a metric which the built-in loop does not measure.
             def is_allowed(point: Point) -> bool:
                 with suppress(UsageError):
                     trial = trial_of(planned, config, name, number, point)
@@ -365,22 +382,30 @@ class SweepSession:
             self._planned = dataclasses.replace(planned, points=(*planned.points, point))
             write_sweep(self._prepared.store, self._planned)
             run = self._add(trial_of(planned, config, name, number, point))
-            if self._is_stopping:  # since the sampler was asked: the trial stays in the queue for a resume
+            if self._is_stopping:  # a stop came while the sampler chose: the trial, in the document, waits for a resume
                 return None
             self._waiting.remove(run)
             return run
 
     def _poll(self, view: SweepView | None, signals: StopSignals) -> tuple[Snapshot, str | None]:
-        """Show the trials; return the state of the sweep, and why the images cannot be used, or None if they can."""
+        """Show the trials; return the state of the sweep, and why the images cannot be used, or None if they can.
+
+        The state is a snapshot as of one run, with the steps of all trials; ``num_workers`` is the number of trials
+        that train now. Notes of the trials are logged as warnings, each once.
+        """
         results = tuple(run.result for run in self._runs)
         for run in self._runs:
-            for note in run.notes - self._notes:
-                self._notes.add(note)  # most are the same in all trials
+            for note in run.notes - self._printed_notes:
+                self._printed_notes.add(note)
                 _log.warning("%s: %s", run.trial.name, one_line(note))
+
+        # The images know what cannot be used, and requests to stop. The rest is summed over the trials.
         snapshot, failure = self._images.poll()
-        training = sum(result.status == "running" for result in results)
+        num_running = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)
-        snapshot = dataclasses.replace(snapshot, status="running", step=steps, steps_per_epoch=0, num_workers=training)
+        snapshot = dataclasses.replace(
+            snapshot, status="running", step=steps, steps_per_epoch=0, num_workers=num_running
+        )
         machines = tuple(use for run in self._runs for use in run.machines)
         dollars = self._cost.update(dataclasses.replace(snapshot, machines=machines)).dollars
         if view is not None:
@@ -389,19 +414,25 @@ class SweepSession:
         return dataclasses.replace(snapshot, dollars=dollars), failure
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due; return a stop request found in storage. Runs in the background."""
+        """Write the documents that are due; return the request to stop in storage, if there is one.
+
+        It runs in a thread of its own, because storage may hang.
+        """
         if self._judge.study is not None:
             self._judge.study.write()
         self._writer.heartbeat(snapshot)
         return self._writer.stop_request()
 
     def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
-        """Return what more workers gain, for each combination of the other options. All are timed to the same value."""
-        sizes: dict[str, list[Size]] = {}
-        choices: dict[str, Point] = {}
+        """Return what more workers gain, for each combination of the other options. All are timed to the same value.
+
+        ``histories`` has the rows of each finished trial, by its name.
+        """
+        sizes: dict[str, list[Size]] = {}  # by the other options, as a user types them
+        points: dict[str, Point] = {}
         for run in self._runs:
             config = run.trial.config
-            others = {name: value for name, value in run.trial.values.items() if name != "workers"}
+            point = {name: value for name, value in run.trial.values.items() if name != "workers"}
             size = Size(
                 run=run.trial.name,
                 workers=int(config.workers),
@@ -409,8 +440,8 @@ class SweepSession:
                 batch_size=cast(int, config.batch_size),  # scaled to the workers
                 learning_rate=cast("float | None", config.learning_rate),
             )
-            choices.setdefault(as_typed(others), others)
-            sizes.setdefault(as_typed(others), []).append(size)
+            points.setdefault(as_typed(point), point)
+            sizes.setdefault(as_typed(point), []).append(size)
         metric = self._judge.metric
         target = default_target(histories.values(), metric) if self._target is None else self._target
-        return tuple(scaling(sizes[choice], histories, target, others, metric) for choice, others in choices.items())
+        return tuple(scaling(sizes[typed], histories, target, point, metric) for typed, point in points.items())

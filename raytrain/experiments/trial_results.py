@@ -21,7 +21,8 @@ from raytrain.runs.redact import one_line, redact
 from raytrain.runs.status import read_status
 
 WAITING = "waiting"
-_ENDS_TRIAL = ("early_stopping", "target", "patience", "time")
+"""The status of a trial that has not begun."""
+_FINAL_STOPS = ("early_stopping", "target", "patience", "time")
 """Kinds of :class:`StopReason` after which a trial has its result: a resume of the sweep must not train it further."""
 
 
@@ -29,7 +30,10 @@ _ENDS_TRIAL = ("early_stopping", "target", "patience", "time")
 class TrialResult:
     """The state of a trial, or its result. Values that are not known are None.
 
-    ``evaluations`` are pairs of an epoch and the value of ``metric`` after it; ``value`` is the best of these.
+    ``evaluations`` are pairs of an epoch and the value of ``metric`` after it; ``value`` is the best of these, and
+    ``accuracy`` the highest accuracy of any evaluation. ``seconds`` is the time since the trial was last started or
+    resumed; while it trains, it is that of all of its attempts. ``reason`` says why it stopped or is about to stop, or
+    is the error with which it failed.
     """
 
     name: str
@@ -58,7 +62,7 @@ class TrialResult:
         return None if self.value is None else -self.value if self.is_lower_better else self.value
 
     def now(self, snapshot: Snapshot, evaluations: Iterable[MetricRow]) -> TrialResult:
-        """Return the trial's state by a ``snapshot`` of its run and the rows of all its ``evaluations``."""
+        """Return the trial's state according to a ``snapshot`` of its run and the rows of all its ``evaluations``."""
         latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
         return dataclasses.replace(
             self.measured(evaluations),
@@ -76,17 +80,17 @@ class TrialResult:
     def measured(self, rows: Iterable[MetricRow]) -> TrialResult:
         """Return the trial's state with the metrics in the ``rows`` of evaluations; only finite values count.
 
-        An evaluation before the first step is of no epoch, and of a network that the trial has not trained.
+        An evaluation before the first step does not count: it measures a network that the trial has not trained.
         """
         rows = [row for row in rows if row.step > 0]
         values = ((row.epoch, row.metrics.get(self.metric)) for row in rows)
-        known = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))
+        evaluations = tuple((epoch, value) for epoch, value in values if value is not None and math.isfinite(value))
         best = min if self.is_lower_better else max
         return dataclasses.replace(
             self,
-            value=best((value for _, value in known), default=None),
+            value=best((value for _, value in evaluations), default=None),
             accuracy=max((row.accuracy for row in rows if row.accuracy is not None), default=None),
-            evaluations=known,
+            evaluations=evaluations,
         )
 
 
@@ -104,9 +108,10 @@ class SweepSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldsResult:
-    """Mean and standard deviation of the best values of a cross-validation.
+    """Mean and standard deviation over the folds of a cross-validation of the best value on each.
 
-    ``num_measured`` of the ``num_folds`` folds have a value.
+    ``values`` are those of the other options that the sweep varies. ``num_measured`` of the ``num_folds`` folds have a
+    value of ``metric``; ``mean`` is None if none has.
     """
 
     values: Point
@@ -146,50 +151,61 @@ class SweepResult:
     """The metrics of the finished trials, by name, if --vary has workers; they are not in the summary."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the result as a dictionary of plain values."""
+        """Return the result as a dictionary of plain values, without the histories."""
+        # The histories are replaced first, because asdict would copy them.
         document = dataclasses.asdict(dataclasses.replace(self, histories={}))
         del document["histories"]
         return document
 
 
 def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
-    """Return mean and deviation over the folds, for each combination of the other options, the best mean first."""
-    choices: dict[str, list[TrialResult]] = {}
+    """Return mean and deviation over the folds, for each combination of the other options, the best mean first.
+
+    Combinations without a value come last.
+    """
+    # Trials belong together if they differ in their fold alone.
+    trials_of_choice: dict[str, list[TrialResult]] = {}
     for trial in trials:
-        others = {name: value for name, value in trial.values.items() if name != "validation_fold"}
-        choices.setdefault(as_typed(others), []).append(trial)
+        choice = {name: value for name, value in trial.values.items() if name != "validation_fold"}
+        trials_of_choice.setdefault(as_typed(choice), []).append(trial)
     results: list[FoldsResult] = []
-    for of_choice in choices.values():
-        values = [trial.value for trial in of_choice if trial.value is not None]
+    for folds in trials_of_choice.values():
+        values = [trial.value for trial in folds if trial.value is not None]
         results.append(
             FoldsResult(
-                values={name: value for name, value in of_choice[0].values.items() if name != "validation_fold"},
-                metric=of_choice[0].metric,
-                num_folds=len(of_choice),
+                values={name: value for name, value in folds[0].values.items() if name != "validation_fold"},
+                metric=folds[0].metric,
+                num_folds=len(folds),
                 num_measured=len(values),
                 mean=statistics.mean(values) if values else None,
                 deviation=statistics.stdev(values) if len(values) > 1 else None,
             )
         )
-    sign = 1 if any(trial.is_lower_better for choice in choices.values() for trial in choice) else -1
+    # All trials of a sweep are compared by one metric.
+    sign = 1 if any(trial.is_lower_better for folds in trials_of_choice.values() for trial in folds) else -1
     return tuple(sorted(results, key=lambda result: (result.mean is None, sign * (result.mean or 0.0))))
 
 
 def is_stopped_early(trial: TrialResult) -> bool:
-    """Return True if the trial has stopped because others are better."""
-    is_reason = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
-    return trial.status == "stopped" and is_reason
+    """Return True if the trial has stopped because it was worse than others."""
+    is_early = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
+    return trial.status == "stopped" and is_early
 
 
 def is_over(trial: TrialResult) -> bool:
-    """Return True if the trial has nothing left to do: it finished, or early stopping or an option ended it."""
+    """Return True if the trial has nothing left to do: it finished, or early stopping or an option ended it.
+
+    A trial that a person stopped, or that failed, is not over: a resume of the sweep trains it further.
+    """
     if trial.status == "finished":
         return True
-    return trial.status == "stopped" and isinstance(trial.reason, StopReason) and trial.reason.kind in _ENDS_TRIAL
+    return trial.status == "stopped" and isinstance(trial.reason, StopReason) and trial.reason.kind in _FINAL_STOPS
 
 
 def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[str, Any]:
-    """Return the message about a sweep's end, as ``text`` and as single values; no secret is in them.
+    """Return the message about a sweep's end, as ``text`` and as single values, from which secrets are removed.
+
+    ``failure`` says why the sweep failed as a whole. Values that are not known are left out.
 
     Example: ``message_of_sweep(result)["text"] == "Sweep rates finished: rates-03 is the best of 8, …"``
     """
@@ -197,8 +213,8 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
     text = f"Sweep {result.name} {result.status}"
     best = next((trial for trial in result.trials if trial.name == result.best), None)
     if best is not None and best.value is not None:
-        about = f"{best.metric.replace('_', ' ')} {best.value:.4f}"
-        text += f": {best.name} is the best of {len(result.trials)}, {about} with {as_typed(best.values)}"
+        value = f"{best.metric.replace('_', ' ')} {best.value:.4f}"
+        text += f": {best.name} is the best of {len(result.trials)}, {value} with {as_typed(best.values)}"
     text += "" if result.dollars is None else f", ${result.dollars:,.2f}"
     text += f". {failure}" if failure else ""
 
@@ -229,7 +245,10 @@ def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def stored_result(trial: Trial) -> TrialResult:
-    """Return the state of a trial by its documents; a trial without documents is waiting."""
+    """Return the state of a trial according to its documents.
+
+    A trial without documents is waiting, and one without a summary was interrupted.
+    """
     store = trial.store
     waiting = TrialResult(
         name=trial.name,
@@ -241,7 +260,7 @@ def stored_result(trial: Trial) -> TrialResult:
     if not store.exists(CONFIG):
         return waiting
 
-    # A trial whose process was killed has a history, but no summary.
+    # A trial whose process was killed has a history, but no summary, so the document read here is empty.
     summary = read_json(store, SUMMARY)
     rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
     return dataclasses.replace(

@@ -41,7 +41,7 @@ class Sweep:
     Attributes:
         vary: the words of --vary.
         points: all points; with a sampler, those that it has chosen so far.
-        trials: with a sampler, how many points it chooses, each when a trial may start; else None.
+        trials: with a sampler, how many points it chooses, each when there is room for a trial; else None.
         sampler: a sampler of Optuna's; None if all points are known from the start.
         pruner: a pruner of Optuna's; None if there is none.
         digits: the number of digits in the names of trials; None to derive it from the number of trials. It is set if
@@ -57,7 +57,7 @@ class Sweep:
 
     @property
     def num_trials(self) -> int:
-        """How many trials there will be."""
+        """How many trials there will be, those included whose points are not chosen yet."""
         return len(self.points) if self.trials is None else self.trials
 
     @property
@@ -73,9 +73,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its name, its values of the varied options, and all of its options.
+    """One run of a sweep: its name, its ``values`` of the varied options, and all of its options, ``config``.
 
-    ``metric`` is the metric of ``--best``, by which the sweep compares trials.
+    ``metric`` is the metric of ``--best``, by which the sweep compares trials; with ``is_lower_better``, the smaller
+    value is the better one.
     """
 
     name: str
@@ -99,9 +100,12 @@ def plan_sweep(
     pruner: Pruner | None = None,
     trust: bool = False,
 ) -> Sweep:
-    """Return the plan of a new sweep over ``vary``, or the stored plan of a sweep that is resumed.
+    """Return the plan of a new sweep over ``vary``, or, if ``config`` says so, the stored plan of one that is resumed.
 
-    Raises UsageError if a stored point names a user's function, unless ``trust`` or this command names it too.
+    ``trials`` is the number of points to draw or to choose. Raises UsageError if ``vary`` is missing or wrong, if
+    ``trials`` or ``sampler`` do not fit it, or if the run to resume does not exist, is no sweep, or was started with
+    other arguments. It is also raised if a stored point has a network that is a user's function, which would run:
+    unless this command names that function too, or ``trust`` is True.
 
     Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
     """
@@ -117,31 +121,36 @@ def plan_sweep(
     if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
     stored = read_sweep(store)
+    words = " ".join(stored.vary)
+    has_other_points = len(vary) > 0 and tuple(vary) != stored.vary
+    # In a cross-validation, --trials counts the points, each of which is a trial on every fold.
     folds = parse(stored.vary).get("validation_fold")
-    num_chosen = stored.num_trials // (len(folds) if isinstance(folds, tuple) else 1)
-    if (vary and tuple(vary) != stored.vary) or trials not in (None, stored.num_trials, num_chosen):
-        words = " ".join(stored.vary)
+    num_points_given = stored.num_trials // (len(folds) if isinstance(folds, tuple) else 1)
+    if has_other_points or trials not in (None, stored.num_trials, num_points_given):
         raise UsageError(
             f"Sweep {config.name!r} was started with --vary {words} and {format_count(stored.num_trials, 'trial')}; "
             "leave --vary, --trials and --folds out to resume it, or start another sweep with another --name."
         )
-    drawn_by = stored.sampler if stored.sampler or sampler not in ("grid", "random") else sampler
-    if sampler not in (None, drawn_by) or pruner not in (None, stored.pruner):
-        about = f"--sampler {stored.sampler}" if stored.sampler else "points that were chosen at its start"
+    # Only a sampler of Optuna's is stored. Without one, the points are, and both grid and random may be repeated.
+    may_be_repeated = (stored.sampler,) if stored.sampler else ("grid", "random")
+    if (sampler is not None and sampler not in may_be_repeated) or pruner not in (None, stored.pruner):
+        chosen_by = f"--sampler {stored.sampler}" if stored.sampler else "points that were chosen at its start"
         stopped_by = f"--pruner {stored.pruner}" if stored.pruner else "no --pruner"
         raise UsageError(
-            f"Sweep {config.name!r} was started with {about} and {stopped_by}; leave --sampler and --pruner out to "
+            f"Sweep {config.name!r} was started with {chosen_by} and {stopped_by}; leave --sampler and --pruner out to "
             "resume it, or start another sweep with another --name."
         )
+    if trust:
+        return stored
 
-    # A stored point, or one that is still to be chosen, may name a user's function. It runs only if this command names
-    # it too.
-    models = () if trust else parse(vary).get("model")
-    named = {config.model, *(models if isinstance(models, tuple) else ())}
-    space = parse(stored.vary) if stored.sampler else {}
-    for point in (*stored.points, *(outermost_points(space) if space else ())):
+    # A stored point, or one that a sampler will choose, may name a user's function as its network. Whoever can write
+    # to storage could have put it there, so it runs only if this command names it too.
+    models = parse(vary).get("model")
+    named_models = {config.model, *(models if isinstance(models, tuple) else ())}
+    chosen_later = outermost_points(parse(stored.vary)) if stored.sampler else []
+    for point in (*stored.points, *chosen_later):
         model = str(point.get("model", config.model))
-        if not trust and names_own_function(model) and model not in named:
+        if names_own_function(model) and model not in named_models:
             document = f"{config.storage}/{config.name}/{SWEEP}"
             raise stored_function_error("model", model, document, may_be_named=True)
     return stored
@@ -150,7 +159,12 @@ def plan_sweep(
 def _new_sweep(
     vary: Sequence[str], trials: int | None, sampler: Sampler | None, pruner: Pruner | None, seed: int
 ) -> Sweep:
-    """Return the plan of a new sweep; raise UsageError if ``trials`` and ``sampler`` do not fit the space."""
+    """Return the plan of a new sweep over ``vary``.
+
+    Without ``trials``, the points are all combinations of values; with ``trials``, points drawn with ``seed``. Only a
+    sampler of Optuna's chooses its points later. Raises UsageError if ``vary`` is wrong, or if ``trials`` or
+    ``sampler`` do not fit it.
+    """
     space = parse(vary)
     if sampler == "grid" and trials is not None:
         raise UsageError(
@@ -161,10 +175,10 @@ def _new_sweep(
     if sampler in (None, "grid", "random"):
         # With --trials, the values of the other options are drawn, and each such point is trained on every fold.
         folds = space.pop("validation_fold", None) if trials is not None else None
-        chosen = points(space, trials, seed)
+        planned = points(space, trials, seed)
         if isinstance(folds, tuple):
-            chosen = [{**point, "validation_fold": fold} for point in chosen for fold in folds]
-        return Sweep(vary=tuple(vary), points=tuple(chosen), pruner=pruner)
+            planned = [{**point, "validation_fold": fold} for point in planned for fold in folds]
+        return Sweep(vary=tuple(vary), points=tuple(planned), pruner=pruner)
 
     # A sampler of Optuna's: points are chosen while the sweep trains.
     assert trials is not None
@@ -172,9 +186,9 @@ def _new_sweep(
         raise UsageError(f"--trials is {trials}; it must be at least 1.")
     if (most := num_points(space)) < trials:
         raise too_many_trials(trials, int(most))
-    for option, what in (("workers", "how training scales"), ("validation_fold", "each fold")):
-        if option in space:
-            raise UsageError(f"--sampler {sampler} chooses few points, and {what} is measured of all; omit --sampler.")
+    if "workers" in space or "validation_fold" in space:
+        measured = "how training scales" if "workers" in space else "each fold"
+        raise UsageError(f"--sampler {sampler} chooses few points, and {measured} is measured of all; omit --sampler.")
     return Sweep(vary=tuple(vary), points=(), trials=trials, sampler=sampler, pruner=pruner)
 
 
@@ -193,7 +207,7 @@ def examples_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
 def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
     """Return the trials of the sweep called ``name``, on the points that it has so far.
 
-    Raises UsageError if options are not allowed, or two trials have the same ones.
+    Raises UsageError if the options of a trial are not allowed, or two trials have the same ones.
     """
     if sweep.varies_workers and (config.workers != "auto" or config.worker_load):
         raise UsageError(
@@ -211,19 +225,24 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
         trials.append(trial)
 
         # Two points are the same trial if an option has no effect beside another one. If workers vary, the batch sizes
-        # 64 and 32/worker are equal on two workers, but both are kept: each has a line in the figures.
-        unscaled: dict[str, Any] = {**point} if sweep.varies_workers else {}
-        twin = seen.setdefault(dataclasses.replace(trial.config, name=None, **unscaled), trial)
-        if twin is not trial:
-            both = " and ".join(as_typed(twice.values) for twice in (twin, trial))
+        # 64 and 32/worker are equal on two workers, but both are kept, as each has a line in the figures: they are
+        # compared with the values as they were given, not scaled to the workers.
+        as_given: dict[str, Any] = {**point} if sweep.varies_workers else {}
+        first = seen.setdefault(dataclasses.replace(trial.config, name=None, **as_given), trial)
+        if first is not trial:
             raise UsageError(
-                f"--vary: {both} result in the same options; leave one out, or vary the option that overrides it."
+                f"--vary: {as_typed(first.values)} and {as_typed(trial.values)} result in the same options; leave one "
+                "out, or vary the option that overrides it."
             )
     return trials
 
 
 def trial_of(sweep: Sweep, config: TrainConfig, name: str, number: int, point: Point) -> Trial:
-    """Return a trial of the sweep called ``name``; raise UsageError if its options are not allowed."""
+    """Return the trial of the sweep called ``name`` with this ``number``, from 0, and this ``point``.
+
+    Its batch size and learning rate are scaled to its workers, which are one unless ``config`` or the point gives
+    another number. Raises UsageError if its name or its options are not allowed.
+    """
     trial_name = check_name(trial_names(sweep, name)[number])
     values: dict[str, Any] = {"workers": 1 if config.workers == "auto" else config.workers, **point}
     # --max-cost limits the whole sweep, which checks it itself.
@@ -245,7 +264,7 @@ def num_digits(sweep: Sweep) -> int:
 def names_of(storage: str, name: str) -> list[str]:
     """Return the names of all trials, begun or not, if ``name`` is a sweep; else ``name`` alone.
 
-    Raises UsageError if there is no such run.
+    Raises UsageError if there is no such run, or the sweep's document is damaged.
     """
     store = run_store(storage, name)
     if store.exists(SWEEP):
@@ -255,9 +274,10 @@ def names_of(storage: str, name: str) -> list[str]:
 
 
 def begun_trials(storage: str, name: str) -> list[str]:
-    """Return the names of those runs of a sweep that have begun; of any other run, none."""
+    """Return the names of the trials of the sweep called ``name`` that have begun; none if it is no sweep."""
     sweep = parse_sweep(read_json(run_store(storage, name), SWEEP))
-    return [] if sweep is None else [t for t in trial_names(sweep, name) if run_store(storage, t).exists(CONFIG)]
+    names = [] if sweep is None else trial_names(sweep, name)
+    return [trial_name for trial_name in names if run_store(storage, trial_name).exists(CONFIG)]
 
 
 def as_typed(values: Mapping[str, Any]) -> str:
@@ -280,17 +300,20 @@ def write_sweep(store: Store, sweep: Sweep) -> None:
 def sweep_command(sweep: Sweep, config: TrainConfig) -> str:
     """Return the command that starts the sweep, whose trials share the options of ``config``."""
     space = parse(sweep.vary)
-    folds = space.get("validation_fold")
     words = [train_command(config, "sweep"), "--vary", *map(shlex.quote, sweep.vary)]
-    if sweep.sampler or num_points(space) != sweep.num_trials:  # points were drawn or chosen, each for all folds
+    # Points were drawn or chosen unless they are all. In a cross-validation, each of them is a trial on every fold.
+    if sweep.sampler or num_points(space) != sweep.num_trials:
+        folds = space.get("validation_fold")
         words += ["--trials", str(sweep.num_trials // (len(folds) if isinstance(folds, tuple) else 1))]
-    for option in ("sampler", "pruner"):
-        words += [f"--{option}", str(value)] if (value := getattr(sweep, option)) else []
+    if sweep.sampler:
+        words += ["--sampler", sweep.sampler]
+    if sweep.pruner:
+        words += ["--pruner", sweep.pruner]
     return " ".join(words)
 
 
 def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
-    """Raise UsageError if a run has the name that a trial of the new sweep called ``name`` has, or will get."""
+    """Raise UsageError if a run in ``storage`` has the name of a trial, begun or not, of the new sweep ``name``."""
     for trial_name in trial_names(sweep, name):
         if run_store(storage, trial_name).exists(CONFIG):
             raise UsageError(
@@ -299,25 +322,31 @@ def check_names_free(sweep: Sweep, storage: str, name: str) -> None:
 
 
 def read_sweep(store: Store) -> Sweep:
-    """Read ``sweep.json``; raise UsageError if it is damaged, or a point sets an option that may not vary."""
-    if (sweep := parse_sweep(read_json(store, SWEEP))) is not None:
-        return sweep
-    raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
+    """Read the ``sweep.json`` in a sweep's folder; raise UsageError if it is missing or damaged."""
+    sweep = parse_sweep(read_json(store, SWEEP))
+    if sweep is None:
+        raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
+    return sweep
 
 
 def parse_sweep(document: dict[str, Any]) -> Sweep | None:
     """Return the sweep in a ``sweep.json``; None if it is damaged, or a point sets an option that may not vary."""
-    trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
-    has_points = matches(document.get("vary"), list[str]) and are_points(document.get("points"))
-    # The number of trials is stored if, and only if, a sampler chooses the points later.
-    has_trials = (isinstance(trials, int) and sampler is not None) or (trials is None and sampler is None)
-    are_known = sampler in (None, *get_args(Sampler)) and pruner in (None, *get_args(Pruner))
-    are_known = are_known and digits in (None, *range(2, 10))
-    if not (has_points and has_trials and are_known and len(document["points"]) <= (trials or math.inf)):
+    if not matches(document.get("vary"), list[str]) or not are_points(document.get("points")):
         return None
     try:
         parse(document["vary"])
     except UsageError:
+        return None
+
+    # The number of trials is stored if, and only if, a sampler chooses the points later.
+    trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
+    if sampler not in (None, *get_args(Sampler)) or pruner not in (None, *get_args(Pruner)):
+        return None
+    if sampler is None and trials is not None:
+        return None
+    if sampler is not None and not isinstance(trials, int):
+        return None
+    if len(document["points"]) > (trials or math.inf) or digits not in (None, *range(2, 10)):
         return None
     return Sweep(
         vary=tuple(document["vary"]),

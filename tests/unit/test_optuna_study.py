@@ -43,7 +43,7 @@ def train(study: SweepStudy, number: int) -> bool:
     """Measure a trial after each epoch until it ends; return whether it was pruned."""
     value = value_of(study.points[number])
     for epoch in range(1, EPOCHS + 1):
-        if study.is_worse(number, epoch, value * (EPOCHS + 1 - epoch)):
+        if study.judge_value(number, epoch, value * (EPOCHS + 1 - epoch)):
             study.end(number, value, is_pruned=True)
             return True
     study.end(number, value, is_pruned=False)
@@ -133,11 +133,11 @@ def test_points_that_others_chose_are_pruned_too_and_nothing_counts_twice(tmp_pa
         tried.give({"learning_rate": generator.uniform(1e-4, 1), "weight_decay": 1e-3, "optimizer": "sgd"})
         pruned = train(tried, number)
     tried.give({"learning_rate": 1e-4, "weight_decay": 1e-3, "optimizer": "sgd"})
-    assert tried.is_worse(12, 1, -100.0)
-    assert tried.is_worse(12, 1, 7.0), "the resumed trial measures it again"
+    assert tried.judge_value(12, 1, -100.0)
+    assert tried.judge_value(12, 1, 7.0), "the resumed trial measures it again"
     tried.end(12, -100.0, is_pruned=True)
     tried.end(12, 5.0, is_pruned=False)
-    assert not tried.is_worse(12, 2, 5.0)
+    assert not tried.judge_value(12, 2, 5.0)
     assert isinstance(pruned, bool)
 
 

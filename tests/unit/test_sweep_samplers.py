@@ -361,7 +361,7 @@ def test_the_study_knows_of_trials_that_diverged_also_after_a_resume(tmp_path: P
     first = study()
     for number, value in enumerate((math.inf, math.nan, 0.5)):
         assert first.choose(lambda point: True) is not None
-        first.is_worse(number, 1, value)
+        first.judge_value(number, 1, value)
     first.end(0, None, is_pruned=True)
     first.close()
     assert study(is_resumed=True).choose(lambda point: True) == first.choose(lambda point: True)

@@ -110,31 +110,31 @@ def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) ->
 
 def test_the_upper_half_passes_each_rung_whoever_comes_first() -> None:
     early = EarlyStopping(num_epochs=16)  # compares after epochs 2, 4 and 8
-    assert not early.is_worse("first", 1, 0.1)
-    assert not early.is_worse("first", 2, 0.5)
-    assert not early.is_worse("better", 2, 0.6)
-    assert early.is_worse("worse", 2, 0.54)
-    assert not early.is_worse("worse", 3, 0.1), "it was compared there already"
-    assert not early.is_worse("median", 3, 0.54)
-    assert not early.is_worse("better", 4, 0.6)
-    assert early.is_worse("first", 5, 0.5)
-    assert not early.is_worse("better", 8, 0.1), "nobody came as far before"
+    assert not early.judge_score("first", 1, 0.1)
+    assert not early.judge_score("first", 2, 0.5)
+    assert not early.judge_score("better", 2, 0.6)
+    assert early.judge_score("worse", 2, 0.54)
+    assert not early.judge_score("worse", 3, 0.1), "it was compared there already"
+    assert not early.judge_score("median", 3, 0.54)
+    assert not early.judge_score("better", 4, 0.6)
+    assert early.judge_score("first", 5, 0.5)
+    assert not early.judge_score("better", 8, 0.1), "nobody came as far before"
 
 
 def test_no_trial_is_compared_after_half_of_the_epochs() -> None:
     early = EarlyStopping(num_epochs=50)  # compares after epochs 6, 12 and 24
     for name in ("good", "late"):
-        assert not early.is_worse(name, 25, 0.9)
-    assert not early.is_worse("good", 49, 0.9)
-    assert not early.is_worse("late", 49, 0.1), "one epoch before its end, it may end"
+        assert not early.judge_score(name, 25, 0.9)
+    assert not early.judge_score("good", 49, 0.9)
+    assert not early.judge_score("late", 49, 0.1), "one epoch before its end, it may end"
 
 
 def test_a_trial_whose_metric_is_nan_is_worse_than_any_other_and_no_measure_for_it() -> None:
     judge = Judge(Compared("loss", is_lower_better=True), EarlyStopping(num_epochs=16), study=None)
-    assert not judge.is_worse(0, "nan", 2, math.nan), "it is the first"
-    assert not judge.is_worse(1, "poor", 2, 9.0)
-    assert judge.is_worse(2, "nan too", 2, math.nan)
-    assert judge.is_worse(3, "poorer", 2, 10.0)
+    assert not judge.judge_value(0, "nan", 2, math.nan), "it is the first"
+    assert not judge.judge_value(1, "poor", 2, 9.0)
+    assert judge.judge_value(2, "nan too", 2, math.nan)
+    assert judge.judge_value(3, "poorer", 2, 10.0)
 
 
 def test_chance_tries_each_point_on_all_folds(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_chance_tries_each_point_on_all_folds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_epochs", [0, 1, 2, 3])
 def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None:
     early = EarlyStopping(num_epochs)
-    assert not early.is_worse("good", 1, 0.9)
-    assert early.is_worse("bad", 1, 0.1) is (num_epochs > 1)
+    assert not early.judge_score("good", 1, 0.9)
+    assert early.judge_score("bad", 1, 0.1) is (num_epochs > 1)
 
 
 def test_the_python_function_has_the_options_of_the_command() -> None:
