@@ -29,15 +29,19 @@ from raytrain.training.evaluation_metrics import (
 _NUM_CONFUSIONS = 10
 _MIN_PROBABILITY = 1e-30  # in a logarithm
 _Z = 1.959964  # of a normal distribution, 95 % lie between -z and z
-_NUM_RESAMPLES = 2000
-_MAX_DRAWN = 10_000_000  # numbers of draws in memory
+_NUM_RESAMPLES = 2000  # data sets that are drawn for an interval
+_MAX_NUMBERS_IN_MEMORY = 10_000_000  # of drawn groups; a data set has one number for each group
 
 Interval = tuple[float, float]
+"""The lower and the upper bound of an accuracy, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """Images of a class, and those of them that were predicted right. ``accuracy`` is None without images."""
+    """The number of ``images`` of a class, and of those that were predicted ``right``; ``accuracy`` is their ratio.
+
+    The accuracy is None without images.
+    """
 
     name: str
     images: int
@@ -65,8 +69,8 @@ class EvaluatedRun:
         skipped: number of images that could not be read; the metrics leave them out.
         trained_on: number of images that the run was trained on: they have the key or the content of a training image.
             None for images that the run itself held out, and if the run does not store its training images.
-        all_compared: False if ``trained_on`` may be too small: files are compared for at most 10 s, and some could not
-            be compared. None if ``trained_on`` is.
+        all_compared: False if ``trained_on`` may be too small, because some files were not compared: they are compared
+            for at most 10 s. None if ``trained_on`` is.
     """
 
     run: str
@@ -87,9 +91,9 @@ class EvaluatedRun:
 class EvaluationResult(EvaluatedRun):
     """The metrics of a run's best checkpoint on images of one class each.
 
-    ``accuracy`` and ``loss`` are means over the images, None without images. ``balanced_accuracy`` and ``macro_f1``
-    give every class the same weight. Other images of the same kind have an accuracy within ``accuracy_interval`` in 95
-    of 100 cases (Wilson's; by resampling groups if the run keeps images together by --group-by).
+    ``accuracy`` and ``loss`` are means over the images; ``balanced_accuracy`` and ``macro_f1`` give every class the
+    same weight. All of them are None without images. ``accuracy_interval`` is the 95 % interval of the accuracy:
+    Wilson's, or, if the run keeps images together by --group-by, one by resampling groups.
     """
 
     images: int
@@ -101,7 +105,10 @@ class EvaluationResult(EvaluatedRun):
     per_class: tuple[ClassScore, ...]
     confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
     confusion: Int64s
-    """Counts (num_cells, 3) of images: true class, predicted class, images; the right ones too, no cell without any."""
+    """(num_cells, 3): true class, predicted class, and the number of images with both, for each pair that occurs.
+
+    Right predictions are among them. Classes are indices into ``classes``.
+    """
     accuracy_interval: Interval | None = None
     interval_groups: int | None = None
     """How many groups the interval was resampled from; None if it is Wilson's, of single images."""
@@ -119,37 +126,49 @@ class EvaluationResult(EvaluatedRun):
         return matrix
 
 
-def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str], **about: Any) -> EvaluationResult:
-    """Return the metrics of n predictions of one class per image.
+def score(
+    truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str], **fields_of_run: Any
+) -> EvaluationResult:
+    """Return the metrics of n predictions of one class per image, without the interval of the accuracy.
 
-    ``truth`` and ``answers`` (n,) are indices into ``classes``, ``losses`` (n,) are cross entropies, and ``about`` are
-    the fields of :class:`EvaluatedRun`.
+    ``truth`` and ``answers`` (n,) are indices into ``classes``, ``losses`` (n,) are cross entropies, and
+    ``fields_of_run`` are those of :class:`EvaluatedRun`.
     """
-    # Only pairs of classes that occur are counted: a matrix of 20,000 classes would have 400,000,000 cells.
+    # Only pairs of classes that occur are counted: a matrix of 20,000 classes would have 400,000,000 cells. A pair is
+    # one number, from which both classes can be computed.
     num_classes = len(classes)
     pairs, counts = np.unique(truth * num_classes + answers, return_counts=True)
     cells = np.stack([pairs // num_classes, pairs % num_classes, counts], axis=1).astype(np.int64)  # (num_cells, 3)
-    right, true, predicted = (
-        np.bincount(labels, minlength=num_classes) for labels in (truth[truth == answers], truth, answers)
-    )  # (num_classes,) each
+
+    # The numbers of images of each class, of those predicted to be of it, and of those that are both.
+    images_of, predicted_as = (np.bincount(labels, minlength=num_classes) for labels in (truth, answers))
+    right_of = np.bincount(truth[truth == answers], minlength=num_classes)
 
     # The most frequent wrong predictions: the largest counts, equal ones in the order of classes.
     wrong = cells[cells[:, 0] != cells[:, 1]]
     most_frequent: list[list[int]] = wrong[np.argsort(-wrong[:, 2], kind="stable")][:_NUM_CONFUSIONS].tolist()
 
     return EvaluationResult(
-        **about,
+        **fields_of_run,
         images=len(truth),
-        accuracy=_ratio(right.sum(), true.sum()),
-        balanced_accuracy=balanced_accuracy(right, true) if len(truth) else None,
-        macro_f1=macro_f1(right, true, predicted) if len(truth) else None,
+        accuracy=_ratio(right_of.sum(), images_of.sum()),
+        balanced_accuracy=balanced_accuracy(right_of, images_of) if len(truth) else None,
+        macro_f1=macro_f1(right_of, images_of, predicted_as) if len(truth) else None,
         loss=float(losses.mean()) if len(losses) else None,
         classes=tuple(classes),
         per_class=tuple(
-            ClassScore(name, int(true[label]), int(right[label]), _ratio(right[label], true[label]))
+            ClassScore(
+                name,
+                images=int(images_of[label]),
+                right=int(right_of[label]),
+                accuracy=_ratio(right_of[label], images_of[label]),
+            )
             for label, name in enumerate(classes)
         ),
-        confusions=tuple(Confusion(classes[t], classes[a], count) for t, a, count in most_frequent),
+        confusions=tuple(
+            Confusion(truth=classes[label], answer=classes[answer], images=count)
+            for label, answer, count in most_frequent
+        ),
         confusion=cells,
     )
 
@@ -162,8 +181,9 @@ def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str]
 def wilson_interval(num_right: float, num_images: int) -> Interval:
     """Return the 95 % interval of the accuracy of ``num_right`` of ``num_images`` (Wilson 1927).
 
-    The bounds are those true accuracies for which the one that was measured is just likely enough; unlike the interval
-    of the normal approximation they stay within 0 and 1.
+    The interval has the true accuracies that are compatible with the measured one: at each bound, it lies just at the
+    edge of what is measured in 95 of 100 cases. Unlike the interval of the normal approximation, this one stays within
+    0 and 1.
 
     >>> [round(bound, 3) for bound in wilson_interval(9, 10)]
     [0.596, 0.982]
@@ -186,18 +206,23 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
     with random numbers that are always the same. With a single group, or if all groups are equally accurate, it would
     have no width: then it is Wilson's interval for as many images as there are groups.
     """
+    # The numbers of images and of right predictions of each of the G groups.
     _, group = np.unique(groups.astype(str), return_inverse=True)
     counts = np.bincount(group)  # (G,)
-    right = np.bincount(group, weights=is_right)
-    if np.all(right * counts.sum() == counts * right.sum()):
-        return wilson_interval(float(right.sum() / counts.sum()) * len(counts), len(counts))
+    right = np.bincount(group, weights=is_right)  # (G,)
+    num_groups = len(counts)
 
-    # The data sets are drawn in parts, because each takes a number for each group.
-    random, even = np.random.default_rng(0), np.full(len(counts), 1 / len(counts))
+    # If right / counts is the same for all groups, so is the accuracy of any data set drawn from them.
+    if np.all(right * counts.sum() == counts * right.sum()):
+        return wilson_interval(float(right.sum() / counts.sum()) * num_groups, num_groups)
+
+    # The draws of a data set say how often each group is in it. Only as many data sets are drawn at once as their
+    # draws fit into memory.
+    random, even = np.random.default_rng(0), np.full(num_groups, 1 / num_groups)
     accuracies: list[npt.NDArray[np.float64]] = []
-    at_once = max(1, _MAX_DRAWN // len(counts))
+    at_once = max(1, _MAX_NUMBERS_IN_MEMORY // num_groups)
     for start in range(0, _NUM_RESAMPLES, at_once):
-        draws = random.multinomial(len(counts), even, min(at_once, _NUM_RESAMPLES - start))
+        draws = random.multinomial(num_groups, even, min(at_once, _NUM_RESAMPLES - start))  # (data sets, G)
         accuracies.append((draws @ right) / (draws @ counts))
     low, high = np.quantile(np.concatenate(accuracies), [0.025, 0.975])
     return float(low), float(high)
@@ -235,10 +260,10 @@ class LabelEvaluation(EvaluatedRun):
 
 
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:
-    """Return the threshold of each class, (num_classes,): those of the user, or else those of the run.
+    """Return the threshold of each class, (num_classes,): the user's, else that of the run's checkpoint, else 0.5.
 
-    Raise UsageError if the user gave thresholds for a run of one class per image, a wrong number of thresholds, or one
-    that is not between 0 and 1.
+    ``threshold`` is what the user gave: one number for all classes, one for each, or none. Raises UsageError if it is
+    given for a run of one class per image, has a wrong number of thresholds, or one that is not between 0 and 1.
     """
     num_classes = len(trained.classes)
     if threshold and not trained.config.multi_label:
@@ -249,37 +274,44 @@ def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> F
             f"for each of the {num_classes} classes, from 0 to 1."
         )
 
-    # The run's thresholds are those of its checkpoint: they were chosen when it was evaluated.
+    # The checkpoint's thresholds were chosen when it was evaluated; one of a run that was never evaluated has none.
     stored = stored_thresholds(trained.store, trained.checkpoint, num_classes)
     return np.broadcast_to(np.array(threshold or stored or DEFAULT_THRESHOLD, np.float64), num_classes)
 
 
 def predicted_labels(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
-    """Return a table with the labels of each image, joined to one text, and the probability of each class."""
-    scores = probabilities_of(table)
+    """Return a table with the labels of each image, joined to one text, and the probability of each class.
+
+    ``table`` has the predictions of a run whose images may have several classes. The columns are ``labels`` and
+    ``score_NAME`` for each class.
+    """
+    scores = probabilities_of(table)  # (n, num_classes)
     answers = scores >= thresholds
 
     # The names of an image's classes are joined as in the run's label file.
     separator = trained.config.label_separator or "|"
     labels = string_array([separator.join(compress(trained.classes, row)) for row in answers.tolist()])
-    columns = zip(trained.classes, scores.T.astype(np.float32), strict=True)
-    score_of = {f"score_{name}": number_array(column) for name, column in columns}
-    return pa.table({"labels": labels.cast(pa.string()), **score_of})
+    scores_of_class = zip(trained.classes, scores.T.astype(np.float32), strict=True)
+    columns = {f"score_{name}": number_array(column) for name, column in scores_of_class}
+    return pa.table({"labels": labels.cast(pa.string()), **columns})
 
 
 def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thresholds: Floats) -> LabelEvaluation:
-    """Return the metrics of predictions for the images of ``manifest``, which may have several classes each."""
+    """Return the metrics of the predictions in ``table`` for the images of ``manifest``, each of several classes.
+
+    ``thresholds`` (num_classes,) are the probabilities from which on an image is predicted to have a class.
+    """
     assert manifest.label_sets is not None
     readable = table.filter(table["error"].is_null())
 
-    # All of (n, num_classes): a row for each image that could be read.
+    # Arrays (n, num_classes) with a row for each image that could be read.
     scores = probabilities_of(readable)
     answers = scores >= thresholds
     truth = manifest.label_sets[numbers(readable["truth"])]
     cross_entropies = -np.log(np.where(truth, scores, 1 - scores).clip(min=_MIN_PROBABILITY))
 
-    # All of (num_classes,).
-    right, true, predicted = (counts.sum(axis=0) for counts in (answers & truth, truth, answers))
+    # Arrays (num_classes,): the images that have a class, those predicted to have it, and those that are both.
+    images_of, predicted_as, right_of = (is_in.sum(axis=0) for is_in in (truth, answers, answers & truth))
     precisions = average_precisions(scores, truth)
     return LabelEvaluation(
         run=trained.name,
@@ -287,18 +319,18 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
         checkpoint=trained.checkpoint,
         skipped=len(table) - len(readable),
         images=len(readable),
-        accuracy=_known(np.mean(answers == truth)) if len(truth) else None,
-        loss=_known(cross_entropies.mean()) if len(truth) else None,
-        mean_average_precision=_known(mean_of_known(precisions)),
-        macro_f1=_known(macro_f1(right, true, predicted)),
+        accuracy=_none_if_nan(np.mean(answers == truth)) if len(truth) else None,
+        loss=_none_if_nan(cross_entropies.mean()) if len(truth) else None,
+        mean_average_precision=_none_if_nan(mean_of_known(precisions)),
+        macro_f1=_none_if_nan(macro_f1(right_of, images_of, predicted_as)),
         per_class=tuple(
             LabelScore(
                 name,
-                int(true[label]),
-                _known(precisions[label]),
-                float(thresholds[label]),
-                _ratio(right[label], predicted[label]),
-                _ratio(right[label], true[label]),
+                images=int(images_of[label]),
+                average_precision=_none_if_nan(precisions[label]),
+                threshold=float(thresholds[label]),
+                precision=_ratio(right_of[label], predicted_as[label]),
+                recall=_ratio(right_of[label], images_of[label]),
             )
             for label, name in enumerate(trained.classes)
         ),
@@ -307,14 +339,16 @@ def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thres
 
 def probabilities_of(table: pa.Table) -> Floats:
     """Return the probability of each class, float64 (n, num_classes), in a table of predictions."""
-    # The column has lists of one length, of which NumPy takes the values without a copy of each.
-    column = table["probabilities"].combine_chunks()  # also of a table without rows, which has no chunks
+    # The column has lists of one length, whose values NumPy takes as one array, without a Python list for each image.
+    column = table["probabilities"].combine_chunks()  # not the first chunk: a table without rows has none
     return numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
 
 
 def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:
+    """Return ``part`` / ``whole``; None if ``whole`` is 0."""
     return float(part / whole) if whole else None
 
 
-def _known(value: float | np.floating[Any]) -> float | None:
+def _none_if_nan(value: float | np.floating[Any]) -> float | None:
+    """Return ``value`` as a float, or None in place of NaN, which JSON does not have."""
     return None if np.isnan(value) else float(value)

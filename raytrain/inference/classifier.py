@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 AnImage: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor"
-_CHANNELS = (1, 3, 4)
+_CHANNELS = (1, 3, 4)  # of arrays: grey, RGB and RGBA
 
 
 class Classifier(nn.Module):
@@ -51,11 +51,11 @@ class Classifier(nn.Module):
     Attributes:
         classes: the names of the classes, in the order of the logits.
         shape: the shape of the images that the network takes.
-        cropping: what it sees of an image file.
+        cropping: what it sees of an image file: all of it, or a part, and how that is resized.
         checkpoint: the path of the weights within the run.
         precision: the precision in which the run has evaluated it. The network itself computes in float32, or in
             float64 if the run did.
-        mean, std: what :meth:`forward` subtracts from each channel, in 0..1, and divides it by.
+        mean, std: for each channel, with pixels from 0 to 1: what :meth:`forward` subtracts, and then divides by.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
 
@@ -145,7 +145,7 @@ class Classifier(nn.Module):
         """Return the classes that an image has by their thresholds, with their probabilities.
 
         If the images of the run have one class each, all classes are returned, the likeliest first. ``images`` are
-        those that :meth:`classify` takes.
+        those that :meth:`classify` takes, with the same errors; several give a list.
 
         Example::
 
@@ -157,20 +157,26 @@ class Classifier(nn.Module):
         if self.thresholds is None:
             answers = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in rows]
         else:
-            threshold = dict(zip(self.classes, self.thresholds, strict=True))
-            answers = [{name: score for name, score in row.items() if score >= threshold[name]} for row in rows]
+            threshold_of = dict(zip(self.classes, self.thresholds, strict=True))
+            answers = [{name: score for name, score in row.items() if score >= threshold_of[name]} for row in rows]
         return answers[0] if _is_one(images) else answers
 
     def _probabilities_of(self, images: AnImage | Iterable[AnImage]) -> Tensor:
-        """Return the probabilities of the classes of one or several images, (n, C)."""
+        """Return the probability of each class for one or several images of any kind, float64 (n, num_classes)."""
         # Images are decoded on the CPU, one after the other, and classified together where the network is.
         several = cast("Iterable[AnImage]", (images,) if _is_one(images) else images)
         pixels = [self._pixels(image) for image in several]
+        if not pixels:
+            return torch.zeros((0, len(self.classes)), dtype=torch.float64)
         device = next(self.network.parameters()).device
-        return self.probabilities(torch.from_numpy(np.stack(pixels)).to(device)) if pixels else torch.zeros(0, 1)
+        return self.probabilities(torch.from_numpy(np.stack(pixels)).to(device))
 
     def _pixels(self, image: AnImage) -> Pixels:
-        """Return one image of any kind as the network takes it, uint8 (H, W, C)."""
+        """Return one image of any kind as the network takes it, uint8 (H, W, C).
+
+        Raises UsageError if it is of no kind that :meth:`classify` takes or cannot be decoded, and StorageError if its
+        file cannot be read.
+        """
         crop = self.cropping.crop
         if isinstance(image, Image.Image):
             try:
@@ -178,7 +184,7 @@ class Classifier(nn.Module):
             except Exception as error:  # Pillow may decode only now, and raises all kinds of exceptions then
                 raise UsageError(f"An image of Pillow cannot be used: {str(error).rstrip('.')}.") from error
 
-        # The content of a file, which is decoded like the training images.
+        # A file: its content is decoded like that of the training images.
         if isinstance(image, io.TextIOBase):
             raise UsageError('An image is a file that was opened as text; open it as bytes, open(…, "rb").')
         if hasattr(image, "read"):
@@ -196,7 +202,10 @@ class Classifier(nn.Module):
 
 
 def _is_one(images: object) -> bool:
-    """Return True for one image, and for anything that is no collection of images."""
+    """Return True for one image, and for anything that is no collection of images.
+
+    Arrays of four dimensions, (B, H, W, C), are collections.
+    """
     if isinstance(images, (np.ndarray, Tensor)):
         return images.ndim < 4
     is_file = isinstance(images, (str, bytes, bytearray)) or hasattr(images, "read")
@@ -204,7 +213,10 @@ def _is_one(images: object) -> bool:
 
 
 def _array_as_pillow(image: object) -> Image.Image:
-    """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for anything else."""
+    """Return an array or tensor of pixels as an image of Pillow. Raise UsageError for anything else.
+
+    Pixels are uint8, or numbers from 0 to 1; the shapes are those of :meth:`Classifier.classify`.
+    """
     # A tensor may have its channels first. NumPy has no bfloat16, so floating-point numbers are converted to float64.
     if isinstance(image, Tensor):
         image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()
@@ -220,13 +232,14 @@ def _array_as_pillow(image: object) -> Image.Image:
     pixels: npt.NDArray[Any] = image
     if pixels.dtype.kind == "f" and pixels.size and pixels.min() >= 0 and pixels.max() <= 1:
         pixels = (pixels * 255).round().astype(np.uint8)
-    is_image = pixels.size and (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in _CHANNELS))
-    if pixels.dtype != np.uint8 or not is_image:
+    has_shape_of_image = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in _CHANNELS)
+    if pixels.dtype != np.uint8 or not has_shape_of_image or not pixels.size:
         raise UsageError(
             f"An image is an array of {pixels.dtype} of shape {pixels.shape}; give uint8, or numbers from 0 to 1, as "
             "(height, width) or (height, width, channels) with 1, 3 or 4 channels."
         )
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
+    is_grey_with_channel = pixels.shape[2:] == (1,)  # (H, W, 1), which Pillow takes as (H, W) alone
+    return Image.fromarray(pixels[:, :, 0] if is_grey_with_channel else pixels)
 
 
 def load(
@@ -257,7 +270,7 @@ def load(
 
 
 def load_classifier(store: Store, run: str, *, trust: bool, loop: Callable[[Run], None] | None = None) -> Classifier:
-    """Load the network of ``run`` from the run's own ``store``; see :func:`load`."""
+    """Load the network of ``run`` from the run's own ``store``; the other arguments and errors are :func:`load`'s."""
     config = read_trusted_config(store, trust=trust)
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)

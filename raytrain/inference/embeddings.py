@@ -18,7 +18,9 @@ class NetworkWithEmbeddings(nn.Module):
     weights. The D numbers of an image are the input of the head: of a fully connected layer, the mean over the tokens
     if there are several; of a convolution, the mean over its pixels. Those of two heads are concatenated.
 
-    Raises UsageError if the network has no head. Example: ``NetworkWithEmbeddings(network, 10)(images)[:, 10:]``
+    Raises UsageError if the network has no head.
+
+    Example: ``NetworkWithEmbeddings(network, 10)(images)[:, 10:]``
     """
 
     def __init__(self, network: nn.Module, num_classes: int) -> None:
@@ -35,7 +37,7 @@ class NetworkWithEmbeddings(nn.Module):
             network.get_submodule(name).register_forward_pre_hook(self._keep_input)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits and embeddings, (B, num_classes + D)."""
+        """Return logits and embeddings, (B, num_classes + D). Raise UsageError if the network leaves its head out."""
         self._inputs.clear()
         logits: Tensor = self.network(images)
         if not self._inputs:

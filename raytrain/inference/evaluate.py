@@ -41,7 +41,7 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 
 _log = logging.getLogger("raytrain")
-_COMPARE_S = 10.0
+_COMPARE_S = 10.0  # for how long images are compared with training images
 _ROWS_AT_A_TIME = 1024
 
 
@@ -58,6 +58,9 @@ def evaluate(
     trust: bool = False,
 ) -> EvaluationResult | LabelEvaluation:
     """Measure a run's best checkpoint on labelled images, each used exactly once.
+
+    Returns an :class:`EvaluationResult`, or, if the images of the run may have several classes, a
+    :class:`LabelEvaluation`.
 
     Args:
         run: the run's name.
@@ -77,8 +80,8 @@ def evaluate(
         trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError, StorageError: there is no such run, it is not trusted, or the data cannot be read or has other
-            classes.
+        UsageError, StorageError: there is no such run, it has no checkpoint, it is not trusted, or the data cannot be
+            read or has other classes.
 
     Example::
 
@@ -102,8 +105,18 @@ def evaluate(
         result = score_labels(trained, manifest, table, thresholds)
     else:
         truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
-        about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
-        result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
+        result = score(
+            truth,
+            answers,
+            losses,
+            trained.classes,
+            run=run,
+            data=images.url,
+            checkpoint=trained.checkpoint,
+            skipped=len(table) - len(readable),
+        )
+
+        # The interval of the accuracy: from groups of images that belong together, or else from single images.
         if len(truth):
             groups = _groups(trained, manifest, labels)
             if groups is None and trained.config.group_by is not None:
@@ -115,9 +128,8 @@ def evaluate(
                 result = replace(result, accuracy_interval=wilson_interval(int((truth == answers).sum()), len(truth)))
             else:
                 groups = groups[np.array(is_readable.to_pylist(), bool)]  # to_numpy would import pandas
-                interval, number = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
-                result = replace(result, accuracy_interval=interval, interval_groups=number)
-
+                interval, num_groups = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
+                result = replace(result, accuracy_interval=interval, interval_groups=num_groups)
     result = replace(result, metrics=_named_metrics(trained, manifest, readable))
 
     # Images of the user's own may be among those that the run was trained on; its own held-out images are not.
@@ -125,9 +137,10 @@ def evaluate(
 
 
 def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) -> npt.NDArray[np.object_] | None:
-    """Return the name of each image's group, (n,).
+    """Return the name of each image's group, (n,), one for each image of ``manifest``.
 
-    None if the run has no --group-by, or if neither a label pattern nor a label file gives the groups of these images.
+    The run's label pattern gives the groups, or else a label file that has all of these images: that of ``labels``, or,
+    without it, one of the run's own. None if neither does, or if the run has no --group-by.
     """
     config = trained.config
     if config.group_by is None:
@@ -144,7 +157,10 @@ def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) ->
 
 
 def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> dict[str, float | None]:
-    """Return the metrics that the run's options name, for the predictions in ``table`` of images of ``manifest``."""
+    """Return the metrics that the run's options name, for the predictions in ``table`` of images of ``manifest``.
+
+    A metric that cannot be computed, such as one without images, is None.
+    """
     config = trained.config
     if not config.named_metrics:
         return {}
@@ -157,16 +173,20 @@ def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> 
     )
     scores, truth = probabilities_of(table), numbers(table["truth"])
     if manifest.label_sets is not None:
-        truth = manifest.label_sets[truth].astype(np.int64)
+        truth = manifest.label_sets[truth].astype(np.int64)  # (n, num_classes), 0 or 1
     for start in range(0, len(scores), _ROWS_AT_A_TIME):
         rows = slice(start, start + _ROWS_AT_A_TIME)
         metrics.add(torch.from_numpy(scores[rows].copy()), torch.from_numpy(truth[rows].copy()))
+    # There is one process, so sums are their own totals, and rows need not be gathered.
     measured = metrics.values(torch.Tensor.tolist, lambda rows: rows, world_size=1)
     return {name: None if math.isnan(value) else value for name, value in measured.items()}
 
 
 def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
-    """Return the run's own test images, or, if it has none, its validation images."""
+    """Return the run's own test images, or, if it has none, its validation images, and the store that has them.
+
+    Raises UsageError if the run has stored no list of either, or if the user gave ``labels``.
+    """
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own; give those with --data.")
     for document in (TEST_MANIFEST, VALIDATION_MANIFEST):
@@ -177,7 +197,12 @@ def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Ma
 
 
 def _labelled_images(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
-    """List the images that the user gave, with their labels; raise UsageError if the run lacks one of their classes."""
+    """List the images that the user gave, with their labels.
+
+    These are from the label file ``labels``, or else by the run's label pattern, or else from what
+    :func:`images_of_part` finds beside the images. Raises UsageError if the run lacks one of the images' classes, or if
+    its images may have several classes and nothing gives their labels.
+    """
     pattern = trained.config.label_pattern
     if labels is None and pattern is None and trained.config.multi_label:
         raise UsageError(
@@ -192,7 +217,10 @@ def _labelled_images(trained: TrainedRun, images: Store, labels: Location | None
 
 
 def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifest) -> dict[str, Any]:
-    """Count the images that are training images of the run: in the same place, or elsewhere with the same content."""
+    """Count the images that are training images of the run: in the same place, or elsewhere with the same content.
+
+    Returns ``trained_on`` and ``all_compared``, the fields of :class:`EvaluatedRun`.
+    """
     try:
         training = Manifest.from_parquet(trained.store.get(MANIFEST))
     except (FileNotFoundError, StorageError):

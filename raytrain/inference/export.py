@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 Logits = npt.NDArray[np.floating[Any]]
 RunFile = Callable[[Pixels], Logits]
+"""Runs an exported network: decoded images, uint8 (B, H, W, C), to logits, (B, num_classes)."""
 
 _NUM_CHECK_IMAGES = 64
 _TOLERANCE = 1e-3  # of the largest logit: the order of sums differs, and float32 has seven digits
@@ -127,7 +128,7 @@ def export(
     if format == "huggingface":
         return _export_folder(run, output, data, storage, trust=trust)
     check_output(output, tuple(_FORMATS))
-    suffix, file = output[output.rindex(".") :], output.rpartition("/")[2]
+    suffix, file_name = output[output.rindex(".") :], output.rpartition("/")[2]
     classifier = load(run, storage=storage, trust=trust)
 
     # The file is tried before it is written: an export that differs is worse than none.
@@ -139,7 +140,7 @@ def export(
     # A file of weights does not say how images are preprocessed; the card beside it does.
     card = None
     if suffix != SUFFIX:
-        lines = example(classifier, file, suffix)
+        lines = example(classifier, file_name, suffix)
     else:
         card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
         store = open_run(storage, run)
@@ -148,9 +149,9 @@ def export(
             network = f"import raytrain\n\nmodel = raytrain.load({run!r}, storage={storage!r}, trust=True).network"
         else:
             network = network_lines(config, classifier.network, len(classifier.classes))
-        lines = example(classifier, file, suffix, network)
+        lines = example(classifier, file_name, suffix, network)
         provenance = provenance_at(read_provenance(store), checkpoint.progress.step)
-        write_output(card, model_card(run, file, config, checkpoint, lines, provenance).encode())
+        write_output(card, model_card(run, file_name, config, checkpoint, lines, provenance).encode())
 
     shape = classifier.shape
     return ExportResult(
@@ -172,19 +173,23 @@ def export(
 
 
 def _export_folder(run: str, output: str, data: Location | None, storage: str, *, trust: bool) -> ExportResult:
-    """Write the network of a run, which is one of timm, as a folder for timm and the Hub; see :func:`export`."""
+    """Write the network of a run as a folder for timm and the Hub; see :func:`export`.
+
+    Raises UsageError also if the network is none of timm's, or if there are files in the folder.
+    """
     stored = open_run(storage, run)
     config = read_trusted_config(stored, trust=trust)
     checkpoint = read_checkpoint(stored, require_checkpoint(stored, run))
     store = check_folder(output, run, config, is_own_network=checkpoint.progress.is_own_network)
     classifier = load(run, storage=storage, trust=trust)
 
-    # The network that is compared is the one that timm loads from the complete folder.
+    # The folder is written on this machine first. What is compared is the network that timm loads from there, in a copy
+    # of the classifier, which preprocesses the images.
     images = _check_images(classifier, data)
     with TemporaryFolder() as folder:
-        other = copy.deepcopy(classifier)
-        other.network = write_network(folder / "network", config, classifier)
-        same_answers, largest_difference = _compare(partial(_logits_of, other), classifier, images, output)
+        reloaded = copy.deepcopy(classifier)
+        reloaded.network = write_network(folder / "network", config, classifier)
+        same_answers, largest_difference = _compare(partial(_logits_of, reloaded), classifier, images, output)
         contents = {name: (folder / "network" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     lines = lines_with_timm(output, classifier)
     provenance = provenance_at(read_provenance(stored), checkpoint.progress.step)
@@ -211,7 +216,10 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
 
 
 def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
-    """Return images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
+    """Return at most 64 images to compare on, uint8 (n, H, W, C): spread over those in ``data``, or random pixels.
+
+    Images that cannot be read are left out. Raises UsageError if none can be read.
+    """
     if data is None:
         size = (_NUM_CHECK_IMAGES, *classifier.shape)
         return np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -224,9 +232,10 @@ def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
 
 
 def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> tuple[int, float]:
-    """Return how many images have the same predicted class, and the largest difference of a logit.
+    """Compare the logits of the exported network, by ``run_file``, with those of ``classifier``.
 
-    Raise RaytrainError if the logits differ more than rounding explains.
+    Returns how many images have the same predicted class, and the largest difference of a logit. Raises RaytrainError,
+    which names the ``output``, if the logits differ more than rounding explains.
     """
     # One image alone and the others together, so that a file for a fixed batch size does not pass.
     logits = np.concatenate([run_file(batch) for batch in (images[:1], images[1:]) if len(batch)])
@@ -242,6 +251,7 @@ def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: 
 
 @torch.no_grad()
 def _logits_of(network: torch.nn.Module, images: Pixels) -> Logits:
+    """Return the logits of ``network``, which preprocesses the images itself: a :data:`RunFile` for PyTorch."""
     return network(torch.from_numpy(images)).numpy()
 
 
@@ -284,13 +294,14 @@ def _as_weights(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
     weights, _ = from_safetensors(content)
 
     # The file has nothing but weights, so they are tried in a copy of the classifier, which preprocesses the images.
-    other = copy.deepcopy(classifier)
-    other.network.load_state_dict(weights or {})
-    return content, partial(_logits_of, other)
+    reloaded = copy.deepcopy(classifier)
+    reloaded.network.load_state_dict(weights or {})
+    return content, partial(_logits_of, reloaded)
 
 
 def _trace(classifier: Classifier, run: str) -> ExportedProgram:
     """Return the network as a program for any number of images. Raise UsageError if its code cannot be traced."""
+    # Two images, because torch.export would take a batch of one for a fixed size.
     images = torch.zeros((2, *classifier.shape), dtype=torch.uint8)
     try:
         return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))

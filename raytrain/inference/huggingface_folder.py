@@ -47,9 +47,10 @@ transform.transforms[1].fill = 0  # the network knows images on black; timm puts
 
 
 def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
-    """Return the store of a new folder for the network of ``run``.
+    """Return the store of the new folder ``output`` for the network of ``run``.
 
-    Raises UsageError if the network is none of timm's, or if there are files in the folder.
+    Raises UsageError if the network is none of timm's, if the run's loop has built it (``is_own_network``), or if there
+    are files in the folder.
     """
     if timm_name(config.model) is None or is_own_network:
         network = "built by its loop" if is_own_network else f"--model {config.model}"
@@ -58,18 +59,23 @@ def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_networ
             f"timm:NAME, or export its weights with a card, --output {run}.safetensors."
         )
     store = open_store(output)
-    if (there := next(iter(store.list()), None)) is not None:
-        raise UsageError(f"--output {output} holds files, such as {there.path}; name a new folder.")
+    first = next(iter(store.list()), None)
+    if first is not None:
+        raise UsageError(f"--output {output} holds files, such as {first.path}; name a new folder.")
     return store
 
 
 def write_network(folder: Path, config: ResolvedConfig, classifier: Classifier) -> nn.Module:
-    """Write the network and its configuration into ``folder``, and return the network as timm loads it from there."""
+    """Write the network and its configuration into ``folder``, and return the network as timm loads it from there.
+
+    Raises UsageError if the installed version of timm cannot load a folder.
+    """
     import timm
     from timm.models import save_for_hf
 
+    # timm's own function writes the folder: what it needs to know of the images has its names.
     network, cropping = classifier.network, classifier.cropping
-    about = {
+    image_settings = {
         "input_size": [config.channels, *config.full_image_size],
         "mean": list(config.mean),
         "std": list(config.std),
@@ -80,7 +86,7 @@ def write_network(folder: Path, config: ResolvedConfig, classifier: Classifier) 
     save_for_hf(
         network,
         str(folder),
-        model_config={"pretrained_cfg": about, "label_names": list(classifier.classes)},
+        model_config={"pretrained_cfg": image_settings, "label_names": list(classifier.classes)},
         model_args=timm_arguments(config, network),
         safe_serialization=True,
     )

@@ -38,21 +38,26 @@ class _EpochsReached(BaseException):
 
 @dataclasses.dataclass
 class _Preparing:
-    """A run as a loop sees it until it asks for its epochs: one worker on the CPU, nothing restored."""
+    """A run as a loop sees it until it asks for its epochs: one worker on the CPU, nothing restored.
+
+    Its attributes and methods are those of :class:`raytrain.training.run.Run` that a loop may use before its first
+    epoch. ``networks`` has what the loop has prepared so far, by the names that checkpoints give.
+    """
 
     config: ResolvedConfig
     classes: tuple[str, ...]
     plan: BatchPlan
     folder: Path
 
+    # The same for every loop.
     device = torch.device("cpu")
     rank, world_size = 0, 1
     progress = Progress()
 
     def __post_init__(self) -> None:
         self.networks: dict[str, nn.Module] = {}
-        self._num_of_kind: dict[str, int] = {}
-        self._first: nn.Module | None = None
+        self._num_of_kind: dict[str, int] = {}  # how many things of each kind have a name
+        self._first: nn.Module | None = None  # the first network, whose average is the one that is evaluated
 
     @property
     def num_classes(self) -> int:
@@ -87,6 +92,7 @@ class _Preparing:
         raise _EpochsReached
 
     def _name(self, kind: str) -> str:
+        """Return the name of the next thing of this kind: ``model``, then ``model-2`` and so on."""
         number = self._num_of_kind[kind] = self._num_of_kind.get(kind, 0) + 1
         return kind if number == 1 else f"{kind}-{number}"
 

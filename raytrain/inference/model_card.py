@@ -80,14 +80,14 @@ def model_card(
     lines: str,
     provenance: Provenance | None = None,
 ) -> str:
-    """Return the card of the weights in ``file``, those that ``checkpoint`` of ``run`` was evaluated with.
+    """Return the card, Markdown, of the weights in ``file``: those that ``checkpoint`` of ``run`` was evaluated with.
 
     ``provenance`` is that of the attempt that wrote the checkpoint, None if it is not known. ``lines`` of Python, such
     as those of :func:`example`, classify an image with the network.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
 
-    # The last evaluation counts only if it is of these very weights.
+    # The last evaluation counts only if it is of these very weights: the run may have trained on since.
     result = "not measured"
     if progress.evaluated_step == progress.step and None not in (
         progress.validation_accuracy,
@@ -98,11 +98,11 @@ def model_card(
     # From the file of an image to the input of the network, in words.
     height, width = config.full_image_size
     colours = "grey" if config.channels == 1 else "RGB"
-    part = f"a central part of that shape, {config.crop_fraction:g} times as wide as the largest one"
-    part = _RESIZE.get(config.resize, part)
+    cropped = f"a central part of that shape, {config.crop_fraction:g} times as wide as the largest one"
+    resized = _RESIZE.get(config.resize, cropped)
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (config.mean, config.std))
-    preprocessing = (
-        f"Images are decoded as {colours} and resized to {height}×{width} pixels ({part}; {config.interpolation}). "
+    preprocessing_text = (
+        f"Images are decoded as {colours} and resized to {height}×{width} pixels ({resized}; {config.interpolation}). "
         f"Pixels from 0 to 1, minus {mean}, divided by {std}, are the input: float32 "
         f"(batch, {config.channels}, {height}, {width})."
     )
@@ -120,7 +120,7 @@ def model_card(
         result=result + "".join(_TEST_VIEWS[view] for view in config.test_views),
         made_of=one_line(provenance.summary()) if provenance else "not known",
         digest=one_line(identity.manifest_digest),
-        preprocessing=preprocessing,
+        preprocessing=preprocessing_text,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
         use=lines,
         command=one_line(train_command(config)),
@@ -234,26 +234,33 @@ def preprocessing(classifier: Classifier) -> dict[str, Any]:
 
 
 def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) -> str:
-    """Return lines of Python that build the network that the options name, as ``model``, with random weights."""
+    """Return lines of Python that build the network that the options name, as ``model``, with random weights.
+
+    ``network`` is that network, built by raytrain. If the options name a user's function, it is imported, to look at
+    its parameters.
+    """
+    # A network of timm.
     name, channels = config.model, config.channels
     in_timm = timm_name(name)
     if in_timm is not None:
-        arguments = {"num_classes": num_classes, **timm_arguments(config, network)}
-        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        build = f"timm.create_model({in_timm!r}, {keywords})"
-        return f"import timm\n\nmodel = {build}"
+        options = {"num_classes": num_classes, **timm_arguments(config, network)}
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        return f"import timm\n\nmodel = timm.create_model({in_timm!r}, {arguments})"
+
+    # A function in a file or a package. Its parameters say whether it takes num_classes and channels.
     if ":" in name:
-        # A function in a file or a package. Its parameters say whether it takes num_classes and channels.
-        place, _, function = name.rpartition(":")
+        module, _, function = name.rpartition(":")
         numbers = network_arguments(load_function("--model", name), num_classes, channels)
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**numbers, **config.model_options}.items())
-        if place.endswith(".py"):
-            return f"import runpy\n\nmodel = runpy.run_path({place!r})[{function!r}]({arguments})"
-        return f"from {place} import {function}\n\nmodel = {function}({arguments})"
+        if module.endswith(".py"):
+            return f"import runpy\n\nmodel = runpy.run_path({module!r})[{function!r}]({arguments})"
+        return f"from {module} import {function}\n\nmodel = {function}({arguments})"
 
-    options = "".join(f", {key}={value!r}" for key, value in {**OPTIONS.get(name, {}), **config.model_options}.items())
-    lines = [f"import torchvision\n\nmodel = torchvision.models.{name}(num_classes={num_classes}{options})"]
-    if channels != 3:  # torchvision's networks begin with a convolution of 3 channels, which is replaced
+    # A network of torchvision. It begins with a convolution of 3 channels, which is replaced for others.
+    options = {"num_classes": num_classes, **OPTIONS.get(name, {}), **config.model_options}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    lines = [f"import torchvision\n\nmodel = torchvision.models.{name}({arguments})"]
+    if channels != 3:
         path, conv = next((path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Conv2d))
         lines.append(f"model.set_submodule({path!r}, torch.nn.{conv!r})")
     return "\n".join(lines)
@@ -262,7 +269,8 @@ def network_lines(config: ResolvedConfig, network: nn.Module, num_classes: int) 
 def lines_of_views(classifier: Classifier) -> str:
     """Return the lines of Python that add the test views of an image to ``images``, (1, C, H, W); "" if it has none.
 
-    The mean of the logits over all images is that of ``predict``: shifted copies count half as much as the image.
+    The mean of the logits over these images is what ``predict`` computes. There, a shifted copy counts half as much as
+    the image itself, which therefore is among them twice.
     """
     return "".join(lines for view, lines in _VIEWS.items() if view in classifier.test_views)
 
@@ -270,8 +278,9 @@ def lines_of_views(classifier: Classifier) -> str:
 def example(classifier: Classifier, file: str, suffix: str, network: str = "") -> str:
     """Return lines of Python that classify ``photo.jpg`` with the network in ``file``, without raytrain.
 
-    The scores are those of ``predict``. Weights (.safetensors) need the lines that build their ``network``: one that
-    raytrain has itself is imported from ``raytrain.models``.
+    The scores are those of ``predict``. ``suffix`` is the ending of the file's name, with the dot. Weights
+    (.safetensors) need ``network``, the lines that build it: a network that raytrain has itself is imported from
+    ``raytrain.models``.
     """
     cropping, shape = classifier.cropping, classifier.shape
     values = {
@@ -287,10 +296,12 @@ def example(classifier: Classifier, file: str, suffix: str, network: str = "") -
         "interpolation": cropping.interpolation.upper(),
     }
 
-    # First the image: how far a JPEG may be shrunk while it is decoded, and how it is resized then.
+    # The lines: how far a JPEG may be shrunk while it is decoded, how it is resized then, and the call of the network.
     values["scale"] = _SCALES[cropping.resize].format(**values)
     lines = _DRAFT + _RESIZE_LINES[cropping.resize] + _RUN[suffix]
 
-    end = _SOFTMAX if classifier.thresholds is None else _SIGMOID
-    shown = "print(dict(zip(classes, scores.tolist())))"
-    return f"{_IMPORTS.format(runtime=_RUNTIMES[suffix])}{lines.format(**values)}{end}{shown}"
+    # Around them: imports, the scores of the logits, and a line that prints them.
+    imports = _IMPORTS.format(runtime=_RUNTIMES[suffix])
+    scores = _SOFTMAX if classifier.thresholds is None else _SIGMOID
+    print_line = "print(dict(zip(classes, scores.tolist())))"
+    return f"{imports}{lines.format(**values)}{scores}{print_line}"

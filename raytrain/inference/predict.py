@@ -26,7 +26,7 @@ from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
-_SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # parts of a URL that all images must share
+_SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # the number of parts of a URL that all images must share
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class PredictionResult:
     images: int
     errors: int
     left_out: str | None
-    """Number of other files in the folder, by the reason why they are not used."""
+    """The numbers of other files in the folder by the reason why they are not used, as text; None without any."""
     table: pa.Table = field(repr=False)
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values, with the rows if they were not written to a file."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "table"}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "table"}
         return values if self.output else {**values, "rows": self.table.to_pylist()}
 
 
@@ -88,8 +88,8 @@ def predict(
         trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
-            be written.
+        UsageError, StorageError: there is no such run, it has no checkpoint, it is not trusted, an argument does not
+            fit it, the data cannot be read, or the file cannot be written.
 
     Example::
 
@@ -123,11 +123,12 @@ def predict(
     else:
         predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
 
-    # A row for each image, in the manifest's order; an image that could not be read has its error alone.
+    # A row for each image, in the manifest's order. An image that could not be read has its error alone: where the
+    # number of a row is null, Arrow takes a row of nulls.
     is_readable = table["error"].is_null()
     row_numbers = pc.if_else(is_readable, number_array(np.arange(len(table))), pa.nulls(len(table), pa.int64()))
-    known = predictions.take(row_numbers)  # with an empty row where the number of a row is null
-    rows = known.add_column(0, "key", table["key"]).append_column("error", table["error"])
+    predictions = predictions.take(row_numbers)
+    rows = predictions.add_column(0, "key", table["key"]).append_column("error", table["error"])
     if output is not None:
         write_output(output, encode_table(rows, output))
     num_errors = len(table) - table["error"].null_count
@@ -136,11 +137,15 @@ def predict(
 
 
 def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
-    """Return the images below a folder or URL, or the files that are named, and the store that has them."""
+    """Return the images below a folder or URL, or the files that are named, and the store that has them.
+
+    Raises UsageError if no image is named, if there is a folder among several files, or if files in a bucket are named
+    with others that are not in it.
+    """
     # One folder or URL: all images below it.
-    is_one = isinstance(data, (str, os.PathLike))
-    files = [os.fspath(data)] if is_one else [os.fspath(file) for file in data]
-    if is_one and (os.path.isdir(files[0]) or not files[0].lower().endswith(SUFFIXES)):
+    is_single = isinstance(data, (str, os.PathLike))
+    files = [os.fspath(data)] if is_single else [os.fspath(file) for file in data]
+    if is_single and (os.path.isdir(files[0]) or not files[0].lower().endswith(SUFFIXES)):
         images = open_store(files[0])
         return images, list_images(images)
 
@@ -149,10 +154,11 @@ def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
         raise UsageError("No image is named; give a folder, a URL, or image files.")
     if folder := next((file for file in files if os.path.isdir(file)), None):
         raise UsageError(f"{folder} is a folder, and image files are expected; give a folder by itself (--data).")
+
     # Folders of the paths are compared level by level, from the root on, as far as they are the same.
     paths = [file if "://" in file else absolute_path(file) for file in files]
-    levels = takewhile(lambda names: len(set(names)) == 1, zip(*(path.split("/")[:-1] for path in paths), strict=False))
-    shared = [names[0] for names in levels]
+    levels = zip(*(path.split("/")[:-1] for path in paths), strict=False)
+    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
     if any("://" in path for path in paths) and len(shared) < _SCHEME_AND_BUCKET:
         raise UsageError("The image files are not all in one bucket; predict those of each bucket by themselves.")
     images = open_store("/".join(shared) or "/")

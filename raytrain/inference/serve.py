@@ -23,7 +23,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
 from raytrain.storage.store import Store
 
-_POLL_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5  # for a stop, and for credentials that expire soon
 
 
 def serve(

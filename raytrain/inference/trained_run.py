@@ -38,11 +38,11 @@ from raytrain.training.precision import set_gpu_products
 if TYPE_CHECKING:
     import torch
 
-_BATCH_SIZE = 256
+_BATCH_SIZE = 256  # images that the network sees at a time
 
 
 class Predictor:
-    """Predicts the ``top_k`` likeliest classes of images, on the GPU of number ``gpu`` or, without any, on CPUs."""
+    """Predicts the ``top_k`` likeliest classes of images, on a GPU or, if there is none, on the CPU."""
 
     def __init__(
         self,
@@ -60,17 +60,19 @@ class Predictor:
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
+        It computes on the GPU of number ``gpu``, and sets ``num_threads`` as the threads of torch in this process.
+
         Logits are averaged over ``test_views`` of each image, and over those that the run was trained with. They are
         computed in float32 like those of the network that ``raytrain.load`` returns; with ``as_measured`` in the
         precision in which the run evaluated itself. With ``gives_all`` the table has the probabilities of all classes,
         with ``embeddings`` what the body of the network gives to its head.
         """
+        # torch is imported here: whoever opens a run to send this predictor elsewhere does without it.
         import torch
 
         from raytrain.inference.classifier import load_classifier
         from raytrain.training.autocast import prepare_for_autocast
 
-        # torch is imported here: whoever opens a run to send this predictor elsewhere does without it.
         torch.set_num_threads(num_threads)
         self._device = torch.device(f"cuda:{gpu}" if torch.cuda.is_available() else "cpu")
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
@@ -102,7 +104,8 @@ class Predictor:
 
         from raytrain.training.autocast import mixed_precision
 
-        # The network sees a few hundred images at a time; logits are collected on the CPU.
+        # The network sees a few hundred images at a time; its outputs are collected on the CPU. They are logits and,
+        # with embeddings, D numbers more.
         batches: list[torch.Tensor] = []
         for start in range(0, len(images), _BATCH_SIZE):
             with torch.no_grad(), mixed_precision(self._precision, self._device):
@@ -112,14 +115,18 @@ class Predictor:
         logits, embeddings = outputs.tensor_split([len(self._classifier.classes)], dim=1)
         probabilities = self._classifier.probabilities_of(logits).numpy()
 
-        # Several classes per image: the caller compares the probabilities with thresholds.
-        lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
-        columns: dict[str, Any] = {}
+        # Columns of lists, each with as many numbers for each image.
+        probability_lists = pa.FixedSizeListArray.from_arrays(
+            number_array(probabilities.ravel()), probabilities.shape[1]
+        )
+        further_columns: dict[str, Any] = {}
         if size := embeddings.shape[1]:
             numbers = number_array(embeddings.float().numpy().ravel())
-            columns["embedding"] = pa.FixedSizeListArray.from_arrays(numbers, size)
+            further_columns["embedding"] = pa.FixedSizeListArray.from_arrays(numbers, size)
+
+        # Several classes per image: the caller compares the probabilities with thresholds.
         if self._classifier.thresholds is not None:
-            return pa.table({"truth": number_array(labels), "probabilities": lists, **columns})
+            return pa.table({"truth": number_array(labels), "probabilities": probability_lists, **further_columns})
 
         # One class per image: two columns for each of the likeliest classes; equal scores are in the order of classes.
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
@@ -136,9 +143,9 @@ class Predictor:
         loss = cross_entropy(logits, torch.from_numpy(labels.clip(min=0)), reduction="none").numpy()
         measured = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
         if self._gives_all:
-            columns["probabilities"] = lists
+            further_columns["probabilities"] = probability_lists
         measured_columns = {name: number_array(values) for name, values in measured.items()}
-        return pa.table({**likeliest_columns, **measured_columns, **columns})
+        return pa.table({**likeliest_columns, **measured_columns, **further_columns})
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,11 @@ class TrainedRun:
         The cluster at ``address`` does the work, or else, if there is more than one block of images, a running cluster
         that commands on this machine join; otherwise this process does it. The columns are those of
         :func:`raytrain.launch.predict_blocks.predict_here`. With ``as_measured``, images are predicted in the
-        precision in which the run evaluated itself. ``embeddings`` adds a column ``embedding``.
+        precision in which the run evaluated itself, and if its options name further metrics, there is the column
+        ``probabilities`` that these need. ``embeddings`` adds a column ``embedding``.
+
+        Without ``workers``, there are as many networks as GPUs on this machine, at least one, or as many as the cluster
+        has room for. Raises UsageError if there is too little room, or for a wrong name in ``test_views``.
         """
         views = replace(self.config, test_views=test_views).test_views  # the options check them
         load_predictor = partial(
@@ -220,7 +231,7 @@ def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
     config = read_trusted_config(store, trust=trust)
     checkpoint = require_checkpoint(store, run)
 
-    # Somebody else may have written the document, or it may be damaged.
+    # The list of classes may be damaged, or written by somebody else.
     try:
         classes: object = json.loads(store.get(CLASSES))
     except (FileNotFoundError, ValueError, RecursionError):
