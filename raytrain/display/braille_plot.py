@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 _DOTS = np.array(  # the bit of the dot at (row, column) of a cell
     [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16
 )
-_BLANK = 0x2800
+_BLANK = 0x2800  # the character of a cell without dots; the bits of its dots are added to it
 _LEGEND_INDENT = 2
 _AXIS_WIDTH = 7  # characters left of the axis, including a blank
 
@@ -81,6 +81,7 @@ class Plot:
 
     def _picture(self, width: int) -> Iterator[Text]:
         """Yield the lines of the plot with its axes; ``width`` characters are right of the y axis."""
+        # Without points, there are empty axes, as high as with points.
         drawn = [(xs, ys) for _, xs, ys in self._points if len(xs)]
         if not drawn:
             yield from [Text(_axis("", "│"), style="dim")] * self.height
@@ -88,44 +89,49 @@ class Plot:
             return
 
         # A few much higher values, such as the losses of the first steps, do not stretch the y axis: they are drawn at
-        # its upper end.
+        # its upper end. They are those above 97 % of the values, if the axis would be more than four times as long.
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
         all_ys = np.concatenate([ys for _, ys in drawn])
         low, highest = _range(all_ys, margin=0.1)
-        most = float(np.quantile(all_ys, 0.97))
-        is_flattened = len(all_ys) >= 20 and all_ys.max() - low > 4 * (most - low) and most > low
-        high = min(highest, most + (most - low) / 4) if is_flattened else highest
+        quantile = float(np.quantile(all_ys, 0.97))
+        is_cut = len(all_ys) >= 20 and quantile > low and all_ys.max() - low > 4 * (quantile - low)
+        high = min(highest, quantile + (quantile - low) / 4) if is_cut else highest
 
         # Labels of the y axis: at its ends and in its middle.
         labels = [""] * self.height
         labels[0], labels[self.height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
-        labels[0] = "≥" * (high < highest) + labels[0]
+        if high < highest:
+            labels[0] = f"≥{labels[0]}"
         for label, line in zip(labels, self._lines(width, x_range, (low, high)), strict=True):
             yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
 
         # Labels of the x axis: at both ends, or at the right end alone if there is no room for two.
         first, last = self.first_x.format(x_range[0]), self.last_x.format(x_range[1])
-        both = first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
-        yield Text(" " * (_AXIS_WIDTH + 1) + both, style="dim", no_wrap=True, overflow="crop")
+        has_room = len(first) + len(last) < width
+        x_labels = first + last.rjust(width - len(first)) if has_room else last
+        yield Text(" " * (_AXIS_WIDTH + 1) + x_labels, style="dim", no_wrap=True, overflow="crop")
 
     def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> Iterator[Text]:
-        """Yield a text of ``width`` characters for each of the ``height`` rows of cells."""
+        """Yield a text of ``width`` characters for each of the ``height`` rows of cells.
+
+        Where several series are in a cell, the last one is drawn.
+        """
         chars = np.full((self.height, width), " ", dtype="<U1")
         styles = np.full((self.height, width), "", dtype=object)
         for series, xs, ys in self._points:
             # A cell is 2 dots wide and 4 dots high; rows of dots are counted from the top.
             columns = _scaled(xs, x_range, 2 * width)
             rows = 4 * self.height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self.height)
-            mark = "•" if len(xs) == 1 and series.mark is None else series.mark
+            mark = "•" if len(xs) == 1 and series.mark is None else series.mark  # one point is no line
             if mark is None:
                 cells = _line_cells(columns, rows, self.height, width)
-                drawn = cells != _BLANK
-                chars[drawn] = [chr(cell) for cell in cells[drawn]]
+                is_drawn = cells != _BLANK
+                chars[is_drawn] = [chr(cell) for cell in cells[is_drawn]]
             else:
-                drawn = np.zeros(chars.shape, dtype=bool)
-                drawn[rows.astype(int) // 4, columns.astype(int) // 2] = True
-                chars[drawn] = mark
-            styles[drawn] = series.style
+                is_drawn = np.zeros(chars.shape, dtype=bool)
+                is_drawn[rows.astype(int) // 4, columns.astype(int) // 2] = True
+                chars[is_drawn] = mark
+            styles[is_drawn] = series.style
 
         # Neighbours of the same style become one span.
         for row, row_styles in zip(chars.tolist(), styles.tolist(), strict=True):
@@ -136,7 +142,7 @@ class Plot:
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:
-    """Return the smallest and the largest value; if they are the same, ``margin`` below and above it."""
+    """Return the smallest and the largest value; if they are the same, that value minus and plus ``margin``."""
     low, high = float(values.min()), float(values.max())
     return (low, high) if high > low else (low - margin, high + margin)
 
@@ -178,9 +184,10 @@ def _number(value: float) -> str:
 
 
 def _format(value: float, small: str) -> str:
-    """Return the format of ``value``: ``small``, or a whole number from 100 on, as more digits would not fit."""
+    """Return the format of ``value``: ``small``, or that of a whole number from 100 to 100,000, where it is shorter."""
     return ",.0f" if 100 <= abs(value) < 100_000 else small
 
 
 def _axis(label: str, rule: str) -> str:
+    """Return the part of a line left of the plot: a label, and ``rule``, a character of the y axis."""
     return f"{label:>{_AXIS_WIDTH - 1}} {rule}"

@@ -26,7 +26,8 @@ _STATUS_STYLES = {
     "failed": "red",
 }
 UNKNOWN = "–"
-_NUM_CLASSES = 20  # that are shown
+"""A dash in place of a value that is not known."""
+_NUM_CLASSES = 20  # most classes in a table
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
@@ -61,7 +62,7 @@ class PlainConsole(Console):
 
 
 def format_dollars(dollars: float) -> str:
-    """Return an amount with cents, and with more digits below a dollar.
+    """Return an amount with cents, below a dollar with four digits after the point.
 
     Example:
         >>> format_dollars(1234.5), format_dollars(0.0123)
@@ -88,21 +89,33 @@ def format_optional(value: float | None, spec: str) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return any plain value as text, with as many digits as are worth reading."""
+    """Return any plain value as text, with as many digits as are worth reading.
+
+    Example:
+        >>> format_value(0.98765), format_value(12345.678), format_value(0.0000123), format_value(3.0)
+        ('0.9877', '12,345.7', '1.2e-05', '3')
+    """
     if value is None:
         return UNKNOWN
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return one_line(str(value))
 
-    # Four digits after the point for what may be an accuracy or a loss, none for whole numbers.
-    if isinstance(value, float):
-        if value.is_integer():
-            return f"{value:,.0f}"
-        spec = ".1e" if 0 < abs(value) < 1e-4 else ".4f" if abs(value) < 10 else ",.1f"
-        return f"{value:{spec}}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))
+    # Below 10, which may be an accuracy or a loss, four digits after the point; above, one. A number that would be
+    # 0.0000 has an exponent.
+    if value.is_integer():
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:,.1f}"
+    return f"{value:.4f}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 
 def format_option(value: object) -> str:
-    """Return the value of an option as a user types it; the values of a tuple are separated by blanks."""
+    """Return the value of an option as a user types it; the values of a tuple are separated by blanks.
+
+    None is a dash.
+    """
     return " ".join(
         UNKNOWN if item is None else f"{item:g}" if isinstance(item, float) else one_line(str(item))
         for item in as_tuple(value)
@@ -115,7 +128,10 @@ def format_gigabytes(num_bytes: int) -> str:
 
 
 def key_value_table(values: Mapping[str, object]) -> RenderableType:
-    """Return a line for each number and text. None, lists, tuples and dicts are left out: ``--json`` has them."""
+    """Return a line for each number and text, with its name. The prefix ``num_`` of a name is not shown.
+
+    None, lists, tuples and dicts are left out: ``--json`` has them.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -126,9 +142,9 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
 
 
 def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
-    """Return a table with columns of ``words``, aligned to the left, and of ``numbers``, aligned to the right.
+    """Return a table of ``rows``: first columns of words, aligned to the left, then columns of numbers, to the right.
 
-    A row may have one more cell than there are headings, such as a bar.
+    ``words`` and ``numbers`` are their headings. A row may have one more cell than there are headings, such as a bar.
     """
     table = Table(box=box.SIMPLE_HEAD)
     for name in words:
@@ -141,15 +157,19 @@ def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
 
 
 def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
-    """Return a table of the first 20 classes, and a line with the number of the others.
+    """Return a table of the first 20 classes, and a line with the number of the others, if there are any.
 
-    ``others`` is an adjective for those in the line, such as ``better``.
+    A row has the name of a class and a cell below each heading in ``numbers``. ``others`` is an adjective for the
+    classes that are left out, such as ``better``.
     """
-    table, num_more = headed_table(["class"], numbers, rows[:_NUM_CLASSES]), len(rows) - _NUM_CLASSES
+    table = headed_table(["class"], numbers, rows[:_NUM_CLASSES])
+    num_more = len(rows) - _NUM_CLASSES
+    if num_more <= 0:
+        return table
     more = Text(f" and {format_count(num_more, f'{others} class')}; --json lists them all", style="dim")
-    return Group(table, *([more] if num_more > 0 else []))
+    return Group(table, more)
 
 
 def bar(value: float, largest: float) -> Bar:
-    """Return a number as a bar beside a table."""
+    """Return a ``value`` from 0 to ``largest`` as a bar, for a cell of a table."""
     return Bar(largest, 0, value, width=16, color="cyan")

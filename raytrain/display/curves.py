@@ -61,7 +61,7 @@ def titled_figure(title: str, width: float, height: float, **style: Any) -> Figu
 
 
 def plain_axes(axes: Axes) -> None:
-    """Keep the parts of the frame that help to read the plot."""
+    """Draw no frame at the top and the right, but pale horizontal lines, behind the curves, at about six values."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -76,7 +76,7 @@ def whole_ticks(axes: Axes) -> None:
 
 
 def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
-    """Return the title above a run's curves."""
+    """Return the title above a run's curves: the epoch, the time since the run began, and the part before training."""
     startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
     return f"Epoch: {epoch}, Elapsed: {format_duration(elapsed_s)}{startup}"
 
@@ -132,7 +132,8 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     return figure
 
 
-# The plots of a terminal and the panels of a figure are described by the same objects.
+# The plots of a terminal and the panels of a figure are described by the same objects, Plot and Series. A figure
+# takes from them titles, labels and points; their styles and heights are for a terminal alone.
 
 
 def _run_plot(metric: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
@@ -153,8 +154,9 @@ def _run_comparison(records: Sequence[RunRecord], labels: Sequence[str]) -> list
 
 
 def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
-    of_kind = [row for row in rows if row.kind == kind]
-    return Series(label, style, [row.step for row in of_kind], [row.value(metric) for row in of_kind])
+    """Return the values of a ``metric`` in the rows of one ``kind`` over their steps, to be drawn as one line."""
+    rows = [row for row in rows if row.kind == kind]
+    return Series(label, style, [row.step for row in rows], [row.value(metric) for row in rows])
 
 
 def _check_history(records: Sequence[RunRecord]) -> None:
@@ -167,7 +169,10 @@ def _check_history(records: Sequence[RunRecord]) -> None:
 
 
 def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
-    """Draw plots below each other, over the same steps, with dots if they are few. Return their axes."""
+    """Draw plots below each other, over the same steps, and return the axes of each.
+
+    Points are marked by dots if a line has at most 60.
+    """
     from matplotlib.ticker import StrMethodFormatter
 
     panels: list[Axes] = list(figure.subplots(len(plots), sharex=True))
@@ -176,8 +181,7 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
         panel.margins(x=0.01)
         panel.set_ylabel(plot.title)
         for number, series in enumerate(plot.series):
-            # A series without points, such as that of a run that was never evaluated, has no entry in the legend
-            # either.
+            # A series without points, such as that of a run that was never evaluated, is not in the legend either.
             steps, values = series.points()
             if not len(steps):
                 continue

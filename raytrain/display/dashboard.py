@@ -32,7 +32,10 @@ _MEASUREMENTS = {
 def dashboard(
     snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 8, hint: str = CTRL_C
 ) -> RenderableType:
-    """Return the picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains."""
+    """Return the picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains.
+
+    The plots are ``plot_height`` lines high, and ``hint`` is shown at the lower right while the run trains.
+    """
     # The progress bar, and right of it percent, epoch, step and time left.
     texts = [
         Text(f"{snapshot.step / snapshot.num_steps:.0%}", style="bold"),
@@ -47,8 +50,8 @@ def dashboard(
     bar = ProgressBar(total=snapshot.num_steps, completed=snapshot.step, complete_style="cyan", finished_style="green")
     progress.add_row(bar, *texts)
 
-    # Workers and measurements; before there are any, a spinner. All pictures share its start time, so that it goes on
-    # turning from one picture to the next.
+    # The workers and what they measure; before there are any, a spinner. Each picture has a spinner of its own; all
+    # have the same start time, so that it goes on turning from one picture to the next.
     figures: RenderableType
     if snapshot.status == "starting":
         figures = Spinner("dots", "waiting for the workers …")
@@ -95,7 +98,7 @@ def plot_height(console: Console) -> int:
 
 
 def progress_line(snapshot: Snapshot) -> str:
-    """Return step, epoch, loss, accuracy, speed and time left as one line, as far as they are known."""
+    """Return step, epoch, loss, accuracy, other measurements and time left as one line, as far as they are known."""
     parts = [f"step {snapshot.step:,}/{snapshot.num_steps:,}", f"epoch {snapshot.epoch}/{snapshot.num_epochs}"]
     measured = snapshot.latest.metrics if snapshot.latest else {}
     parts += [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
@@ -103,7 +106,11 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def _measurements(snapshot: Snapshot) -> list[str]:
-    """Return speed, learning rate, waiting time, counts of unusual things, and cost, each if known and not zero."""
+    """Return speed, learning rate, waiting time and cost, each if it is known, and counts that are not zero.
+
+    The counts are those of images that could not be used, of requests that were retried, and of images that CPUs
+    decoded in place of GPUs.
+    """
     latest = snapshot.latest
     values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
@@ -122,7 +129,11 @@ def cost_texts(snapshot: Snapshot) -> list[str]:
 
 
 def _time_left(snapshot: Snapshot) -> list[str]:
-    """Return the time left; nothing in the last second, after which an evaluation or a checkpoint may follow."""
+    """Return the time left, as a list of one text.
+
+    The list is empty if the time is not known, and in the last second: an evaluation or a checkpoint may follow, so
+    that 0 seconds would be wrong.
+    """
     left_s = snapshot.time_left_s or 0.0
     return [f"{format_duration(left_s)} left"] if left_s >= 1 else []
 
@@ -134,7 +145,12 @@ def _own_metrics(snapshot: Snapshot) -> list[str]:
 
 
 def _decimal(value: float | None) -> str:
-    """Return a metric with three digits; None stands for one that was not finite."""
-    if value is None or not 0 < abs(value) < 0.001:
-        return "nan" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.2g}"
+    """Return a metric with three digits after the point, fewer if it is very large or small; nan for None.
+
+    None stands for a value that was not finite.
+    """
+    if value is None:
+        return "nan"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -81,7 +81,7 @@ def doctor_page(report: DoctorReport) -> RenderableType:
         if all_reduce.bytes_per_s is not None:
             rate = f"{all_reduce.bytes_per_s / 1e6:,.0f} MB/s"
             speed = f"{rate} between {all_reduce.num_nodes} nodes with {all_reduce.backend}"
-    about = {
+    facts = {
         "versions": " · ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items()),
         "data": report.data,
         "storage": report.storage,
@@ -102,15 +102,19 @@ def doctor_page(report: DoctorReport) -> RenderableType:
     if report.ok:
         findings.add_row(Text("✓", "green"), "Nothing prevents training.")
 
-    return Group(key_value_table(about), Text(), nodes, findings)
+    return Group(key_value_table(facts), Text(), nodes, findings)
 
 
 def _node_lines(node: Node, checks_data: bool) -> Iterator[Text]:
-    """Yield the lines of a node: its hardware, how fast it reads the data, and whether it can write the storage."""
-    memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
+    """Yield the lines of a node: its hardware, how fast it reads the data, and whether it can write the storage.
+
+    A node without a report has not answered. ``checks_data`` says whether it was asked to read data.
+    """
+    memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
     counts = f"{format_count(node.cpus, 'CPU')}, {format_count(node.gpus, 'GPU')}"
-    yield Text(f"{counts}, {memory} of memory, {store} of object store")
-    if (report := node.report) is None:
+    yield Text(f"{counts}, {memory} of memory, {object_store} of object store")
+    report = node.report
+    if report is None:
         yield Text("no answer", "red")
         return
 

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.inference.evaluate import EvaluationResult
 
-_MAX_CLASSES_SCORED = 30  # in the figure
+_MAX_CLASSES_SCORED = 30  # up to as many classes have their accuracy in the figure
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
-    """Return the metrics, the classes, the worst first, the most frequent confusions, and the file ``picture``."""
+    """Return the metrics, the classes, the worst first, and the most frequent confusions.
+
+    ``picture`` is the path of the figure, which is named if it is given.
+    """
     # Classes, the worst first; those without images have no accuracy and come last.
     rows: list[list[RenderableType]] = []
     for score in sorted(result.per_class, key=lambda score: _known_first(score.accuracy)):
@@ -43,17 +46,20 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
         confusions = headed_table(("true class", "predicted"), ("images", "of the class"), pairs)
 
     tables = Columns([classes, confusions], padding=(0, 4))
-    about = {**result.summary(), **result.metrics, "picture": picture}
-    del about["interval_groups"]  # shown with the interval
+
+    # The metrics and what was evaluated, above both; the accuracy has its interval beside it.
+    facts = {**result.summary(), **result.metrics, "picture": picture}
+    del facts["interval_groups"]  # shown with the interval
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
-        over = "" if result.interval_groups is None else f" over {result.interval_groups:,} groups"
-        about["accuracy"] = f"{result.accuracy:.4f} (95 % interval{over}: {low:.4f} to {high:.4f})"
-    return Group(key_value_table(about), *_warnings(result), Text(), tables)
+        groups = "" if result.interval_groups is None else f" over {result.interval_groups:,} groups"
+        facts["accuracy"] = f"{result.accuracy:.4f} (95 % interval{groups}: {low:.4f} to {high:.4f})"
+    return Group(key_value_table(facts), *_warnings(result), Text(), tables)
 
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
     """Return the metrics and the classes, the worst first, for images that may have several classes each."""
+    # Classes, the worst first; those without images have no average precision and come last.
     rows: list[list[RenderableType]] = []
     for score in sorted(result.per_class, key=lambda score: _known_first(score.average_precision)):
         values = (score.average_precision, score.threshold, score.precision, score.recall)
@@ -68,11 +74,11 @@ def _known_first(value: float | None) -> tuple[bool, float]:
 
 
 def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
-    """Yield a warning if the network was trained on some of the images."""
+    """Yield a warning if the network was trained on some of the images, which makes the metrics too good."""
     if result.trained_on:
-        least = "" if result.all_compared else "At least "
+        at_least = "" if result.all_compared else "At least "
         total = format_count(result.images + result.skipped, "image")
-        text = f"{least}{result.trained_on:,} of these {total} are training images of the run; new ones are harder."
+        text = f"{at_least}{result.trained_on:,} of these {total} are training images of the run; new ones are harder."
         yield Text(f"\n{text}", style="yellow")
 
 
@@ -87,11 +93,11 @@ def confusion_figure(result: EvaluationResult) -> Figure:
     # A second axis on the right, whose labels are the accuracies of the rows.
     if len(result.classes) <= _MAX_CLASSES_SCORED:
         accuracies = [format_optional(score.accuracy, ".1%") for score in result.per_class]
-        right = axes.secondary_yaxis("right")
-        right.set_yticks(range(len(accuracies)), accuracies, fontsize=9)
-        right.tick_params(length=0, colors=GREY)
-        right.spines["right"].set_visible(False)
-        right.set_ylabel("accuracy", color=GREY, labelpad=8)
+        right_axis = axes.secondary_yaxis("right")
+        right_axis.set_yticks(range(len(accuracies)), accuracies, fontsize=9)
+        right_axis.tick_params(length=0, colors=GREY)
+        right_axis.spines["right"].set_visible(False)
+        right_axis.set_ylabel("accuracy", color=GREY, labelpad=8)
 
     correct = "" if result.accuracy is None else f"{result.accuracy:.2%} of "
     axes.set_title(f"{result.run}    {correct}{result.images:,} images", loc="left", weight="bold", pad=12)

@@ -14,11 +14,15 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 
 
 def event_text(event: Event) -> str:
-    """Return an event as one line: by a case of its own, or by the template of its class."""
+    """Return an event as one line, by a case below or by the template of its class.
+
+    A text in the event may contain anything: callers that print it make one printable line of it.
+    """
     match event:
         # Events whose sentence has parts that depend on a field.
         case events.TrainingStarted(workers, step):
-            return f"training on {format_count(workers, 'worker')}" + (f", resuming after step {step:,}" * (step > 0))
+            resuming = f", resuming after step {step:,}" if step > 0 else ""
+            return f"training on {format_count(workers, 'worker')}{resuming}"
         case events.Evaluated() | events.Tested():
             values = {"accuracy": event.accuracy, "loss": event.loss}
             measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
@@ -71,7 +75,8 @@ def stop_text(reason: StopReason) -> str:
     # A document that another version or a stranger has written may lack fields that its kind of reason has.
     detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
-    epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
+    epochs = format_count(count, "epoch")
+    best_so_far = "a number" if reason.value is None else f"better than {value:.4f}"  # None: all were NaN
     worse = _WORSE_THAN.get(detail, "worse than the better half of the trials")
     texts = {
         "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
@@ -79,11 +84,12 @@ def stop_text(reason: StopReason) -> str:
         "page": f"the page on {detail}",
         "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, {worse}",
         "target": f"--until {detail}: {metric} is {value:.4f}",
-        "patience": f"--patience {count}: {metric} is not {bound}",
+        "patience": f"--patience {count}: {metric} is not {best_so_far}",
         "time": f"--max-time {detail}",
         "tracker": f"a request in {detail}",
         "cost": f"--max-cost {detail}: {format_dollars(value)} are spent",
     }
+    # The detail of all other kinds is a sentence or the words of a caller.
     return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
 
 

@@ -31,16 +31,17 @@ if TYPE_CHECKING:
     from raytrain.data.images.crop_box import Pixels
     from raytrain.diagnostics.look import ImageSample, MinMedianMax
 
-_NUM_FILES_SHOWN = 5
-_COLUMNS = 8
-_WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # of the figure, in inches
+_NUM_FILES_SHOWN = 5  # of each kind of problem
+_COLUMNS = 8  # of the grid of images
+_WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # inches: the figure's width, and the heights of a heading and a row of images
 _MAX_LETTERS = 24  # in a line of a label
 
 
 def look(config: TrainConfig, *, limit_s: float = 30.0, write_labels: Location | None = None) -> LookResult:
     """Look at the images that a run with these options would be trained and evaluated on. Trains nothing.
 
-    In a notebook, the first images as the network sees them and what was found are shown below the cell.
+    Returns what was found. In a notebook, it is shown below the cell, too, with the first images as the network sees
+    them.
 
     Args:
         config: the options of the run.
@@ -80,8 +81,11 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
     # The data set, and how much of it was read.
     sample = result.sample
     num_images = result.training_images + result.validation_images + result.test_images
-    shrunk = result.shrinking
-    about = {
+    shrinking = result.shrinking
+    packed_as = None
+    if shrinking is not None:
+        packed_as = f"JPEGs of quality {shrinking.quality}, shorter side {shrinking.shorter_side:,}, if larger"
+    facts = {
         "data": result.data,
         "validation data": result.validation_data,
         "test data": result.test_data,
@@ -89,7 +93,7 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
         "validation images": result.validation_images,
         "test images": result.test_images or None,
         "other files": ", ".join(counted(count, reason) for reason, count in result.left_out.items()) or "none",
-        "packed as": shrunk and f"JPEGs of quality {shrunk.quality}, shorter side {shrunk.shorter_side:,}, if larger",
+        "packed as": packed_as,
         "bytes": _range_text(result.size_bytes),
         "width": _range_text(sample.width),
         "height": _range_text(sample.height),
@@ -111,10 +115,11 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
         for count in sorted(result.classes, key=lambda count: count.training)
     ]
     classes = class_table(parts, rows, "larger")
-    return Group(key_value_table(about), classes, *_problems(sample, result.duplicates), *_suspicious(result))
+    return Group(key_value_table(facts), classes, *_problems(sample, result.duplicates), *_suspicious(result))
 
 
 def _range_text(values: MinMedianMax | None) -> str:
+    """Return the range and the median of some numbers; a dash if there are none."""
     return UNKNOWN if values is None else f"{values.min:,} to {values.max:,}, median {values.median:,}"
 
 
@@ -143,7 +148,10 @@ def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[Renderabl
 
 
 def _suspicious(result: LookResult) -> Iterable[RenderableType]:
-    """Yield the images whose labels look wrong, and how to train with the label files that were written."""
+    """Yield the images whose labels look wrong, and how to train with the label files that were written.
+
+    Yields nothing if they were not looked for, as for a run that has not been trained.
+    """
     images = result.suspicious
     if images is None:
         return
@@ -167,11 +175,15 @@ def _pair_text(pair: Duplicate) -> str:
 
 
 def look_figure(result: LookResult) -> Figure:
-    """Return a grid of images after augmentation, with the label of each above it."""
+    """Return a grid of images after augmentation, with the label of each above it.
+
+    Below it are images whose labels look wrong, if they were looked for.
+    """
     images = result.first_images
     title = f"{result.title}    the first images of epoch 1, as the network sees them"
     num_rows = _num_rows(images.labels)
-    if (suspicious := result.suspicious) is None:
+    suspicious = result.suspicious
+    if suspicious is None:
         figure = titled_figure(title, _WIDTH, _HEADING + _ROW * num_rows)
         _draw_images(figure, images.pixels, images.labels)
         return figure
@@ -189,6 +201,7 @@ def look_figure(result: LookResult) -> Figure:
 
 
 def _num_rows(labels: Sequence[str]) -> int:
+    """Return the number of rows of the grid of images with these labels, at least one."""
     return max(1, -(-len(labels) // _COLUMNS))  # rounded up
 
 

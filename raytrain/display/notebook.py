@@ -27,7 +27,8 @@ _PICTURE_EVERY_S = 1.0  # a notebook draws more slowly than a terminal
 _STYLE = "font: 12px/1.15 Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre; overflow-x: auto"
 _DOTS = re.compile("[\u2801-\u28ff]")
 _CELL = "display:inline-block; width:1ch; overflow:hidden; vertical-align:bottom; font-style:normal"
-INTERRUPT = "interrupt the kernel to stop with a checkpoint"  # the hint in place of Ctrl-C
+INTERRUPT = "interrupt the kernel to stop with a checkpoint"
+"""What stops a run of a cell, shown in place of what Ctrl-C does."""
 _STOP = "stop() of the handle stops with a checkpoint"
 
 
@@ -37,7 +38,7 @@ class CellOutput:
     The first picture is the ``widget``, or the text ``waiting`` if there is none.
     """
 
-    transient = False
+    transient = False  # rich's Live has it; here, the last picture always stays
 
     def __init__(self, waiting: str, widget: RunWidget | None = None) -> None:
         self._waiting, self._widget = waiting, widget
@@ -62,7 +63,7 @@ class NotebookView:
     """Shows one run in the output of the cell that made the view: ``view.update(snapshot)``, from any thread.
 
     While the run trains, the cell shows a widget, or the terminal's picture if anywidget is not installed. At the end
-    it shows the picture, which a saved notebook keeps. The widget's Stop button calls ``stop``.
+    it shows the picture in either case, which a saved notebook keeps. The widget's Stop button calls ``stop``.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -71,10 +72,13 @@ class NotebookView:
         self._output.start()
         self._rows = sample_of_rows()
         self._throttle = Throttle()
-        self._over = False
+        self._over = False  # the last snapshot was that of a run that has ended
 
     def update(self, snapshot: Snapshot) -> None:
-        """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        """Show ``snapshot``, which continues the one before (see :class:`Snapshot`).
+
+        It is drawn at most once a second, and whenever the run is over.
+        """
         # The widget takes every snapshot, but sends its state to the browser only when it draws.
         self._rows.follow(snapshot.first_row, snapshot.rows)
         self._over = snapshot.over
@@ -100,7 +104,7 @@ class NotebookView:
 
 
 def as_html(page: RenderableType) -> str:
-    """Return a page of the terminal as HTML, with its colours."""
+    """Return a page of the terminal as HTML, with its colours, 110 characters wide."""
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
     console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
     html = console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
@@ -110,7 +114,7 @@ def as_html(page: RenderableType) -> str:
 
 
 def _widget(stop: Callable[[], None]) -> RunWidget | None:
-    """Return a widget if the extra ``notebook`` is installed."""
+    """Return a widget whose Stop button calls ``stop``; None if the extra ``notebook`` is not installed."""
     try:
         from raytrain.display.page.widget import RunWidget
     except ImportError:

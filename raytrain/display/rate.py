@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raytrain.config import TrainConfig
     from raytrain.training.run import Run
 
-_HEIGHT = 10
+_HEIGHT = 10  # lines of the plot
 
 
 def find_rate(
@@ -35,7 +35,7 @@ def find_rate(
     view: View | None = None,
     signals: StopSignals | None = None,
 ) -> RateResult:
-    """Train a few steps, each at a higher learning rate, and suggest one: the range test of Smith 2015.
+    """Train a few steps, each at a higher learning rate, and suggest a rate: the range test of Smith 2015.
 
     The rate of step i of n, counted from 0, is low · (high / low) ^ (i / (n - 1)). The run ends earlier if the loss is
     over four times the first step's. It evaluates nothing and keeps no checkpoint; its history stays, as any run's.
@@ -49,7 +49,8 @@ def find_rate(
             ``lambda snapshot: None`` shows nothing.
 
     Raises:
-        UsageError, StorageError, TrainingFailed: as :func:`raytrain.train` does.
+        UsageError: as :func:`raytrain.train` does, and if fewer than 20 steps are to be made or have a finite loss.
+        StorageError, TrainingFailed: as :func:`raytrain.train` does.
 
     Example:
         >>> raytrain.find_rate(recipes.cifar10(data="s3://bucket/train")).suggestion
@@ -59,27 +60,28 @@ def find_rate(
 
 
 def rate_page(result: RateResult, picture: str) -> RenderableType:
-    """Return the plot, the suggested rate with its reason, and what was trained."""
-    # The loss of each step, its average, and a dot at the suggested rate.
-    rate, rates = result.suggestion, np.log10(result.rates).tolist()
+    """Return the plot, the suggested rate with its reason, and what was trained; ``picture`` is the figure's path."""
+    # The loss of each step, its average, and a dot at the suggested rate, over the logarithm of the rate.
+    rate, log_rates = result.suggestion, np.log10(result.rates).tolist()
     lines = [
-        Series("loss", "dim", rates, result.losses.tolist()),
-        Series("averaged", "cyan", rates, result.smoothed.tolist()),
+        Series("loss", "dim", log_rates, result.losses.tolist()),
+        Series("averaged", "cyan", log_rates, result.smoothed.tolist()),
     ]
     if rate is not None:
-        suggested = float(np.log10(rate))
-        loss = float(np.interp(suggested, rates, result.smoothed))
-        lines.append(Series(f"at the suggested rate {rate:g}", "yellow", [suggested], [loss], mark="●"))
+        log_rate = float(np.log10(rate))
+        loss = float(np.interp(log_rate, log_rates, result.smoothed))
+        lines.append(Series(f"at the suggested rate {rate:g}", "yellow", [log_rate], [loss], mark="●"))
     first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
-    about = {
+    plot = Plot("loss", lines, _HEIGHT, first_x=first, last_x=f"learning rate {last}")
+
+    facts = {
         "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",
         "reason": result.reason,
         "ran": _training_text(result),
         "run": f"{result.run.run_dir}, without a checkpoint",
         "picture": picture,
     }
-    plot = Plot("loss", lines, _HEIGHT, first_x=first, last_x=f"learning rate {last}")  # over the logarithm
-    return Group(plot, Text(), key_value_table(about))
+    return Group(plot, Text(), key_value_table(facts))
 
 
 def _training_text(result: RateResult) -> str:

@@ -45,10 +45,10 @@ from raytrain.runs.redact import one_line
 LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
 _NUM_FILES_SHOWN = 20
 _NUM_SKIPPED_SHOWN = 5
-_LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
+_LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words, which are aligned to the left
 _LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
 """Columns that are left out if there is no room, the first one first."""
-_WIDE = 1000
+_WIDE = 1000  # characters: wider than any table
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 _MAX_HEADINGS = 44  # characters: longer names, all together, do not fit into 80 columns
 _RESULTS = {
@@ -64,15 +64,17 @@ _RESULTS = {
 }
 """Labels and formats of the results in a comparison, by the fields of a compared run."""
 
-Column = tuple[str | Text, Sequence[str] | Sequence[Text]]  # A heading, and the cells below it
+Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
+"""A heading, and the cells below it."""
 
 
 def runs_table(
     runs: Sequence[RunInfo], storage: str, *, filtered: bool = False, sorted_by: SortKey = "heartbeat"
 ) -> RenderableType:
-    """Return the list of runs; ``filtered`` says that there may be others.
+    """Return the list of ``runs``, and problems with their documents; ``filtered`` says that there may be other runs.
 
-    The column that runs are ``sorted_by`` is shown however narrow the screen is.
+    ``storage`` is named if there are no runs. The column that runs are ``sorted_by`` is shown however narrow the screen
+    is.
     """
     if not runs:
         return Text(
@@ -105,9 +107,12 @@ def runs_table(
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
 
-    # Values of different metrics cannot be compared: a line says so if the runs are sorted by them.
+    # The table. The word to sort by is also the heading of the column that must stay, but for the accuracy.
     keep = "last\naccuracy" if sorted_by == "accuracy" else sorted_by
     parts: list[RenderableType] = [FittingTable(columns, keep)]
+
+    # If the runs are sorted by their best values, and these are of different metrics, a line says that they cannot be
+    # compared.
     metrics = sorted({_metric_name(run.best_metric) for run in runs if run.best_value is not None})
     if sorted_by == "best" and len(metrics) > 1:
         several = f"The runs have several metrics of --best, which do not compare: {', '.join(metrics)}."
@@ -119,6 +124,8 @@ def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
     """Return the column of the best values, each by the run's own --best; no column if no summary has one."""
     if all(run.best_value is None for run in runs):
         return []
+
+    # A common metric is named in the heading, different ones beside the values.
     names = {run.best_metric for run in runs if run.best_value is not None}
     if len(names) == 1:
         return [(f"best\n{_metric_name(*names)}", [format_value(run.best_value) for run in runs])]
@@ -145,13 +152,13 @@ class FittingTable:
         self._keep = keep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table with as many columns as there is room for; see rich's protocol."""
-        # Measured without a limit, the table says how wide it would be without wrapped or cut cells.
+        """Yield the table with as many columns as there is room for; rich calls this method to print the object."""
         columns = list(self._columns)
         for name in (name for name in _LESS_IMPORTANT if name != self._keep):
+            # Measured on a very wide screen, the table says how wide it would be without wrapped or cut cells.
             if console.measure(rows_table(*columns), options=options.update(width=_WIDE)).maximum <= options.max_width:
                 break
-            columns = [column for column in columns if str(column[0]) != name]
+            columns = [(heading, cells) for heading, cells in columns if str(heading) != name]
         yield rows_table(*columns)
 
 
@@ -162,15 +169,14 @@ def rows_table(*columns: Column) -> Table:
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading, cells in columns:
-        # Words are aligned to the left, numbers to the right.
-        left = str(heading) in _LEFT
-        wrapped = isinstance(heading, Text)
+        is_of_words = str(heading) in _LEFT
+        may_wrap = isinstance(heading, Text)
         table.add_column(
             heading,
-            justify="left" if left else "right",
+            justify="left" if is_of_words else "right",
             vertical="bottom",
-            min_width=max(map(len, cells), default=0) if wrapped and not left else None,
-            no_wrap=not wrapped,
+            min_width=max(map(len, cells), default=0) if may_wrap and not is_of_words else None,
+            no_wrap=not may_wrap,
         )
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
@@ -200,9 +206,9 @@ def run_page(record: RunRecord) -> RenderableType:
         command = sweep_command(sweep, record.config) if sweep else train_command(record.config)
         parts.append(Text(one_line(command), style="dim", overflow="fold"))
     if sweep and record.config:
-        again = shell_command("compare", record.name, storage=record.config.storage)
+        compare = shell_command("compare", record.name, storage=record.config.storage)
         heading = Text(f"A sweep of {format_count(sweep.num_trials, 'trial')}. Those that have begun are shown by")
-        parts.append(Group(heading, command_line(again)))
+        parts.append(Group(heading, command_line(compare)))
     if record.problems:
         parts.append(problem_lines(record.name, record.problems))
 
@@ -212,7 +218,7 @@ def run_page(record: RunRecord) -> RenderableType:
         images = ", ".join(f"{count:,} for {part}" for part, count in numbers.items() if count)
         parts.append(key_value_table({"images": images, "left out": lost_files(counts["left_out"]) or None}))
 
-    # The provenance of each attempt that differs from the one before it.
+    # The provenance of the first attempt, and of each later one that differs from the one before it.
     if record.provenance:
         first, *later = record.provenance
         rows = {"made of": first.summary()}
@@ -223,8 +229,9 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
-        if own := own_metrics(*(last_row(record.metrics, kind) for kind in ("step", "evaluation"))):
-            parts.append(key_value_table(own))
+        loop_metrics = own_metrics(last_row(record.metrics, "step"), last_row(record.metrics, "evaluation"))
+        if loop_metrics:
+            parts.append(key_value_table(loop_metrics))
 
     # The result; a summary with another status is of an earlier attempt.
     if record.summary and record.summary.get("status") == status.status:
@@ -248,7 +255,10 @@ def run_page(record: RunRecord) -> RenderableType:
 
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
-    """Return the options that differ, the results and the curves of several runs, each in a colour of its own."""
+    """Return the options that differ, the results and the curves of several runs, each in a colour of its own.
+
+    Below them are problems with the runs' documents.
+    """
     runs = compare_records(records)
     names, styles = [run.name for run in runs], run_styles(runs)
 
@@ -267,11 +277,15 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     for option in runs[0].options:
         table.add_row(option.replace("_", " "), *(Text(format_option(run.options[option])) for run in runs))
     table.add_section()
-    names_of_best = {run.best_metric for run in runs}
-    best = [format_value(run.best_value) for run in runs]
-    if len(names_of_best) > 1:
-        best = [f"{_metric_name(run.best_metric)} {value}" for run, value in zip(runs, best, strict=True)]
-    table.add_row(f"best {_metric_name(*names_of_best)}" if len(names_of_best) == 1 else "best", *best)
+
+    # A common metric of --best is named beside the row, different ones beside the values.
+    best_metrics = {run.best_metric for run in runs}
+    best_values = [format_value(run.best_value) for run in runs]
+    if len(best_metrics) == 1:
+        table.add_row(f"best {_metric_name(*best_metrics)}", *best_values)
+    else:
+        names_of_metrics = [_metric_name(run.best_metric) for run in runs]
+        table.add_row("best", *(f"{name} {value}" for name, value in zip(names_of_metrics, best_values, strict=True)))
     for name, (label, spec) in _RESULTS.items():
         table.add_row(label, *(one_line(format_optional(getattr(run, name), spec)) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
@@ -289,7 +303,8 @@ def _letter(number: int) -> str:
 def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
     """Return how a run ended, and commands for what to do next: to resume it if it is not finished, and to use it.
 
-    ``best`` is the score and the path of its best checkpoint, None if it has none.
+    ``best`` is the score and the path of its best checkpoint, None if it has none. A score is the value of the metric
+    of --best, negated if smaller values are better.
     """
     # Progress, time, the last checkpoint and the last evaluation.
     counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
@@ -297,30 +312,33 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
-    last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
-    about: dict[str, object] = {
+    last_values = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
+    facts: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
         "time": format_duration(result.seconds) + startup,
-        "last": newest + (f"; measured last: {last}" if last else ""),
+        "last": newest + (f"; measured last: {last_values}" if last_values else ""),
     }
+
+    # Costs, the test images, and the best checkpoint.
     if result.dollars is not None:
-        about["cost"] = format_dollars(result.dollars)
+        facts["cost"] = format_dollars(result.dollars)
     if result.gpu_kwh is not None:
-        about["energy"] = f"{result.gpu_kwh:.3f} kWh of the GPUs"
+        facts["energy"] = f"{result.gpu_kwh:.3f} kWh of the GPUs"
     if result.test_accuracy is not None:
         loss = "" if result.test_loss is None else f", loss {result.test_loss:.4f}"
-        about["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
+        facts["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
     if best is not None:
-        value = -best[0] if compared_by(config).is_lower_better else best[0]
-        score = f"; {_metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
-        about["best"] = f"{best[1]}, which the commands below use{score}"
+        score, path = best
+        value = -score if compared_by(config).is_lower_better else score
+        metric = f"; {_metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
+        facts["best"] = f"{path}, which the commands below use{metric}"
 
-    # Unusual things, each only if there is any.
+    # Unusual things, each only if there is any, and the folder of the run.
     summary = shown_summary(result.summary())
-    unusual = ("num_skipped", "num_retries", "num_decoded_on_cpu", "stop_reason", "error", "run_dir")
-    about |= {name: summary[name] for name in unusual if summary[name]}
-    lines: list[RenderableType] = [key_value_table(about)]
+    further = ("num_skipped", "num_retries", "num_decoded_on_cpu", "stop_reason", "error", "run_dir")
+    facts |= {name: summary[name] for name in further if summary[name]}
+    lines: list[RenderableType] = [key_value_table(facts)]
 
     # Commands for what to do next. They trust the user's own code, which the user has just run.
     if result.status != "finished":
@@ -334,6 +352,8 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
 
 def resume_heading(verb: str, reason: StopReason | None) -> str:
     """Return the line above the command that resumes a run or a sweep; if a limit has stopped it, name its option.
+
+    ``verb`` begins the line, and ``reason`` is why the run or the sweep has stopped.
 
     Example: ``resume_heading("Resume", None) == "Resume with"``
     """
@@ -362,17 +382,17 @@ def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = 
 
 
 def command_line(command: str) -> Text:
-    """Return a command, indented, in one line however long it is, so that it can be copied."""
+    """Return a command, indented, in one line however long it is, so that it can be copied from a terminal."""
     return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
 
 
 class LogLines:
-    """Prints the lines of growing logs: each line once, below a heading that names the process."""
+    """Prints the lines of growing logs by ``write``: each line once, below a heading that names the process."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._printed: dict[str, list[str]] = {}  # lines, by their heading
-        self._last_heading = ""
+        self._lines_before: dict[str, list[str]] = {}  # of each log when it was printed last, by its heading
+        self._last_heading = ""  # of the line that was printed last; "" for events, which have none
 
     def events(self, snapshot: Snapshot) -> None:
         """Print the events since the last call, each with its time in the run, and why the run failed."""
@@ -394,23 +414,23 @@ class LogLines:
 
     def _print(self, heading: str, lines: list[str]) -> None:
         """Print those ``lines`` of a log that were not printed before, below the ``heading`` of its process."""
-        # ``lines`` begin with those that were printed before; the oldest of these may have been dropped since.
-        before = self._printed.get(heading, [])
-        tails = (before[dropped:] for dropped in range(len(before)))
-        num_printed = next((len(tail) for tail in tails if tail == lines[: len(tail)]), 0)
-        self._printed[heading] = lines
+        # The new lines follow those that were printed before, of which the oldest may be gone from the log since.
+        before = self._lines_before.get(heading, [])
+        remaining = (before[num_gone:] for num_gone in range(len(before)))
+        num_printed = next((len(tail) for tail in remaining if tail == lines[: len(tail)]), 0)
+        self._lines_before[heading] = lines
 
         # The heading is repeated if lines of another process were printed in between.
-        new = lines[num_printed:]
-        if new and heading != self._last_heading:
+        new_lines = lines[num_printed:]
+        if new_lines and heading != self._last_heading:
             self._write(heading)
             self._last_heading = heading
-        for line in new:
+        for line in new_lines:
             self._write(line)
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
-    """Return one run of the list as plain values: its status, results, and the options in which most runs differ."""
+    """Return one run of the list as plain values: its status, results, and those of its options that lists show."""
     options = {name: getattr(run.config, name, None) for name in LISTED_OPTIONS}
     return plain(
         {
@@ -430,6 +450,6 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
 
 
 def run_record_json(record: RunRecord) -> dict[str, Any]:
-    """Return everything about one run as plain values."""
+    """Return all documents of one run, which :class:`RunRecord` describes, as plain values."""
     metrics = [row.to_json() for row in record.metrics]
     return plain({**vars(record), "metrics": metrics})

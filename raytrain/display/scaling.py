@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT = 10  # lines of a plot
+_MIN_UNITS = 3  # the time axis has the largest unit of which the longest run took at least as many
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -33,6 +34,7 @@ def scaling_table(result: SweepResult) -> Table:
     sizes = [size for _, size in rows]
     metric, target = _metric(result), result.scaling[0].target
     times = [size.seconds_to_target for size in sizes]
+
     # First the varied options, then the number of workers, then what was measured with them.
     return rows_table(
         *(
@@ -54,7 +56,10 @@ def scaling_table(result: SweepResult) -> Table:
 
 
 def scaling_plots(result: SweepResult) -> RenderableType:
-    """Return the metric over the time of training, a line for each trial, and images/s over the workers."""
+    """Return two plots of the finished trials: the metric over the time of training, and images/s over the workers.
+
+    The first one has a line for each trial, the second one dots for each combination of the other options.
+    """
     finished = _finished(result)
     measured_lines: list[Series] = []
     for (scaling, size), style in zip(finished, run_styles(finished), strict=True):
@@ -62,7 +67,7 @@ def scaling_plots(result: SweepResult) -> RenderableType:
         label = " ".join(filter(None, [f"on {size.workers}", as_typed(scaling.values)]))
         measured_lines.append(Series(label, style, evaluated.seconds, evaluated.values))
 
-    # The line is linear scaling, the dots are the measured speeds.
+    # The dots are the measured speeds. The line is linear scaling; several lines would be too many for a terminal.
     speeds: list[Series] = []
     for scaling, style in zip(result.scaling, run_styles(result.scaling), strict=True):
         workers, measured, linear = _speeds(scaling)
@@ -85,15 +90,16 @@ def scaling_sentences(result: SweepResult) -> Iterator[Text]:
             "images/s": scaling.images_per_s_gain,
             f"time to {article} {metric} of {scaling.target or 0:.3f}": scaling.time_gain,
         }
-        if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
-            yield Text(f"Per doubling of the workers{choice}: {', '.join(known)}.", style="bold")
+        gain_texts = [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]
+        if gain_texts:
+            yield Text(f"Per doubling of the workers{choice}: {', '.join(gain_texts)}.", style="bold")
         num_evaluated = sum(size.value is not None for size in scaling.sizes)
         if num_evaluated > 1 and scaling.spread is not None:
             if scaling.metric == "accuracy":
-                apart = f"final accuracies{choice} lie within {100 * scaling.spread:.1f} percentage points"
+                spread = f"final accuracies{choice} lie within {100 * scaling.spread:.1f} percentage points"
             else:
-                apart = f"final values of {metric}{choice} lie within {scaling.spread:.4f}"
-            yield Text(f"The {apart}.", style="bold")
+                spread = f"final values of {metric}{choice} lie within {scaling.spread:.4f}"
+            yield Text(f"The {spread}.", style="bold")
 
 
 def scaling_figure(result: SweepResult) -> Figure:
@@ -117,10 +123,11 @@ def scaling_figure(result: SweepResult) -> Figure:
 
 def _draw_values(panel: Axes, result: SweepResult) -> None:
     """Draw the metric over the time of training: a line for each trial, and a pale one for its training batches."""
-    # The unit of time is the largest one of which the longest run took at least three.
+    # The unit of time: seconds for a run that took less than three minutes, and so on.
     finished = _finished(result)
     longest_s = max((size.seconds or 0 for _, size in finished), default=0)
-    unit, unit_s = next((unit for unit in _UNITS if longest_s >= 3 * unit[1]), _UNITS[-1])
+    fitting = (unit for unit in _UNITS if longest_s >= _MIN_UNITS * unit[1])
+    unit_name, unit_s = next(fitting, _UNITS[-1])
 
     # The legend says when each trial reached the target.
     for number, (scaling, size) in enumerate(finished):
@@ -139,7 +146,7 @@ def _draw_values(panel: Axes, result: SweepResult) -> None:
     corner = "upper right" if any(trial.is_lower_better for trial in result.trials) else "lower right"
     panel.legend(title=title, alignment="left", loc=corner, frameon=False)
     panel.set_xlim(left=0)
-    panel.set_xlabel(f"{unit} of training")
+    panel.set_xlabel(f"{unit_name} of training")
     panel.set_ylabel(f"validation {_metric(result)} (pale: training batches)")
 
 
@@ -149,10 +156,10 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
     for number, scaling in enumerate(scalings):
         colour = f"C{number % 10}"
         workers, speeds, linear = _speeds(scaling)
-        about = as_typed(scaling.values) or "measured"
-        once = "linear scaling" if number == 0 else None
-        panel.plot(workers, linear, color=GREY, linewidth=0.8, linestyle="--", label=once)
-        panel.plot(workers, speeds, color=colour, marker="o", markersize=5, label=f"{about} (gain per doubling)")
+        choice = as_typed(scaling.values) or "measured"
+        linear_label = "linear scaling" if number == 0 else None  # once in the legend
+        panel.plot(workers, linear, color=GREY, linewidth=0.8, linestyle="--", label=linear_label)
+        panel.plot(workers, speeds, color=colour, marker="o", markersize=5, label=f"{choice} (gain per doubling)")
         ticks = {**dict(zip(workers, linear, strict=True)), **ticks}
         for size in scaling.sizes:
             if size.images_per_s:
@@ -183,7 +190,10 @@ def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:
 
 
 def _speeds(scaling: Scaling) -> tuple[list[int], list[float], list[float]]:
-    """Return workers, measured images/s and the images/s of linear scaling, for each size whose speed is known."""
+    """Return workers, measured images/s and the images/s of linear scaling, for each size whose speed is known.
+
+    Linear scaling starts at the measured speed of the smallest of these sizes.
+    """
     workers = [size.workers for size in scaling.sizes if size.images_per_s]
     speeds = [size.images_per_s for size in scaling.sizes if size.images_per_s]
     return workers, speeds, [speeds[0] * number / workers[0] for number in workers]

@@ -47,7 +47,7 @@ _LINES_BESIDE_TRIALS = 8  # of the live table: headings, the plan, counts and th
 _BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
 _PANELS_PER_ROW = 3  # of the plots over options
 _FEW_VALUES = 5  # up to this many values, each one is labelled
-_DECADES = 1.5  # values that span more have a logarithmic axis
+_DECADES = 1.5  # values that span more powers of ten have a logarithmic axis
 
 
 def sweep(
@@ -146,9 +146,10 @@ class SweepTerminalView(LiveView):
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console, "reading the data, starting the trials …")
+        # The status, number of evaluations and value of each trial when its last line was printed, by its name.
         self._printed: dict[str, tuple[str, int, float | None]] = {}
-        self._plan = ""
-        self._hint = f"{INTERRUPT}s" if isinstance(self._live, CellOutput) else _HINT
+        self._plan = ""  # the line that says how many trials there are, on what
+        self._hint = f"{INTERRUPT}s" if isinstance(self._live, CellOutput) else _HINT  # several checkpoints
         self._plan_lines = startup_lines(self._keep_plan, PLAN)
 
     def __enter__(self) -> Self:
@@ -177,7 +178,10 @@ class SweepTerminalView(LiveView):
                 self._print(_trial_line(trial))
 
     def finish(self, result: SweepResult) -> None:
-        """Leave the table with all trials, from the best to the worst, on the screen when the view ends."""
+        """Leave the table with all trials, from the best to the worst, on the screen when the view ends.
+
+        Plain lines need no table: nothing is printed.
+        """
         if self._live is not None:
             snapshot = SweepSnapshot(trials=tuple(result.trials), dollars=result.dollars)
             self._draw(live_table(snapshot, len(result.trials), self._plan), keep=True)
@@ -207,24 +211,23 @@ def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "", hint: str
     ``hint`` says how to stop the sweep. With --price, the table has the dollars of each trial, and the counts those of
     the whole sweep.
     """
-    trials = snapshot.trials
-
     # If there is no room for all: first trials that train, then ended ones, then waiting ones, each from the best on.
-    def rank(trial: TrialResult) -> tuple[int, float]:
-        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.score or 0.0)
+    # Those that are shown stay in their order.
+    trials = snapshot.trials
+    order_of_status = {**dict.fromkeys(_ACTIVE, 0), WAITING: 2}
+    by_importance = sorted(trials, key=lambda trial: (order_of_status.get(trial.status, 1), -(trial.score or 0.0)))
+    names = {trial.name for trial in by_importance[: max(1, num_rows)]}
+    shown_trials = [trial for trial in trials if trial.name in names]
 
-    names = {trial.name for trial in sorted(trials, key=rank)[: max(1, num_rows)]}
-    chosen = [trial for trial in trials if trial.name in names]
-
-    best = max((trial.score for trial in trials if trial.score is not None), default=None)
-    speeds = [trial.images_per_s if trial.status == "running" else None for trial in chosen]
+    best_score = max((trial.score for trial in trials if trial.score is not None), default=None)
+    speeds = [trial.images_per_s if trial.status == "running" else None for trial in shown_trials]
     table = rows_table(
-        *_trial_columns(chosen),
-        ("epoch", [f"{trial.epoch}/{trial.num_epochs}" if trial.num_epochs else UNKNOWN for trial in chosen]),
-        ("loss", [format_optional(trial.loss, ".3f") for trial in chosen]),
-        (_heading(trials), [_value_text(trial, best) for trial in chosen]),
+        *_trial_columns(shown_trials),
+        ("epoch", [f"{trial.epoch}/{trial.num_epochs}" if trial.num_epochs else UNKNOWN for trial in shown_trials]),
+        ("loss", [format_optional(trial.loss, ".3f") for trial in shown_trials]),
+        (_heading(trials), [_value_text(trial, best_score) for trial in shown_trials]),
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
-        *_cost_column(chosen),
+        *_cost_column(shown_trials),
     )
 
     # Below the table, on one line each: the plan, the counts, and how to stop.
@@ -236,37 +239,44 @@ def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "", hint: str
     return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines))
 
 
-def results_table(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:
-    """Return the trials from the best to the worst, why some of them failed or stopped, and how to continue.
+def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:
+    """Return the trials from the best to the worst, why some failed or stopped, and commands for what to do next.
 
-    ``config`` are the options that all trials share.
+    Between them stand what more workers gain, if their number varies, and the means over the folds of a
+    cross-validation. ``config`` are the options that all trials share, and ``picture`` is the path of the figure.
     """
+    # The trials.
     trials = result.trials
-    best = max((trial.score for trial in trials if trial.score is not None), default=None)
+    best_score = max((trial.score for trial in trials if trial.score is not None), default=None)
     table = rows_table(
         *_trial_columns(trials),
         ("last\nepoch", [str(trial.evaluations[-1][0]) if trial.evaluations else UNKNOWN for trial in trials]),
-        (_heading(trials), [_value_text(trial, best) for trial in trials]),
+        (_heading(trials), [_value_text(trial, best_score) for trial in trials]),
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
         *_cost_column(trials),
     )
     parts: list[RenderableType] = [table]
+
+    # What more workers gain.
     if result.histories:
         parts += [scaling_table(result), scaling_plots(result), Text(), *scaling_sentences(result)]
 
+    # A cross-validation: a line for each combination of the other options.
     for folds in result.folds:
-        about = f"{as_typed(folds.values)}: " if folds.values else ""
-        spread = "" if folds.deviation is None else f" ± {folds.deviation:.4f} (standard deviation)"
-        known = f"{folds.num_measured} of {folds.num_folds} folds" if folds.num_measured else "no fold was measured"
-        mean = "" if folds.mean is None else f"{folds.metric.replace('_', ' ')} {folds.mean:.4f}{spread} over "
-        parts.append(Text.assemble(about, (f"{mean}{known}", "bold")))
+        choice = f"{as_typed(folds.values)}: " if folds.values else ""
+        if folds.mean is None:
+            measured = "no fold was measured"
+        else:
+            deviation = "" if folds.deviation is None else f" ± {folds.deviation:.4f} (standard deviation)"
+            mean = f"{folds.metric.replace('_', ' ')} {folds.mean:.4f}{deviation}"
+            measured = f"{mean} over {folds.num_measured} of {folds.num_folds} folds"
+        parts.append(Text.assemble(choice, (measured, "bold")))
 
-    # Below the table: the cost, why trials ended early, and the command that continues them.
-    lines: list[RenderableType] = (
-        [] if result.dollars is None else [Text(f"cost of the whole sweep {format_dollars(result.dollars)}")]
-    )
-    lines += [
+    # The cost, why trials ended early, and the command that continues them.
+    if result.dollars is not None:
+        parts.append(Text(f"cost of the whole sweep {format_dollars(result.dollars)}"))
+    parts += [
         Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_reason_text(trial)}")
         for trial in trials
         if trial.reason
@@ -274,9 +284,11 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in trials):
         command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
         heading = resume_heading("Resume the stopped and failed trials", result.stop_reason)
-        lines += [Text(heading), command_line(command)]
-    about = f": {as_typed(trials[0].values)}" if trials else ""
-    return Group(*parts, *lines, Text(), *_conclusion(result, about, config.storage, picture))
+        parts += [Text(heading), command_line(command)]
+
+    # Where the curves are, the best trial, which is the first one, and commands that use it.
+    values_of_best = f": {as_typed(trials[0].values)}" if trials else ""
+    return Group(*parts, Text(), *_conclusion(result, values_of_best, config.storage, picture))
 
 
 def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
@@ -323,18 +335,20 @@ def _reason_text(trial: TrialResult) -> str:
     return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
 
 
-def _conclusion(result: SweepResult, about: str, storage: str, picture: str | None) -> Iterator[RenderableType]:
+def _conclusion(
+    result: SweepResult, values_of_best: str, storage: str, picture: str | None
+) -> Iterator[RenderableType]:
     """Yield where the curves of all trials are, the best trial with its checkpoints, and commands that use it.
 
-    ``about`` is added to the name of the best trial.
+    ``values_of_best`` is added to the name of the best trial. What is not known, ``picture`` or the best, is left out.
     """
     if picture is not None:
-        again = shell_command("compare", result.name, storage=storage)
+        compare = shell_command("compare", result.name, storage=storage)
         yield Text(f"All curves are in the picture {one_line(picture)}. They are also shown by")
-        yield command_line(again)
+        yield command_line(compare)
     if result.best is not None:
         store = run_store(storage, result.best)
-        yield Text.assemble("The best is ", (result.best, "bold"), about)
+        yield Text.assemble("The best is ", (result.best, "bold"), values_of_best)
         if checkpoint := best_checkpoint(store):
             newest = newest_checkpoint(store)
             yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
@@ -364,8 +378,8 @@ def sweep_figure(result: SweepResult) -> Figure:
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
     best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
     figure = titled_figure("".join([result.name, *best]), 9, 4.5 + 3 * num_rows)
-    parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
-    above, below = parts
+    subfigures: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
+    above, below = subfigures
     _draw_curves(above.add_subplot(), trials, result.best)
     for number, name in enumerate(names, start=1):
         panel = below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), number)

@@ -36,12 +36,13 @@ class LiveView:
     """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
 
     On a ``console`` that is a terminal or a notebook, it redraws a picture in place; otherwise, it prints plain lines.
-    The text ``waiting`` is shown first; then, until there is a picture, whatever the command waits for.
+    The text ``waiting`` is shown first; then, until there is a picture, whatever the command waits for. While it is
+    open, handlers of Python's logging that write to the terminal write above the picture.
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
         self._console = console or PlainConsole()
-        self._live: Live | CellOutput | None = None
+        self._live: Live | CellOutput | None = None  # what draws the picture; None if plain lines are printed
         spinner = Spinner("dots", waiting)
 
         # Before there is a picture, what the command waits for is shown in its place, or printed as a line.
@@ -57,10 +58,11 @@ class LiveView:
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             if self._live is not None:
+                # rich replaces sys.stdout and sys.stderr by streams that print above its picture. The handlers of a
+                # script's loggers keep the streams that they have got, so they are given the new ones.
                 streams = sys.stdout, sys.stderr
                 self._live.start(refresh=True)
                 opened.callback(self._stop_live)
-                # rich prints above its picture what is written to sys.stderr; a script's handlers write to it, too.
                 for before, after in zip(streams, (sys.stdout, sys.stderr), strict=True):
                     redirect_handlers(before, after)
                     opened.callback(redirect_handlers, after, before)
@@ -76,7 +78,8 @@ class LiveView:
         self._opened.close()
 
     def _stop_live(self) -> None:
-        if self._live is not None:  # a debugger has taken its place
+        """Leave the last picture as it is."""
+        if self._live is not None:  # it is None if a debugger has taken its place
             self._live.stop()
 
     def _print(self, line: str) -> None:
@@ -95,7 +98,8 @@ class LiveView:
 def _kept_from_handlers(logger: logging.Logger) -> Iterator[None]:
     """Keep the records of ``logger`` from the handlers of the loggers above it while this is open.
 
-    With a level of the logger ``raytrain`` itself, as ``--debug`` sets it, somebody has asked for them.
+    If the logger ``raytrain`` has a level of its own, which ``--debug`` sets, somebody has asked for these records, so
+    they are passed on.
     """
     propagate = logger.propagate
     logger.propagate = propagate and logging.getLogger("raytrain").level != logging.NOTSET
@@ -107,9 +111,9 @@ def _kept_from_handlers(logger: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def startup_lines(report: Callable[[str], object], source: logging.Logger = STARTUP) -> Iterator[None]:
-    """While this is open, pass each line that says what the start of a run waits for to ``report``.
+    """While this is open, call ``report`` with each line that the logger ``source`` logs.
 
-    ``source`` is the logger of these lines, by default that of all of them.
+    By default, these are the lines that say what the start of a run waits for, such as ``listing the images …``.
     """
 
     def emit(record: logging.LogRecord) -> None:
@@ -128,9 +132,10 @@ def startup_lines(report: Callable[[str], object], source: logging.Logger = STAR
 
 @contextmanager
 def default_view(view: View | None) -> Iterator[View | None]:
-    """Give ``view`` itself; without one, in the main thread, give that of a :class:`TerminalView`.
+    """Yield ``view`` itself; without one, the method ``update`` of a :class:`TerminalView` that is open meanwhile.
 
-    Only the main thread draws: a terminal has room for one picture, and programs with threads have views of their own.
+    Without a view in another thread than the main one, yield None, so that nothing is shown: a terminal has room for
+    one picture, and programs that start runs in threads have views of their own.
     """
     if view is not None or threading.current_thread() is not threading.main_thread():
         yield view
@@ -143,8 +148,8 @@ class TerminalView(LiveView):
     """Shows one run; :meth:`update` takes its snapshots, about twice a second.
 
     In a terminal or below a notebook's cell, it draws a picture. Elsewhere it prints plain lines: events, and the
-    progress at most every ``interval_s`` seconds. It prints to ``console``, by default standard output. ``hint`` says
-    what Ctrl-C does.
+    progress at most every ``interval_s`` seconds by ``clock``. It prints to ``console``, by default standard output.
+    ``hint`` says what Ctrl-C does.
 
     Example::
 
@@ -164,9 +169,9 @@ class TerminalView(LiveView):
         self._hint = INTERRUPT if isinstance(self._live, CellOutput) and hint == CTRL_C else hint
         self._clock = clock
         self._rows = sample_of_rows(_NUM_ROWS)
-        self._num_events = 0
-        self._next_line_s = clock()
-        self._printed_step = 0
+        self._num_events = 0  # that are printed
+        self._next_line_s = clock()  # the earliest time of the next line of progress
+        self._printed_step = 0  # of the last line of progress
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
@@ -188,6 +193,7 @@ class TerminalView(LiveView):
                 self._num_events = number + 1
         is_due = snapshot.rows and self._clock() >= self._next_line_s
         is_last = snapshot.over and self._rows.rows and snapshot.step != self._printed_step
-        if (is_due or is_last) and snapshot.status != "starting":  # a run that resumes has rows, but no step yet
+        # A run that resumes has rows of earlier attempts while it starts, but has made no step yet.
+        if (is_due or is_last) and snapshot.status != "starting":
             self._print(progress_line(snapshot))
             self._next_line_s, self._printed_step = self._clock() + self._interval_s, snapshot.step

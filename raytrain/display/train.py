@@ -85,7 +85,8 @@ def start(
     if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
 
-    # The view comes first, so that the cell shows something at once; its Stop button stops the handle's run.
-    shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
-    handle = RunHandle(config, loop, shown.update, trackers, shown.fail)
+    # The view is made first, so that the cell shows something at once. Its Stop button stops the run of the handle,
+    # which is made right after it.
+    notebook_view = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
+    handle = RunHandle(config, loop, notebook_view.update, trackers, notebook_view.fail)
     return handle

@@ -54,10 +54,10 @@ class RateResult:
     reason: str
 
     def summary(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the run's summary, its batch size and precision, the suggestion and the curves, as plain values."""
+        options = {"batch_size": self.config.batch_size, "precision": self.config.precision}
         curves = {name: getattr(self, name).tolist() for name in ("rates", "losses", "smoothed")}
-        ran = {"batch_size": self.config.batch_size, "precision": self.config.precision}
-        return {**self.run.summary(), **ran, "suggestion": self.suggestion, "reason": self.reason, **curves}
+        return {**self.run.summary(), **options, "suggestion": self.suggestion, "reason": self.reason, **curves}
 
 
 def find_rate(

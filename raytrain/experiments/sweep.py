@@ -87,8 +87,8 @@ def sweep(
             "are measured to their end; omit --pruner."
         )
     metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
-    is_possible = target is not None and target > 0 and (target <= 1 or not metric.is_fraction)
-    if target is not None and not (planned.varies_workers and is_possible):
+    is_in_range = target is not None and target > 0 and (target <= 1 or not metric.is_fraction)
+    if target is not None and not (planned.varies_workers and is_in_range):
         limit = "above 0 and at most 1" if metric.is_fraction else "above 0"
         raise UsageError(
             f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
+from raytrain.display.sweep import SweepTerminalView, live_table, sweep_figure, sweep_page
 from raytrain.experiments.trial_results import SweepResult, SweepSnapshot, TrialResult
 from raytrain.recipes import custom
 from tests.helpers.stored_runs import make_run
@@ -80,7 +80,7 @@ def test_dollars_of_each_trial_and_of_the_whole_are_shown_while_it_trains() -> N
     with SweepTerminalView(console) as view:
         view.update(snapshot)
     assert console.file.getvalue().splitlines()[1].endswith("finished  $1,234.50")  # type: ignore[attr-defined]
-    seen = text(results_table(replace(result(), trials=snapshot.trials, dollars=1100.25), custom()))
+    seen = text(sweep_page(replace(result(), trials=snapshot.trials, dollars=1100.25), custom()))
     assert "$1,234.50" in seen and "cost of the whole sweep $1,100.25" in seen
 
 
@@ -137,7 +137,7 @@ def result() -> SweepResult:
 
 
 def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_one() -> None:
-    seen = text(results_table(result(), custom()))
+    seen = text(sweep_page(result(), custom()))
     names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
     assert "rates-04 failed: boom" in seen
@@ -152,7 +152,7 @@ def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_r
 ) -> None:
     best = custom(storage=str(tmp_path), name="rates-00", mean=(0.5,) * 3, std=(0.5,) * 3, **options)
     make_run(tmp_path, best, "rates-00")
-    lines = text(results_table(result(), best), width=200).splitlines()
+    lines = text(sweep_page(result(), best), width=200).splitlines()
     commands = [line for line in lines if "raytrain " in line and " rates-00 " in line]
     needs_it = ["evaluate", "predict", "export", "serve"] if trusted else []
     assert len(commands) == 5
@@ -160,13 +160,13 @@ def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_r
 
 
 def test_the_command_that_shows_all_curves_can_be_copied_from_a_narrow_screen() -> None:
-    seen = text(results_table(result(), custom(), "/home/me/runs/rates/sweep.png"), width=60)
+    seen = text(sweep_page(result(), custom(), "/home/me/runs/rates/sweep.png"), width=60)
     commands = [line.rstrip() for line in seen.splitlines() if line.startswith("  ")]
     assert any(line.endswith("raytrain compare rates") for line in commands)
 
 
 def test_no_value_is_cut_on_a_narrow_screen() -> None:
-    lines = text(results_table(result(), custom()), width=80).splitlines()
+    lines = text(sweep_page(result(), custom()), width=80).splitlines()
     rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
     assert rows["rates-03"] == ["0.001", "adamw", "6"]
     assert "…" not in "".join(lines)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import raytrain
 from raytrain import TrainConfig, UsageError
-from raytrain.display.sweep import results_table, sweep_figure
+from raytrain.display.sweep import sweep_figure, sweep_page
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
 from raytrain.experiments.trial_results import SweepResult, SweepSnapshot
@@ -192,7 +192,7 @@ def test_wrong_options_are_refused_before_anything_starts(
 
 def seen(result: SweepResult, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(results_table(result, small_config(Path("images"), Path("runs"), name="sizes"), "sizes.png"))
+    console.print(sweep_page(result, small_config(Path("images"), Path("runs"), name="sizes"), "sizes.png"))
     return console.export_text()
 
 

@@ -246,7 +246,7 @@ def sweep(
     Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=log:0.01..1 --trials 20 --sampler tpe
     """
     from raytrain.display.curves import save_png
-    from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
+    from raytrain.display.sweep import SweepTerminalView, sweep_figure, sweep_page
     from raytrain.storage.open import check_output
 
     if png is not None:
@@ -271,7 +271,7 @@ def sweep(
     if picture is not None:
         save_png(sweep_figure(result), picture)
     document = {**result.summary(), "picture": picture}
-    return CommandResult(results_table(result, config, picture), document, exit_code=int(result.status == "failed"))
+    return CommandResult(sweep_page(result, config, picture), document, exit_code=int(result.status == "failed"))
 
 
 def stop(

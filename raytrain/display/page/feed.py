@@ -53,7 +53,10 @@ Floats = NDArray[np.float64]
 
 
 class FeedCursor(NamedTuple):
-    """Position of a viewer in a run: what it has seen of the state, the events and the curves."""
+    """Position of a viewer in a run: what it has seen of the state, the events and the curves.
+
+    A generation of events or curves ends when what a viewer has seen of them is no longer valid.
+    """
 
     version: int = 0  # of the state
     events: tuple[int, int] = (-1, 0)  # generation of the events, and the number of the next one
@@ -61,12 +64,15 @@ class FeedCursor(NamedTuple):
 
 
 class RunFeed:
-    """Takes snapshots from one thread, and answers viewers, who keep a cursor: nothing is queued for slow ones."""
+    """The state, events and curves of the run called ``name``, for viewers, who keep a :class:`FeedCursor` each.
+
+    One thread passes snapshots to it; viewers may ask in any thread.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.rows = START
-        """The cursor with which the next snapshot is read."""
+        self.cursor = START
+        """The position in the run's history from which the next snapshot must have the rows."""
         self._lock = threading.Lock()
         self._curves = {kind: Curves(kind) for kind in _KINDS}
         self._events: dict[int, TimedEvent] = {}
@@ -76,15 +82,19 @@ class RunFeed:
         self._encoded: dict[FeedCursor, bytes] = {}  # by the cursors of the viewers that asked since the last change
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        """Add a ``snapshot`` to what viewers get.
+
+        It has the rows from :attr:`cursor` on; if its first row is number 0, its rows replace those that came before.
+        """
         with self._lock:
             for curves in self._curves.values():
-                if snapshot.first_row == 0 and self.rows != START:
+                if snapshot.first_row == 0 and self.cursor != START:
                     curves.clear()
                 curves.extend(snapshot.rows)
 
-            # The next snapshot has the rows after these, and may repeat events, which are told apart by their numbers.
-            self.rows: RowCursor = snapshot.cursor
+            # The next snapshot has the rows after these. It may repeat events, which have numbers; if one has another
+            # content than the event of its number, it is of another run, which has taken the name.
+            self.cursor: RowCursor = snapshot.cursor
             if any(self._events.get(event.number, event) != event for event in snapshot.events):
                 self._events.clear()
                 self._events_generation += 1
@@ -110,12 +120,13 @@ class RunFeed:
                 self._change_to(state)
 
     def report(self, problem: str) -> None:
-        """Show a problem until the next snapshot."""
+        """Show a problem until the next snapshot, if there was one already."""
         with self._lock:
             if self._state is not None and self._state.get("problem") != problem:
                 self._change_to({**self._state, "problem": problem})
 
     def _change_to(self, state: dict[str, Any]) -> None:
+        """Replace the state, so that every viewer lacks something from now on."""
         self._state = state
         self._version += 1
         self._encoded.clear()
@@ -125,15 +136,17 @@ class RunFeed:
         with self._lock:
             if self._state is None or cursor.version == self._version:
                 return None, cursor
+
+            # A message is encoded once for all viewers who have read equally far.
             if cursor not in self._encoded:
                 if len(self._encoded) >= _MAX_ENCODED:
                     self._encoded.clear()
 
                 # Each curve is sent whole, or from the last bucket that the viewer has, which is replaced.
                 changes: dict[str, Any] = {}
-                for (kind, curves), (generation, row) in zip(self._curves.items(), cursor.curves, strict=True):
+                for (kind, curves), (generation, num_seen) in zip(self._curves.items(), cursor.curves, strict=True):
                     reset = generation != curves.generation
-                    changes[kind] = {"reset": reset, **curves.since(0 if reset else row)}
+                    changes[kind] = {"reset": reset, **curves.since(0 if reset else num_seen)}
 
                 # The page shows an event's text; its code uses the kind and the fields.
                 generation, next_event = cursor.events
@@ -157,12 +170,15 @@ class RunFeed:
                 }
                 self._encoded[cursor] = json.dumps(message, allow_nan=False).encode()
 
-            seen = tuple((curves.generation, len(curves)) for curves in self._curves.values())
+            curves_seen = tuple((curves.generation, len(curves)) for curves in self._curves.values())
             events_seen = self._events_generation, max(self._events, default=-1) + 1
-            return self._encoded[cursor], FeedCursor(self._version, events_seen, seen)
+            return self._encoded[cursor], FeedCursor(self._version, events_seen, curves_seen)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
-        """Return the curves of a part of the run, as finely as a screen can show them."""
+        """Return the curves from ``first_step`` to ``last_step``, as finely as a screen can show them, by kind of row.
+
+        Each is what :meth:`Curves.between` returns.
+        """
         with self._lock:
             return {kind: curves.between(first_step, last_step) for kind, curves in self._curves.items()}
 
@@ -171,6 +187,7 @@ class Curves:
     """The curves of all metrics in the rows of one ``kind``, over their steps, which increase.
 
     Each point stands for the same number of rows, a power of two: one at first. Rows wait until they make a point.
+    ``len(curves)`` is the number of points.
 
     Buckets begin at multiples of ``width`` steps, a power of two that doubles when there are too many buckets. As long
     as ``generation`` stays the same, the buckets that a viewer has seen stay valid, but for the last one.
@@ -196,26 +213,28 @@ class Curves:
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows; rows of another kind are left out, and rows whose step is not after the last one's."""
         # Steps and values as columns, (num_rows,) each; NaN where a row lacks a metric. Stored rows are columns
-        # already.
+        # already. The names of a curve may be older than these rows, or too many to be kept.
         rows = rows_of_kind(rows, self._kind)
         if isinstance(rows, StoredRows):
-            self._add_columns([*_FIELDS, *rows.names])
-            known = [name for name in self._columns if name in (*_FIELDS, *rows.names)]
-            steps, values = rows.values("step").astype(np.int64), {name: rows.values(name) for name in known}
+            names = (*_FIELDS, *rows.names)
+            self._add_columns(names)
+            steps = rows.values("step").astype(np.int64)
+            values = {name: rows.values(name) for name in self._columns if name in names}
         else:
             self._add_columns(chain(_FIELDS, chain.from_iterable(row.metrics for row in rows)))
             steps = np.array([row.step for row in rows], np.int64)
             values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
 
-        # Rows whose step increases wait behind the points. Mean, minimum and maximum of a row are the value itself.
+        # Rows whose step increases, so is larger than all steps before it, wait behind the points. Mean, minimum and
+        # maximum of a row are the value itself.
         last_step = self._steps[-1] if self._steps else -1
         increases = steps > np.maximum.accumulate(np.append(last_step, steps))[:-1]
         self._steps.frombytes(steps[increases].tobytes())
         unknown = np.full(len(steps), math.nan)
         for name, column in self._columns.items():
             added = values.get(name, unknown)[increases].tobytes()
-            for part in column:
-                part.frombytes(added)
+            for statistic in column:
+                statistic.frombytes(added)
 
         # Waiting rows become points, but for the last ones if they are too few for a point. When there are too many
         # points, pairs of points become one, and from then on a point stands for twice as many rows.
@@ -240,29 +259,35 @@ class Curves:
                 self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
 
     def _merge(self, first: int, count: int, size: int) -> None:
-        """Merge the rows or points from index ``first`` on, ``size`` at a time, into ``count`` points."""
-        # Each row of these arrays (count, size) becomes a point; unknown values do not count.
+        """Merge the rows or points from index ``first`` on, ``size`` at a time, into ``count`` points in their place.
+
+        A point has the last step of its rows. Its values are those of the rows where these are known and finite.
+        """
+        # Each row of these arrays (count, size) becomes a point.
         end = first + count * size
         self._steps[first:end] = self._steps[first + size - 1 : end : size]
         for column in self._columns.values():
-            means, lows, highs = (np.array(part[first:end]).reshape(count, size) for part in column)
-            known = np.isfinite(means)
+            means, lows, highs = (np.array(statistic[first:end]).reshape(count, size) for statistic in column)
+            is_finite = np.isfinite(means)
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                mean = np.where(known, means, 0).sum(axis=1) / known.sum(axis=1)
+                mean = np.where(is_finite, means, 0).sum(axis=1) / is_finite.sum(axis=1)
             low = np.fmin.reduce(np.where(np.isfinite(lows), lows, np.nan), axis=1)
             high = np.fmax.reduce(np.where(np.isfinite(highs), highs, np.nan), axis=1)
-            for part, merged in zip(column, (mean, low, high), strict=True):
-                part[first:end] = array("d", merged.tobytes())
+            for statistic, merged in zip(column, (mean, low, high), strict=True):
+                statistic[first:end] = array("d", merged.tobytes())
 
-    def since(self, row: int) -> dict[str, Any]:
-        """Return the buckets that rows from index ``row`` on belong to; see :meth:`between`."""
-        if row >= len(self):
+    def since(self, num_seen: int) -> dict[str, Any]:
+        """Return the buckets of the points after the first ``num_seen``, in the form of :meth:`between`.
+
+        The first bucket may have points that were seen: it replaces the last one that the viewer has.
+        """
+        if num_seen >= len(self):
             return self._buckets(len(self), len(self), self.width)
-        first = bisect_left(self._steps, self._steps[row] // self.width * self.width)
+        first = bisect_left(self._steps, self._steps[num_seen] // self.width * self.width)
         return self._buckets(first, len(self), self.width)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
-        """Return finer buckets of a part of the run, for a viewer who zooms in.
+        """Return finer buckets from ``first_step`` to ``last_step``, for a viewer who zooms in.
 
         The dict has ``width``, the number of steps in a bucket, ``step``, the last step of each bucket, and
         ``metrics``, by name: ``mean``, and ``low`` and ``high`` if buckets have more than one row. Values that are
@@ -274,21 +299,24 @@ class Curves:
         return self._buckets(first, end, width)
 
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
-        """Gather the points from index ``first`` up to, but without, ``end`` into buckets of ``width`` steps."""
+        """Gather the points from index ``first`` up to, but without, ``end`` into buckets of ``width`` steps.
+
+        Returns the dict that :meth:`between` describes.
+        """
         steps = np.array(self._steps[first:end], np.int64)
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))  # first index of each bucket, (num_buckets,)
         ends = np.append(starts[1:], len(steps)) - 1
         has_several_rows = len(starts) < len(steps) or self._rows_per_point > 1
         metrics: dict[str, dict[str, list[float | None]]] = {}
         for name, column in self._columns.items():
-            means, lows, highs = (np.array(part[first:end]) for part in column)
+            means, lows, highs = (np.array(statistic[first:end]) for statistic in column)
             if not has_several_rows:
                 metrics[name] = {"mean": _plain_values(means)}
                 continue
-            known = np.isfinite(means)
+            is_finite = np.isfinite(means)
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                sums = np.add.reduceat(np.where(known, means, 0), starts)
-                mean = sums / np.add.reduceat(known.astype(float), starts)
+                sums = np.add.reduceat(np.where(is_finite, means, 0), starts)
+                mean = sums / np.add.reduceat(is_finite.astype(float), starts)
             metrics[name] = {
                 "mean": _plain_values(mean),
                 "low": _plain_values(np.fmin.reduceat(lows, starts)),
@@ -298,4 +326,5 @@ class Curves:
 
 
 def _plain_values(values: Floats) -> list[float | None]:
+    """Return ``values`` with as many digits as are shown; None, as JSON has no NaN, for those that are not finite."""
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

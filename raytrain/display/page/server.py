@@ -39,8 +39,8 @@ MAX_CONNECTIONS = 320  # all together; whoever has the token may open many pages
 STRANGER_S = 10.0  # seconds for the files of the page, and for the head of the first request with the token
 KEPT_ALIVE_S = 60.0  # seconds that a connection with the token may be idle between two requests
 BACKLOG = 32  # connections that are accepted at a time, before the oldest are ended
-_UPDATE_EVERY_S = 0.5
-_KEEP_ALIVE_S = 10.0
+_UPDATE_EVERY_S = 0.5  # the shortest time between two messages to a viewer
+_COMMENT_EVERY_S = 10.0  # without a change: see _send_updates
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
 _LAST_WORDS_S = 2.0  # seconds for the last messages to viewers
 _STEP_DIGITS = 18  # as many as fit into 64 bits
@@ -60,7 +60,11 @@ Query = Mapping[str, str]
 
 
 class PageServer:
-    """Serves the page of ``runs`` to this machine, in a thread; ``port`` 0 is any, None :data:`DEFAULT_PORT`."""
+    """Serves the page of ``runs`` to this machine, in a thread, while it is open.
+
+    ``port`` 0 is any that is free; None is :data:`DEFAULT_PORT`, or any if that is taken. Raises UsageError if the port
+    is none, and, when it is opened, if the port cannot be used.
+    """
 
     def __init__(self, runs: WatchedRuns, port: int | None = None) -> None:
         if port is not None and not 0 <= port <= MAX_PORT:
@@ -97,7 +101,7 @@ class PageServer:
         return f"http://{_HOST}:{self._port}/#token={self._token}"
 
     async def _start(self) -> int:
-        """Listen, and return the port."""
+        """Listen, and return the port; raise UsageError if that cannot be used."""
         app = web.Application(middlewares=[self._guard], client_max_size=10_000)
 
         # The files of the page.
@@ -155,18 +159,23 @@ class PageServer:
         await self._runner.cleanup()
 
     def _end_thread(self) -> None:
+        """Stop the event loop, wait for its thread, and close the loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def _wake_viewers(self) -> None:
-        # Set the event that viewers wait for now, and make a new one for whoever waits from now on.
+        """Wake the viewers that wait for a change; whoever waits from now on waits for the next one."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests about runs without the token, and set the security headers of all answers."""
+        """Refuse requests about runs without the token, and set the security headers of all answers.
+
+        A connection whose request has the token is no stranger's any more. An unexpected exception becomes an answer of
+        status 500, and a warning in the terminal.
+        """
         # The page itself is no secret, and is loaded without the token: only requests to /api/ need one.
         token = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
         has_token = secrets.compare_digest(token, self._token.encode())
@@ -228,12 +237,12 @@ class PageServer:
             # Send at most twice a second; without a change, a comment now and then keeps proxies from hanging up.
             await asyncio.sleep(0 if self._closing else _UPDATE_EVERY_S)
             try:
-                await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
+                await asyncio.wait_for(changed.wait(), _COMMENT_EVERY_S)
             except asyncio.TimeoutError:
                 await _write(response, b":\n\n")
 
     def _curves(self, query: Query) -> object:
-        """Return a part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
+        """Return a part of a run's curves: ``?run=NAME&first=STEP&last=STEP``; raise HTTPBadRequest without numbers."""
         try:
             first, last = (int(query.get(name, "")[:_STEP_DIGITS]) for name in ("first", "last"))
         except ValueError:
@@ -257,6 +266,7 @@ async def _answer(ask: Callable[[Query], object], request: web.Request) -> web.R
 
 
 async def _file(request: web.Request) -> web.Response:
+    """Answer with a file of the page. Only the names of files that exist have a route."""
     name = request.path.rpartition("/")[2] or "index.html"
     text = (_STATIC / name).read_text("utf-8")
     return web.Response(text=text, content_type=_TYPES.get(name.rpartition(".")[2], "text/plain"))
@@ -272,22 +282,27 @@ def _is_same_origin(request: web.Request) -> bool:
 
     What the browser says in Sec-Fetch-Site counts more than the host of the request, which a proxy may have changed.
     """
-    origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
-    if site not in ("same-origin", "none"):
-        return False
-    return origin is None or "Sec-Fetch-Site" in request.headers or urlsplit(origin).netloc == request.host
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site is not None:
+        return site in ("same-origin", "none")  # none: a person has typed the address
+    return origin is None or urlsplit(origin).netloc == request.host
 
 
 async def _send(response: web.StreamResponse, event: str, message: bytes) -> None:
+    """Send a server-sent event, whose ``message`` is one line of JSON."""
     await _write(response, b"event: %s\ndata: %s\n\n" % (event.encode(), message))
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Write ``data``; raise asyncio.TimeoutError if the viewer is too slow."""
     await asyncio.wait_for(response.write(data), _SLOWEST_WRITE_S)
 
 
 class _Connections:
-    """Makes the protocol of each new connection to ``server``, and ends old connections if there are too many."""
+    """Makes the protocol of each new connection to ``server``, and ends old connections if there are too many.
+
+    A connection whose protocol is not in ``trusted`` is ended after ten seconds.
+    """
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
@@ -308,11 +323,12 @@ class _Connections:
         return connection
 
     def _end_stranger(self, connection: web.RequestHandler) -> None:
+        """End a connection on which no request has shown the token."""
         if connection not in self.trusted:
             _hang_up(connection)
 
 
 def _hang_up(connection: web.RequestHandler) -> None:
-    # Closing instead would wait, perhaps forever, until the other side has read what was sent to it.
+    """End a connection at once. Closing would wait, perhaps forever, until the other side has read what was sent."""
     if connection.transport is not None:
         connection.transport.abort()

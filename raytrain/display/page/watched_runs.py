@@ -47,17 +47,18 @@ from raytrain.storage.store import Store
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NUM_CURVES, _NUM_POINTS = 100, 200  # that the list of runs shows
+_NUM_CURVES, _NUM_POINTS = 100, 200  # most curves that the list of runs shows, and most points of each
 _READ_EVERY_S = 1.0
 _READ_FRACTION = 0.1
 """Largest fraction of the time that is spent on reading: a long history in slow storage is read less often."""
 
 
 class WatchedRuns:
-    """Runs below ``storage`` by their names, in the order in which they are shown.
+    """Runs below ``storage`` by their ``names``, in the order in which they are shown.
 
     The process that trains a run passes the run's snapshots to :meth:`update`; ``ask_to_stop`` stops that run.
-    :class:`StoredRuns` reads snapshots from storage instead, and writes requests to stop there.
+    :class:`StoredRuns` reads snapshots from storage instead. Without ``ask_to_stop``, a request to stop is written
+    there.
     """
 
     def __init__(
@@ -89,16 +90,20 @@ class WatchedRuns:
         self.on_change()
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return the first message to a viewer: the names of its runs, where they are stored, how to see them again."""
+        """Return what a viewer gets first, and again when it changes: its runs, not what they do.
+
+        These are the names of the ``chosen`` runs (all if None), where they are stored, the phase of a start, the costs
+        of their sweeps, and the command that shows them again.
+        """
         runs = [feed.name for feed in self.feeds_of(chosen)]
         sweeps = {_sweep_name(name) for name in runs}
-        dollars = {name: dollars for name, dollars in self._sweep_dollars.items() if name in sweeps}
+        sweep_dollars = {name: dollars for name, dollars in self._sweep_dollars.items() if name in sweeps}
         return {
             "storage": self.storage,
             "runs": runs,
             "home": False,
             "phase": self.phase,
-            "sweep_dollars": dollars,
+            "sweep_dollars": sweep_dollars,
             "again": shell_command("watch", *runs, storage=self.storage),
         }
 
@@ -109,13 +114,16 @@ class WatchedRuns:
     def documents(self, name: str) -> dict[str, Any]:
         """Return the documents of a run that a page shows: options, provenance, last evaluation, how to resume it.
 
-        A search for a learning rate also has the rate that its losses suggest. What cannot be read is left out.
+        A search for a learning rate also has the rate that its losses suggest. What cannot be read is empty or None.
         """
+        # The options, and what follows from them and the status.
         store = run_store(self.storage, name)
-        config, suggestion, resume, unused, made_of, began_at, heartbeat_at = None, None, None, (), "", "", ""
+        config, suggestion, resume = None, None, None
+        unused_options: tuple[str, ...] = ()
+        made_of, began_at, heartbeat_at = "", "", ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
-            unused = read_unused_options(store)
+            unused_options = read_unused_options(store)
             if attempts := read_provenance(store):
                 made_of, began_at = attempts[-1].summary(), attempts[0].started_at
             status = read_status(store)
@@ -125,7 +133,8 @@ class WatchedRuns:
                 rate, reason = stored_suggestion(read_metrics(store), stop_reason_of(read_json(store, SUMMARY)))
                 suggestion = {"rate": rate, "reason": reason}
 
-        # The evaluation names images by their index in the manifest; the keys there are read once for each run.
+        # The evaluation names images by their index in the manifest; the keys there are read once for each run. An
+        # evaluation that a stranger has written may be anything.
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
@@ -133,8 +142,10 @@ class WatchedRuns:
                 with suppress(FileNotFoundError):
                     self._keys[name] = began_at, Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
             with suppress(KeyError, IndexError, TypeError, ValueError):
+                _, keys = self._keys[name]
                 for example in evaluation["worst"]:
-                    example["key"] = self._keys[name][1][example["sample"]].as_py()
+                    example["key"] = keys[example["sample"]].as_py()
+
         suspicious: dict[str, Any] = {}
         with suppress(StorageError):
             suspicious = read_json(store, SUSPICIOUS_LABELS)
@@ -143,7 +154,7 @@ class WatchedRuns:
                 "suspicious": suspicious,
                 "config": config,
                 "metric": _metric_json(compared_by(config)),
-                "not_compared": sorted(not_compared().union(unused)),
+                "not_compared": sorted(not_compared().union(unused_options)),
                 "made_of": made_of,
                 "heartbeat_at": heartbeat_at,
                 "suggestion": suggestion,
@@ -164,20 +175,24 @@ class WatchedRuns:
         if not status.step and newest_checkpoint(store) is None:
             return None
 
-        # If the loop is a function in a script, only that script can resume the run.
+        # If the loop is a function in a script, only that script can resume the run: the last attempt was started by
+        # another command than raytrain's, has stored code, and its options name no loop.
         provenance = next(reversed(read_provenance(store)), None)
-        is_script = provenance is not None and not re.search(r"(^|[ /])raytrain ", provenance.command)
-        if provenance is not None and is_script and provenance.code and config.loop is None:
-            return None
+        if provenance is not None and provenance.code and config.loop is None:
+            is_raytrain_command = re.search(r"(^|[ /])raytrain ", provenance.command)
+            if not is_raytrain_command:
+                return None
 
-        reason, command, verb = stop_reason_of(read_json(store, SUMMARY)), "train", "Resume"
-        if (sweep := _sweep_name(name)) is not None and (of_sweep := run_store(self.storage, sweep)).exists(SWEEP):
-            name, config, command, verb = sweep, read_config(of_sweep, ignore), "sweep", "Resume the sweep"
+        # The command, for a trial that of its sweep.
+        subcommand, verb = "train", "Resume"
+        sweep = _sweep_name(name)
+        if sweep is not None and (sweep_store := run_store(self.storage, sweep)).exists(SWEEP):
+            name, config, subcommand, verb = sweep, read_config(sweep_store, ignore), "sweep", "Resume the sweep"
         anywhere = dataclasses.replace(
             config, name=name, storage=self.storage, workers="auto", device="auto", worker_load=None
         )
-        typed = resume_command(anywhere, command)
-        return {"heading": resume_heading(verb, reason), "command": typed}
+        reason = stop_reason_of(read_json(store, SUMMARY))
+        return {"heading": resume_heading(verb, reason), "command": resume_command(anywhere, subcommand)}
 
     def machine_history(self, name: str) -> dict[str, Any]:
         """Return the use of the workers' machines over the time of a run; empty if it cannot be read."""
@@ -187,7 +202,10 @@ class WatchedRuns:
         return plain(history.to_json())
 
     def stop(self, name: str) -> None:
-        """Ask a run to stop with a checkpoint. Raise UsageError if it does not train, StorageError if writing fails."""
+        """Ask the run called ``name`` to stop with a checkpoint.
+
+        Raises UsageError if it does not train, StorageError if the request cannot be written.
+        """
         reason = StopReason("page", socket.gethostname())
         if self._ask_to_stop is not None:
             self._ask_to_stop(reason)
@@ -221,8 +239,12 @@ class StoredRuns(WatchedRuns):
         thread.start()
 
     def _read(self, reader: RunReader, feed: RunFeed) -> None:
-        """Read a run again and again; storage that is out of reach may be back the next time."""
-        # Trials of a sweep may share machines, so the sweep has a cost of its own, read with that of its first trial.
+        """Read a run again and again until this is closed, and pass what is read to its feed.
+
+        Storage that is out of reach may be back the next time; until then, viewers see the error.
+        """
+        # Trials of a sweep may share machines, so the sweep has a cost of its own. The thread of its first trial reads
+        # that, too.
         sweep = _sweep_name(feed.name)
         is_first = sweep is not None and feed.name == next(
             trial.name for trial in self.feeds if _sweep_name(trial.name) == sweep
@@ -231,7 +253,7 @@ class StoredRuns(WatchedRuns):
             started = time.monotonic()
             try:
                 if reader.exists():  # a trial of a sweep may start later
-                    self.update(reader.snapshot(feed.rows))
+                    self.update(reader.snapshot(feed.cursor))
                 if sweep is not None and is_first:
                     self._read_cost(sweep)
             except RaytrainError as error:
@@ -256,10 +278,10 @@ class HomeRuns(StoredRuns):
     def __init__(self, storage: str) -> None:
         super().__init__(storage, [])
         self._opening = threading.Lock()
-        self._curves: dict[str, tuple[str | None, _Measured]] = {}  # with the run's heartbeat at that time
+        self._curves: dict[str, tuple[str | None, _Measured]] = {}  # by run, with its heartbeat when it was read
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
-        """Return the first message to a viewer; without a choice, the viewer shows the list of runs."""
+        """Return what a viewer gets first; without a choice, the viewer shows the list of runs."""
         return {**super().description(chosen or []), "home": chosen is None}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
@@ -273,32 +295,39 @@ class HomeRuns(StoredRuns):
         """
         names = names_of(self.storage, name)
         with self._opening:
-            known = {feed.name for feed in self.feeds}
+            opened = {feed.name for feed in self.feeds}
             for new in names:
-                if new not in known:
-                    self.feeds.append(feed := RunFeed(new))
+                if new not in opened:
+                    feed = RunFeed(new)
+                    self.feeds.append(feed)
                     self._follow(feed)
         return names
 
     def all_runs(self) -> dict[str, Any]:
-        """Return all runs, the newest first; ``group`` is the sweep of a run. Raise StorageError if listing fails."""
+        """Return all runs below the storage, the newest first, as plain values.
+
+        ``runs`` has for each run what the list shows of it: ``group`` is its sweep, and ``measured`` its metric in the
+        last evaluations, for the newest 100 runs. ``left_out`` are sentences about folders that cannot be read. Raises
+        StorageError if listing fails.
+        """
         left_out: list[str] = []
         runs = list_runs(self.storage, left_out.append)
 
         # Runs called rates-00 and rates-01 belong to the sweep rates, if that is in the list too. If rates is a run
         # of its own, they are just others with similar names.
-        prefixes = {run.name: prefix for run in runs if (prefix := _sweep_name(run.name)) is not None}
-        listed = {run.name for run in runs}.intersection(prefixes.values())
-        groups = {name for name in listed if run_store(self.storage, name).fail_fast().exists(SWEEP)}
+        prefix_of = {run.name: _sweep_name(run.name) for run in runs}
+        listed = {run.name for run in runs}.intersection(filter(None, prefix_of.values()))
+        sweeps = {name for name in listed if run_store(self.storage, name).fail_fast().exists(SWEEP)}
 
         entries: list[dict[str, Any]] = []
         for number, run in enumerate(runs):
             metric = compared_by(run.config)
             measured = self._measured(run, metric) if number < _NUM_CURVES else _Measured([], None)
+            prefix = prefix_of[run.name]
             entries.append(
                 {
                     **run_info_json(run),
-                    "group": prefix if (prefix := prefixes.get(run.name)) in groups else None,
+                    "group": prefix if prefix in sweeps else None,
                     "metric": _metric_json(metric),
                     "measured": measured.curve,
                     "best_value": run.best_value if measured.best is None else measured.best,
@@ -336,4 +365,5 @@ def _sweep_name(run: str) -> str | None:
 
 
 def _metric_json(metric: Compared) -> dict[str, Any]:
+    """Return the metric of ``--best`` as plain values: ``name``, ``is_lower_better`` and ``is_fraction``."""
     return {**metric._asdict(), "is_fraction": metric.is_fraction}

@@ -44,7 +44,7 @@ class RunWidget(anywidget.AnyWidget):
         return "The live view of the run cannot be shown here: JupyterLab needs anywidget in its own environment."
 
     def update(self, snapshot: Snapshot) -> None:
-        """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        """Take ``snapshot``, which continues the one before (see :class:`Snapshot`); :meth:`draw` shows it."""
         self._feed.name = snapshot.name
         self._feed.update(snapshot)
 
