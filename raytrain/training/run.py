@@ -110,18 +110,18 @@ class Run:
     has_test: bool = False  # there are test images, beside those for validation
 
     def __post_init__(self) -> None:
-        self.thresholds = self.progress.thresholds
-        self.evaluating = False
-        self.own_evaluation: Callable[[], dict[str, float]] | None = None  # the loop's
+        self.thresholds = self.progress.thresholds  # of the last evaluation, if an image may have several classes
+        self.evaluating = False  # True within an evaluation, and after one that ran out of memory
+        self.own_evaluation: Callable[[], dict[str, float]] | None = None  # that the loop gave to run.epochs
         self.microbatch: Batch | None = None  # what the loop computes: its batch, or a microbatch of it
         self.result: TrainResult | None = None
         """How the run ended, on every worker, once the block of :func:`raytrain.attach` is left."""
-        self._open_epochs: Generator[Epoch, None, None] | None = None
-        self._open_batches: Generator[Batch, None, None] | None = None
+        self._open_epochs: Generator[Epoch, None, None] | None = None  # over which the loop goes
+        self._open_batches: Generator[Batch, None, None] | None = None  # of the current epoch
         self._measured_part: Part = "validation"
-        self._has_compared_weights = False  # before and after an epoch
-        self._has_read = False  # the evaluation has asked for its batches
-        self._held: list[nn.Parameter] = []  # parameters that are not trained while the head learns alone
+        self._has_compared_weights = False  # before and after the first epoch of this attempt
+        self._has_asked_for_images = False  # True once an evaluation has called evaluation_batches
+        self._held_parameters: list[nn.Parameter] = []  # not trained while the head learns alone
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
@@ -163,14 +163,22 @@ class Run:
         return self.files.folder
 
     def build_model(self) -> nn.Module:
-        """Return the network that the options name, with its initial weights and its frozen layers."""
+        """Return the network that the options name, with its initial weights, in training mode.
+
+        The layers that ``--freeze`` names get no gradients. Give the network to :meth:`prepare`.
+        """
         model = transfer.initial_model(self.config, self.num_classes, self.weights).train()
         transfer.freeze(model, self.config.freeze, self.num_classes)
+        # The text of its layers later tells whether a prepared network is one that the options name.
         self.models.built_by_options.add(str(model))
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer that the options name, over the parameters of ``model``."""
+        """Return the optimizer that the options name, over the trainable parameters of ``model``.
+
+        Raises UsageError if nothing is left to train, or if an option needs the head or the order of the layers, and
+        the network does not tell them.
+        """
         return build_optimizer(self.config, model, self.num_classes)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
@@ -181,7 +189,8 @@ class Run:
         """Have the head of ``model`` learn alone in the first ``--head-epochs`` epochs; call it at the start of each.
 
         In these epochs, the other layers get no gradients, and their batch norm normalises with its running statistics,
-        because the gradients of an untrained head would spoil pretrained layers. A step takes a third of the time.
+        because the gradients of an untrained head would spoil pretrained layers. A step takes a third of the time. The
+        first call after these epochs releases the other layers, and puts the network into training mode.
 
         Example::
 
@@ -189,17 +198,21 @@ class Run:
                 run.train_head_first(model, epoch)
         """
         if epoch.number < self.config.head_epochs:
-            self._held += transfer.hold_body(model, self.num_classes)
-        elif self._held:
-            transfer.release(model, self._held)
-            self._held = []
+            self._held_parameters += transfer.hold_body(model, self.num_classes)
+        elif self._held_parameters:
+            transfer.release(model, self._held_parameters)
+            self._held_parameters = []
 
     def prepare(self, thing: T) -> T:
         """Put ``thing`` into every checkpoint, restore it if the run resumes, and return what the loop should use.
 
-        A network is moved to the device, and its batch norm and gradients become those of all workers: train what is
-        returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
-        A loop prepares the same things in the same order each time, and on every worker.
+        A network is moved to the device, and its batch norm, dropout and gradients become those of all workers: train
+        what is returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was
+        returned; an object of ``torchmetrics`` then measures the images of all workers. A loop prepares the same things
+        in the same order each time, and on every worker.
+
+        Raises UsageError for a thing without a state, after the first epoch has begun, if the checkpoint does not fit,
+        or if workers prepare networks of different shapes.
 
         Example::
 
@@ -222,7 +235,8 @@ class Run:
         """Yield the epochs of the run, each an iterable of this worker's batches, from the run's current step on.
 
         They end on every worker after the same step: after the last epoch, or after a stop request. Between two batches
-        checkpoints are written; between two epochs the run is evaluated.
+        checkpoints are written; between two epochs the run is evaluated. A batch that an earlier call left open is
+        ended first.
 
         Example::
 
@@ -243,7 +257,10 @@ class Run:
         return self._open_epochs
 
     def _epochs(self) -> Generator[Epoch, None, None]:
-        """Yield the epochs of the run from its current step on, and do after each what is due."""
+        """Yield the epochs of the run from its current step on; after each, evaluate and save if that is due.
+
+        Raises UsageError if the loop has not prepared everything that the checkpoint holds.
+        """
         self.state.check_complete()
         self.steps.open(self._evaluate_when_due)
         if self.steps.is_over:
@@ -256,25 +273,32 @@ class Run:
                 number = self.progress.step // per_epoch
                 last_step = min((number + 1) * per_epoch, num_steps)
                 self._open_batches = self._batches(local_batches, last_step)
+                # The loop, whose frame asks for the epoch, may carry numbers from epoch to epoch, which are noted.
                 self.steps.unprepared.begin_epoch(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
                 yield Epoch(number, per_epoch, self._open_batches, lambda: self.steps.is_over)
 
-                # The loop asks for the next epoch. If it has left this one, the rest of its batches is skipped.
-                num_left = last_step - self.progress.step - self.steps.in_batch
+                # The loop asks for the next epoch. If it has left this one within a batch, that batch is still a step,
+                # and the batches after it are skipped.
+                num_skipped = last_step - self.progress.step - self.steps.in_batch
                 if self.steps.in_batch:
-                    self.steps.leave_epoch(num_left)
+                    self.steps.leave_epoch(num_skipped)
                 self.steps.end_epoch(self._evaluate_when_due)
-                for _ in range(0 if self.steps.is_over else num_left):
-                    next(local_batches)
+                if not self.steps.is_over:  # otherwise nobody takes further batches
+                    for _ in range(num_skipped):
+                        next(local_batches)
         finally:
             local_batches.close()
 
     def _batches(
         self, local_batches: Iterator[tuple[LocalBatch, HostTensors]], last_step: int
     ) -> Generator[Batch, None, None]:
-        """Yield the batches up to ``last_step``, augmented and mixed, and do what is due between two of them."""
+        """Yield the batches of an epoch before ``last_step``, counted from 0, augmented and mixed.
+
+        Between two of them, the step is ended, and a checkpoint is written if one is due. After the first epoch of an
+        attempt, a note is reported if no weight has changed.
+        """
         first_step = self.progress.step
-        before = None if self._has_compared_weights else self.models.digest_of_weights()
+        digest_before = None if self._has_compared_weights else self.models.digest_of_weights()
         while not self.steps.is_over and self.progress.step < last_step:
             # Begin the step of the next batch.
             self.files.keep_changes()
@@ -284,11 +308,11 @@ class Run:
             self.steps.begin(local, time.perf_counter() - started)
             seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
             batch = replace(self.batches.prepare(local, tensors), begin_microbatch=self._begin_microbatch)
-            del local, tensors  # the next images are read into their memory while the loop computes
+            del local, tensors  # frees their memory for the images that are read while the loop computes
             self._begin_microbatch(batch, is_whole=True)
             self.margins.begin(batch)
 
-            # The loop's own code runs with it, and asks for the next one.
+            # The loop's own code runs with the batch, until it asks for the next one.
             loop_frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             self.steps.unprepared.look(loop_frame, self, is_first_of_epoch=batch.step == first_step)
             with self.models.computing(), self.steps.watch.step(batch, loop_frame, self):
@@ -296,29 +320,42 @@ class Run:
             if self.steps.end_batch():
                 break
 
-        # After the first epoch of an attempt, see that the loop has trained.
+        # After the first epoch of an attempt, see that the loop has trained. A digest without rows means that no weight
+        # can learn, as in a loop that has prepared no network.
         self._has_compared_weights = True
-        if before is not None and len(before) and torch.equal(before, self.models.digest_of_weights()):
+        if (
+            digest_before is not None
+            and len(digest_before)
+            and torch.equal(digest_before, self.models.digest_of_weights())
+        ):
             self.steps.report_once(_NOTHING_LEARNT.format(format_count(self.progress.step - first_step, "step")))
 
     def _begin_microbatch(self, microbatch: Batch, *, is_whole: bool) -> None:
-        """Weight all that the loop computes from now on by the images of ``microbatch``, which may be a whole batch."""
+        """Weight losses, gradients and metrics from now on by the images of ``microbatch``.
+
+        With ``is_whole``, it is the whole batch of this worker, which the loop may still divide into microbatches.
+        """
         self.microbatch = microbatch
         self.steps.begin_microbatch(microbatch.num_used)
         self.models.begin_microbatch(microbatch, is_whole=is_whole)
 
     def leave_batch(self) -> None:
-        """Leave the context of a batch and close the reader, if a loop has left both open."""
+        """Close the generators of batches and epochs that a loop has not used up.
+
+        That leaves the contexts around the loop's code of a batch, such as autocast, and ends the reading ahead.
+        """
         for generator in (self._open_batches, self._open_epochs):
             if generator is not None:
                 generator.close()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which backwards keep their gradients on this worker, if it is ``enabled``.
+        """Return a context in which each backward keeps its gradients on this worker; does nothing if not ``enabled``.
 
-        The next backward after the context, or the next step of an optimizer, sums them over the workers. A loop that
-        adds up gradients of several backwards is right without this context; with it, gradients are sent once instead
-        of each time. Until they are summed, ``.grad`` does not hold them, so zero it before, and clip after.
+        The next backward after the context, or the next step of an optimizer, sums these gradients over the workers. A
+        loop that adds up the gradients of several backwards is right without this context, but sends gradients in each
+        of them; with it, they are sent once. Gradients that are not summed yet are missing in ``.grad``: call
+        ``zero_grad()`` before the first of these backwards, and clip gradients after the last one, outside of the
+        context.
 
         Example::
 
@@ -339,7 +376,7 @@ class Run:
                 numbers become one metric each, named after the classes if there are as many; or an object of
                 ``torchmetrics``.
 
-        Raises UsageError for anything else.
+        Raises UsageError for anything else, for names that the history has already, and before the first batch.
 
         Example::
 
@@ -354,7 +391,10 @@ class Run:
 
         It is for means over something other than images, such as the class-weighted ``cross_entropy``, which divides by
         the weights, or a loss that leaves out pixels or labels. On one worker it is ``numerator / denominator``. On
-        several workers, the quotient of the sums is the mean of the returned numbers, weighted by the workers' images.
+        several workers, each gets a number of its own, for its ``backward()`` and its ``log``: the mean of these
+        numbers, weighted by the workers' images, is the quotient of the sums.
+
+        Raises UsageError if only some workers call it, or before the first batch.
 
         Example::
 
@@ -364,18 +404,23 @@ class Run:
         num_used = self._current_microbatch("mean").num_used
         self.steps.check_all("means")
         with self.steps.watch.paused():
+            # Sum denominators and numbers of images over the workers; the denominator of a placeholder does not count.
             divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
             totals = torch.stack([divisor * (num_used > 0), torch.full_like(divisor, num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)
-            dtype = numerator.dtype if numerator.is_floating_point() else torch.float64  # a count of right answers
+            # The numerator may also be a count, such as that of right answers. Sums of 0 would divide by 0.
+            dtype = numerator.dtype if numerator.is_floating_point() else torch.float64
             total, num_images = totals.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+            # Gradients and logged values of this worker are multiplied by m_j / M: M / m_j makes up for that.
             return numerator / total * (num_images / max(num_used, 1))
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the fraction of right answers in a batch, or a microbatch, (); ``logits`` are (m, C).
 
-        If an image may have several classes, it counts as the fraction of classes for which the answer is right.
+        If an image may have several classes, it counts as the fraction of classes for which the answer is right. The
+        margins of the images are counted, too, from which the run finds labels that look wrong. Raises UsageError if
+        the logits have another shape.
 
         Example::
 
@@ -391,8 +436,8 @@ class Run:
         """Show the network's answers to whoever watches the run: ``logits``, (m, C), of a batch or a microbatch.
 
         In an evaluation, the confusions and the most wrong images are shown; in a loop, the latest batch. The call does
-        not wait for the device, and shows nothing if an image may have several classes. Raises UsageError if the logits
-        have another shape.
+        not wait for the device, and shows nothing if an image may have several classes. As in :meth:`accuracy`, the
+        margins are counted. Raises UsageError if the logits have another shape.
 
         Example::
 
@@ -417,7 +462,7 @@ class Run:
 
             logits = [model(batch.images) for batch in run.evaluation_batches()]
         """
-        self._has_read = True
+        self._has_asked_for_images = True
         for batch in self.batches.held_out(self._measured_part):
             self.models.begin_images()
             yield batch
@@ -425,7 +470,8 @@ class Run:
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
 
-        In a batch, the sums of a worker without images do not count, because they come from a placeholder.
+        In a batch, the sums of a worker without images do not count, because they come from a placeholder. Raises
+        UsageError if only some workers call it, or with other shapes.
 
         Example::
 
@@ -433,6 +479,7 @@ class Run:
         """
         local = torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).detach()
         self.steps.check_all("totals", tuple(local.shape))
+        # A copy, because the sums are written over it. Booleans are counted, so they become integers.
         totals = local.to(self.device, torch.int64 if local.dtype == torch.bool else local.dtype, copy=True)
         if self._is_placeholder:
             totals.zero_()
@@ -444,7 +491,8 @@ class Run:
         """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...). Each worker calls this.
 
         In a batch, a worker without images adds no rows. Gradients flow back to the rows of all workers: a loss that
-        each worker computes from all rows, such as a contrastive one, counts once.
+        each worker computes from all rows, such as a contrastive one, counts once. Raises UsageError for a single
+        number, and if only some workers call it, or with rows of other shapes or types.
 
         Example::
 
@@ -477,7 +525,9 @@ class Run:
         return self.microbatch
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the run on the validation images, and add the metrics to the history. Every worker calls this.
+        """Evaluate the run on the validation images, and return the metrics by name. Every worker calls this.
+
+        They are those of the loop's own evaluation, if :meth:`epochs` got one, and are added to the history.
 
         Example::
 
@@ -487,18 +537,22 @@ class Run:
         return self._measure(keeps_weights=True)
 
     def _evaluate_when_due(self) -> None:
-        """Evaluate the run between two epochs, or after its last step."""
+        """Evaluate the run between two epochs, or after its last step.
+
+        An evaluation of the loop's own may fail, so a checkpoint is written before the first one of an attempt.
+        """
         if self.own_evaluation is not None:
-            self.steps.before_own_evaluation()
+            self.steps.save_before_own_evaluation()
         self._measure(keeps_weights=self.own_evaluation is not None)
 
     @torch.no_grad()
     def _measure(self, *, keeps_weights: bool) -> dict[str, float]:
-        """Evaluate the run, and record the metrics.
+        """Evaluate the run on the validation images, record the metrics and the pictures, and return the metrics.
 
-        With ``keeps_weights``, the evaluation may swap the weights while it runs, and they are kept for the checkpoint.
+        With ``keeps_weights``, the weights that were measured are kept for the checkpoint, because the evaluation may
+        swap the network's weights while it runs. Raises UsageError if only some workers evaluate.
         """
-        self.steps.report_start()  # otherwise nobody would read the validation images
+        self.steps.report_start()  # in an evaluation before the first step, too: only then are its images read
         self.steps.check_all("evaluations")
         started = time.perf_counter()
         measured = self._evaluated(keeps_weights=keeps_weights)
@@ -517,14 +571,19 @@ class Run:
             with self.models.evaluating(keeps_weights=keeps_weights):
                 measured = self.evaluation(self) if self.own_evaluation is None else self.own_evaluation()
         except BaseException as error:
-            # A loop may go on after an evaluation that has failed. If memory lacked, the run says where.
+            # A loop may catch the exception and go on, so the evaluation is over. If memory lacked, the mark stays: the
+            # error's sentence then says that it was an evaluation which did not fit.
             self.evaluating = lacks_memory(error)
             raise
         self.evaluating = False
         return measured
 
     def finish(self) -> Outcome:
-        """End the run after the loop has returned. Raises UsageError if only some workers' loops have returned."""
+        """End the run after the loop has returned, and return how it ended.
+
+        The last evaluation and checkpoint are made if they are due. Then test images, if there are any, are measured.
+        Raises UsageError if only some workers' loops have returned, or if the loop has made no step.
+        """
         self.leave_batch()
         outcome = self.steps.finish(self._evaluate_when_due)
         if self.has_test and self.steps.test_is_due:
@@ -536,11 +595,14 @@ class Run:
 
     @torch.no_grad()
     def _measure_test(self) -> None:
-        """Evaluate the test images, once, with the networks of the best checkpoint. No checkpoint follows."""
+        """Evaluate the test images, once, with the networks of the best checkpoint, and record the metrics.
+
+        No checkpoint follows. If the loop's own evaluation does not read the images, a note says so instead.
+        """
         self.steps.load_best()
-        self._measured_part, self._has_read = "test", False
+        self._measured_part, self._has_asked_for_images = "test", False
         measured = self._evaluated()
-        if self._has_read:
+        if self._has_asked_for_images:
             self.steps.record_test(measured)
         else:
             self.steps.report_once(_TEST_NOT_READ)

@@ -88,7 +88,7 @@ class LoopPhase(Enum):
 
 
 class Due(IntEnum):
-    """Action that waits until no gradients are being added up. A later member includes those before it."""
+    """Action that is due, and waits while the loop adds up gradients. A later member includes those before it."""
 
     NOTHING = 0
     CHECKPOINT = 1
@@ -121,7 +121,7 @@ class Steps:
         self.progress = progress
         self.phase = LoopPhase.BETWEEN_EPOCHS
         self._due = Due.NOTHING
-        # Objects that are asked or told in each step.
+        # Objects that are called in each step.
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, progress.step if resumes else None)
         self._early_stop = EarlyStop(config)
         self._trace = SampleTrace(checkpoints.store, worker.rank, progress.step) if config.trace else None
@@ -131,8 +131,8 @@ class Steps:
         self.watch = LoopWatch(config, worker, models, self.report_once)
         self.unprepared = UnpreparedNetworks(state, self.report_once)
         self.notes: Callable[[], Iterable[str]] = tuple  # returns notes on the loop, reported after its first step
-        # Counts of this worker: its images in the batch, and the images whose loss the loop computes, which are all of
-        # them or those of a microbatch.
+        # Counts of this worker: its images in the batch, and the images whose loss the loop computes. These are all of
+        # them, or those of a microbatch.
         self._num_local = self._num_images = 0
         # Counts of this attempt, the same on all workers.
         self._num_steps_done = 0
@@ -155,7 +155,10 @@ class Steps:
         return self.phase is LoopPhase.OVER
 
     def open(self, evaluate: Callable[[], object]) -> None:
-        """Prepare for epochs: end a batch or an epoch left open, or ``evaluate`` if a stop had prevented that."""
+        """Make ready for the epochs that the loop asks for: first end the batch and the epoch that it has left open.
+
+        If the run resumes after a step whose evaluation is due, and was stopped before that, ``evaluate`` now.
+        """
         if self.in_batch:
             self.end_batch()
         if self.phase is LoopPhase.BETWEEN_BATCHES and self._is_at_end_of_epoch():
@@ -166,17 +169,21 @@ class Steps:
             self.phase = LoopPhase.OVER
 
     def begin(self, local: LocalBatch, wait_s: float) -> None:
-        """Begin a step with the batch ``local``, for which this worker has waited ``wait_s`` seconds."""
+        """Begin a step with the batch ``local``, for which this worker has waited ``wait_s`` seconds.
+
+        That starts the step's all-reduce, whose totals ``end_batch`` reads.
+        """
         self.phase = LoopPhase.IN_BATCH
         self._num_local = self._num_images = len(local.labels)
         if self._trace is not None:
             self._trace.add(self.progress.step + 1, local.samples)
         self._machine.step(len(local.labels), wait_s, self.progress.step)
 
-        # The all-reduce starts before the forward. It tells all workers the requests that any of them has got.
+        # The all-reduce starts before the forward. It brings all workers the requests that any of them has got, and
+        # shows whether all have stepped an optimizer in the batch before.
         has_stepped = self.optimizers.has_stepped
         self.optimizers.begin(local.batch.step)
-        stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
+        stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.check_time())
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint, optimizer_steps=has_stepped))
 
@@ -185,7 +192,10 @@ class Steps:
         self._num_images = num_images
 
     def share(self) -> Tensor | float:
-        """Return m_j / M, by which the mean over this worker's images is weighted; exactly 0.0 without images."""
+        """Return m_j / M, by which the mean over this worker's images is weighted; exactly 0.0 without images.
+
+        It is a tensor () if M, the sum over several workers, is on a GPU, so that the host need not wait for it.
+        """
         if self._num_images == 0:
             return 0.0
         if self._worker.world_size == 1:
@@ -194,7 +204,10 @@ class Steps:
         return self._num_images / (float(total) if total.is_cpu else total)
 
     def check_all(self, call: str, shapes: object = None) -> None:
-        """Raise UsageError if not all workers make this ``call``, a field of StepTotals, with the same ``shapes``."""
+        """Raise UsageError if not all workers make this ``call``, a field of StepTotals, with the same ``shapes``.
+
+        All workers wait for each other here, by a small all-reduce.
+        """
         self.num_calls += 1
         num_workers = self._worker.world_size
         if num_workers == 1:
@@ -210,18 +223,25 @@ class Steps:
             )
 
     def end_batch(self) -> bool:
-        """End the step, and do what is due within its epoch. Return whether the loop gets no more batches of it."""
-        self._complete_and_note_what_is_due()
+        """End the step; return True if the loop gets no more batches of this epoch.
+
+        Within an epoch, a checkpoint that is due is written now, and a stop that is due ends the loop. After the last
+        batch of an epoch, :meth:`end_epoch` does both, once the loop's own code has run.
+        """
+        self._complete_step_and_set_due()
         if self._is_at_end_of_epoch():
             return True
-        self._save_if_due()
+        self._save_if_due()  # after a stop request, it also ends the loop
         if self._early_stop.reason is not None:
             self.phase = LoopPhase.OVER
         return self.is_over
 
     def leave_epoch(self, num_left: int) -> None:
-        """End the step from which the loop has left its epoch, and skip the ``num_left`` batches after it."""
-        self._complete_and_note_what_is_due()
+        """End the step from which the loop has left its epoch, and skip the ``num_left`` batches after it.
+
+        A note reports that these are not used. They count as steps, because the plan decides what each step gets.
+        """
+        self._complete_step_and_set_due()
         if not num_left:
             return
         step = self.progress.step
@@ -237,7 +257,7 @@ class Steps:
     def end_epoch(self, evaluate: Callable[[], object]) -> None:
         """End an epoch, or the run in the middle of one: evaluate and write a checkpoint if they are due.
 
-        Raises UsageError if the loop has not used the epoch.
+        Raises UsageError if the loop has asked for no batch of the epoch.
         """
         if self.is_over:  # the run has stopped in the middle of the epoch
             return
@@ -257,6 +277,7 @@ class Steps:
     def finish(self, evaluate: Callable[[], object]) -> Outcome:
         """End the run after the loop has returned: record the last metrics, evaluate if that is due, and save.
 
+        Return how the run ended. It has failed if its last weights are not finite, so that they were not saved.
         Raises UsageError if only some workers' loops have returned, or if the run has no step.
         """
         # The loop may have returned from a batch. If it was the last one, the run is complete.
@@ -275,7 +296,7 @@ class Steps:
         self._models.join_statistics()
 
         # A loop may have changed its networks after the last step of the run, so that its checkpoint lacks the change.
-        # After a stop that does not matter, because a resume does the same again.
+        # The networks are then saved again. After a stop that is not needed, because a resume makes the same change.
         if self._models.trained:
             needs_checkpoint = self._schedule.due_at_end(self.progress.step)
             if not needs_checkpoint and self._saved_digest is not None:
@@ -298,14 +319,14 @@ class Steps:
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written, unless storage hangs."""
+        """Wait for the checkpoint that is being written, for at most a minute, as storage may hang."""
         self._checkpoints.wait(_WRITTEN_WITHIN_S)
 
     # Within a step.
 
-    def _complete_and_note_what_is_due(self) -> None:
-        """Complete the step, and note whether a request or an option asks for a checkpoint or a stop after it."""
-        self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
+    def _complete_step_and_set_due(self) -> None:
+        """Complete the step, and set ``_due`` if a request or an option asks for a checkpoint or a stop after it."""
+        self.report_start()  # not earlier: after it the driver reads ahead, which would slow down the first step
         totals = self._complete_step()
         if totals.stop_requests and self.progress.step < self._plan.num_steps:
             self._due = Due.STOP
@@ -313,7 +334,11 @@ class Steps:
             self._due = max(self._due, Due.CHECKPOINT)
 
     def _complete_step(self) -> StepTotals:
-        """Read the totals of the step that the loop is in, count it, and record the row that it ends."""
+        """Count the step that the loop is in, and return its totals over all workers.
+
+        If the history gets a row after this step, the row is closed. After some steps, the workers are compared, which
+        raises UsageError if they differ.
+        """
         self.phase = LoopPhase.BETWEEN_BATCHES
         self._models.join_statistics()
         totals = self.metrics.read()
@@ -322,6 +347,7 @@ class Steps:
         self._num_steps_done += 1
         self._num_accumulated = 0 if self.optimizers.has_stepped else self._num_accumulated + 1
         self.optimizers.end()
+        # Its metrics come with the next step's all-reduce, so the row is recorded then.
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             epoch = epoch_of(step, self._plan.steps_per_epoch)
             self.metrics.close_row(step, epoch, self.optimizers.take_learning_rates())
@@ -332,7 +358,7 @@ class Steps:
                 self.report_once(note)
             self._report_frozen_differently()
 
-        # Compare the workers after steps 1, 2, 4, 8, … of this attempt: most mistakes show at once.
+        # Compare the workers after steps 1, 2, 4, 8, … of this attempt, the powers of 2: most mistakes show at once.
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
             self._flush_metrics()  # at once, because whoever starts a run waits for its first loss
             self._models.check_agreement(step)
@@ -345,13 +371,16 @@ class Steps:
         is_frozen_now, learns_now = self._state.frozen_differently()
         if is_frozen_now:
             self.report_once(_FROZEN_NOW.format(names=some_of(is_frozen_now)))
-        # The loop may unfreeze weights in the epoch that a resume begins with.
-        is_in_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
-        if learns_now and is_in_epoch:
+        # Weights that learn since a resume at the start of an epoch may be meant: the loop may unfreeze them there.
+        resumed_within_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
+        if learns_now and resumed_within_epoch:
             self.report_once(_LEARNS_NOW.format(names=some_of(learns_now)))
 
     def _flush_metrics(self, *, loop_returned: bool = False) -> None:
-        """Record the metrics of the last step. Raises UsageError if not all workers did the same in it."""
+        """Record the metrics of the last step now, instead of with the next step's all-reduce.
+
+        Raises UsageError if not all workers did the same in it, or if only some of their loops have returned.
+        """
         totals = self.metrics.flush(StepTotals(loops_returned=loop_returned))
         _check_together(totals, self._worker.world_size, self.progress.step)
 
@@ -366,16 +395,24 @@ class Steps:
         every = self._config.evaluate_every * self._plan.steps_per_epoch
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
-    def before_own_evaluation(self) -> None:
-        """Write a checkpoint before the loop's own evaluation first runs in an attempt, as it may fail."""
+    def save_before_own_evaluation(self) -> None:
+        """Write a checkpoint before the loop's own evaluation, which may fail, runs for the first time in an attempt.
+
+        Later calls in the attempt do nothing.
+        """
         if not self._has_tried_own_evaluation and self._schedule.saved_step != self.progress.step:
             self._flush_metrics()
             self._save(is_measured=False)
         self._has_tried_own_evaluation = True
 
     def record_evaluation(self, measured: Mapping[str, Any], thresholds: tuple[float, ...] | None) -> int:
-        """Record the metrics that an evaluation has ``measured``; return the number of steps before it."""
+        """Record the metrics that an evaluation has ``measured``; return the number of steps that it comes after.
+
+        ``thresholds`` are the probabilities from which on an image has a class, if it may have several. The evaluation
+        may end the run, by --until or --patience. Raises UsageError if the workers have measured different numbers.
+        """
         metrics = agreed(measured, self._worker.world_size)
+        # In a batch, the weights are those after the batch's step if an optimizer has stepped already.
         step = self.progress.step + (self.in_batch and self.optimizers.has_stepped)
         progress = replace(
             self.progress,
@@ -385,7 +422,7 @@ class Steps:
             thresholds=thresholds,
             network=self._models.measured(),
         )
-        self.progress = self._early_stop.evaluated(progress, metrics)
+        self.progress = self._early_stop.judge_evaluation(progress, metrics)
         if self.is_over:  # the loop evaluates after its last epoch, and may have changed the networks before
             self._schedule.forget_checkpoint()
         if metrics and progress.network is None:
@@ -409,7 +446,7 @@ class Steps:
             self._state.load_again(best.state)
 
     def record_test(self, measured: Mapping[str, Any]) -> None:
-        """Record the metrics ``measured`` on the test images."""
+        """Record the metrics ``measured`` on the test images. Raises UsageError if the workers' numbers differ."""
         metrics = agreed(measured, self._worker.world_size)
         self.progress = replace(self.progress, test_accuracy=metrics.get("accuracy"), test_loss=metrics.get("loss"))
         epoch = epoch_of(self.progress.step, self._plan.steps_per_epoch)
@@ -418,13 +455,19 @@ class Steps:
     # Checkpoints.
 
     def _save_if_due(self) -> None:
-        """Write the checkpoint that is due, and stop if that was requested, unless gradients are being added up."""
+        """Write the checkpoint that is due, and end the loop if a stop is due.
+
+        While the loop adds up gradients, which a checkpoint would lose, both wait: for at most 64 batches, and not
+        after the last step of the run.
+        """
         if self._due is Due.NOTHING:
             return
+        # A loop that has neither prepared an optimizer nor stepped one in this attempt adds nothing up.
         has_optimizers = bool(self._state.optimizers) or self._num_accumulated < self._num_steps_done
-        adds_up = has_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
-        adds_up = adds_up or any(0 < number < _MOST_ACCUMULATED for number in self.optimizers.num_waiting.values())
-        if adds_up and self.progress.step < self._plan.num_steps:
+        adds_up_for_all = has_optimizers and 0 < self._num_accumulated < _MOST_ACCUMULATED
+        # One of several optimizers may step more rarely than the others.
+        adds_up_for_one = any(0 < number < _MOST_ACCUMULATED for number in self.optimizers.num_waiting.values())
+        if (adds_up_for_all or adds_up_for_one) and self.progress.step < self._plan.num_steps:
             return
         self._flush_metrics()  # a run that resumes from this checkpoint never records the step again
         self._save()
@@ -433,10 +476,14 @@ class Steps:
         self._due = Due.NOTHING
 
     def _save(self, *, is_measured: bool = True) -> None:
-        """Write a checkpoint. One before an evaluation (not ``is_measured``) is replaced after it."""
+        """Write a checkpoint in the background, unless a weight is not finite: then an event reports that.
+
+        One before an evaluation (not ``is_measured``) does not count for the schedule, so that another one follows the
+        evaluation. A search for a learning rate writes none. All workers call this; raises UsageError if they differ.
+        """
         step = self.progress.step
         if self._config.is_range_test:
-            self._schedule.attempted(step)
+            self._schedule.note_checkpoint(step)
             return
 
         # All workers find out whether the weights are worth keeping: equal on all of them, and finite.
@@ -444,7 +491,7 @@ class Steps:
         self.optimizers.check_agreement(step)
         not_finite = self._models.not_finite()
         if is_measured:
-            self._schedule.attempted(step, not_finite)
+            self._schedule.note_checkpoint(step, not_finite)
         self._saved_digest = self._models.digest() if step == self._plan.num_steps else None
 
         # Every worker's part must arrive before the checkpoint: its trace in storage, its metrics on worker 0.
@@ -468,7 +515,7 @@ class Steps:
     # What is reported and recorded.
 
     def report_start(self) -> None:
-        """Report, once, that the workers train; then the driver begins to read ahead."""
+        """Report, once in an attempt, that the workers train; then the driver begins to read ahead."""
         if self._worker.rank == 0 and not self._start_is_reported:
             self._reporter.started(self._worker.world_size, self.progress.step)
         self._start_is_reported = True
@@ -480,9 +527,12 @@ class Steps:
             self._reporter.event(Note(note))
 
     def _record(self, row: MetricRow) -> None:
-        """Add a ``row`` to the history. All workers have the same row, and check its loss; worker 0 sends it."""
+        """Add a ``row`` to the history: worker 0 sends it to its reporter.
+
+        All workers have the same row, and judge by its loss whether a search for a learning rate is over.
+        """
         if row.kind == "step":
-            self._early_stop.trained(row)
+            self._early_stop.judge_training(row)
         if self._worker.rank == 0:
             self._reporter.record(row)
 

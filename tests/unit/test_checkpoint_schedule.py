@@ -53,7 +53,7 @@ def test_seconds_count_from_the_start_and_from_the_last_checkpoint(clock: Clock)
     assert not found.due_by_time()
     clock.now_s += 1
     assert found.due_by_time()
-    found.attempted(7)
+    found.note_checkpoint(7)
     assert found.saved_step == 7 and not found.due_by_time()
     clock.now_s += 60
     assert found.due_by_time()

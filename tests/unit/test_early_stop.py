@@ -25,7 +25,7 @@ def evaluated(
     stop, progress = EarlyStop(TrainConfig(batch_size=1, **options)), progress or Progress()
     for accuracy in accuracies:
         assert stop.reason is None
-        progress = stop.evaluated(progress, {"accuracy": accuracy, "loss": 1 - accuracy})
+        progress = stop.judge_evaluation(progress, {"accuracy": accuracy, "loss": 1 - accuracy})
     return stop.reason, progress
 
 
@@ -60,7 +60,7 @@ def test_the_best_may_be_the_lowest_loss() -> None:
 def test_the_best_value_keeps_its_sign() -> None:
     stop, progress = EarlyStop(TrainConfig(batch_size=1, best="kappa", patience=1)), Progress()
     for kappa in (-0.3, -0.2, -0.25):
-        progress = stop.evaluated(progress, {"kappa": kappa})
+        progress = stop.judge_evaluation(progress, {"kappa": kappa})
     assert (stop.reason, progress.best_value) == (StopReason("patience", metric="kappa", value=-0.2, count=1), -0.2)
 
 
@@ -81,8 +81,8 @@ def test_a_metric_that_evaluations_lack_is_told(
     options: dict[str, Any], measured: dict[str, float], expected: str
 ) -> None:
     with pytest.raises(UsageError, match=expected):
-        EarlyStop(TrainConfig(batch_size=1, **options)).evaluated(Progress(), measured)
-    EarlyStop(TrainConfig(batch_size=1)).evaluated(Progress(), measured)  # without an option that needs it
+        EarlyStop(TrainConfig(batch_size=1, **options)).judge_evaluation(Progress(), measured)
+    EarlyStop(TrainConfig(batch_size=1)).judge_evaluation(Progress(), measured)  # without an option that needs it
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_time_is_up_after_the_time_that_was_given(
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     stop = EarlyStop(TrainConfig(batch_size=1, max_time=max_time))
     now_s += seconds - 1
-    assert not stop.time_is_up() and stop.reason is None
+    assert not stop.check_time() and stop.reason is None
     now_s += 1
-    assert stop.time_is_up() and stop.reason == StopReason("time", max_time)
+    assert stop.check_time() and stop.reason == StopReason("time", max_time)
 
 
 @pytest.mark.parametrize(

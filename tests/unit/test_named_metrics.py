@@ -197,7 +197,7 @@ def test_which_values_are_better(name: str, lower: bool) -> None:
     assert is_lower_better(name, options) is lower
     stop, progress = EarlyStop(options), Progress()
     for value in (0.3, 0.2, 0.4):
-        progress = stop.evaluated(progress, {name: value})
+        progress = stop.judge_evaluation(progress, {name: value})
     assert (progress.best_score, progress.num_worse) == ((-0.2, 1) if lower else (0.4, 0))
 
 
@@ -209,4 +209,4 @@ def test_one_of_which_nobody_knows_what_is_better_decides_nothing() -> None:
 
 def test_an_evaluation_of_the_loops_own_must_return_them() -> None:
     with pytest.raises(UsageError, match="--metrics needs top5, and evaluations measure accuracy; return it from"):
-        EarlyStop(config(metrics="top5")).evaluated(Progress(), {"accuracy": 0.5})
+        EarlyStop(config(metrics="top5")).judge_evaluation(Progress(), {"accuracy": 0.5})
