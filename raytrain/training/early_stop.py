@@ -31,8 +31,9 @@ class EarlyStop:
         self._first_loss: float | None = None  # of a search for a learning rate
 
     def judge_evaluation(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
-        """Return ``progress`` with the score of an evaluation, and set ``reason`` if the run should stop after it.
+        """Return ``progress`` after an evaluation, and set ``reason`` if the run should stop after it.
 
+        ``progress`` then has the evaluation's score, the best score so far, and how many evaluations have come since.
         Raises UsageError if the evaluation lacks a metric that an option names.
         """
         config = self._config

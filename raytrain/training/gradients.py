@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,21 @@ HOOK_NOTE = (
 )
 
 
+class _HeldHooks(NamedTuple):
+    """A user's hooks for the accumulated gradient of ``parameter``, which are taken away during a backward."""
+
+    parameter: Tensor
+    registry: dict[int, Any]  # the parameter's own dictionary of hooks, empty meanwhile
+    hooks: dict[int, Any]  # what it had
+
+
 class ExactGradients:
-    """Sums the gradients of all followed parameters over the workers at the end of each backward.
+    """Sums the gradients of all followed parameters over the workers during each backward.
 
     Args:
         share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
             device; exactly 0.0 on a worker without images.
-        finished: called after each backward, when all gradients are in place.
+        finished: called after each backward, when all gradients are in place, or in the buckets if they are deferred.
         report: gets notes for the user.
         in_bfloat16: send gradients in float32 as bfloat16.
 
@@ -83,33 +91,42 @@ class ExactGradients:
     ) -> None:
         self._world_size = worker.world_size
         # Sums have process groups of their own, because their order relative to batch norm's collectives may differ
-        # between workers.
-        num_groups = (2 if in_bfloat16 and worker.device.type == "cpu" else 1) if worker.world_size > 1 else 0
+        # between workers. On a CPU, the two halves of a sum in bfloat16 have one each, for the same reason.
+        num_groups = 0
+        if worker.world_size > 1:
+            num_groups = 2 if in_bfloat16 and worker.device.type == "cpu" else 1
         self._groups = [own_group(worker.device) for _ in range(num_groups)]
         self._in_bfloat16 = in_bfloat16
         self._share, self._finished, self._report = share, finished, report
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
         self._is_running = False  # True within a backward, and after one that has raised an exception
-        self._callback: Callable[[], object] = lambda: None  # weak reference to the callback of the last backward
+        # A weak reference to the callback of the last backward. Only the engine holds the callback, until that backward
+        # ends or fails: a dead reference tells a failed backward from a running one.
+        self._callback: Callable[[], object] = lambda: None
         self._is_deferred = False  # gradients stay in the buckets after a backward
         self._has_deferred = False  # the buckets have gradients of earlier backwards
         # Dicts are keyed by the id of a parameter, because hashing a tensor takes 0.3 µs.
         self._followed: dict[int, Tensor] = {}
-        self._nodes: dict[int, Any] = {}  # the AccumulateGrad of each parameter, kept, as hooks live as long as it
+        self._nodes: dict[int, Any] = {}  # the AccumulateGrad of each parameter; kept, because its hook ends with it
         self._parameters: list[Tensor] = []  # that are in the buckets
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._num_sent = 0  # buckets that were sent in this backward
         self._half_done = deque[Bfloat16Sum]()  # sums whose second half has not begun
-        self._held_hooks: list[tuple[Tensor, dict[int, Any], dict[int, Any]]] = []
+        self._held_hooks: list[_HeldHooks] = []
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Make the gradients of ``parameters`` exact from now on, and of no others; some may be frozen now."""
+        """Make the gradients of ``parameters`` exact from now on, and of no others.
+
+        Frozen ones are included, because the loop may unfreeze them later. A call with the same parameters as before is
+        cheap.
+        """
         followed = dict(zip(map(id, parameters), parameters, strict=True))
-        # If a network has moved to another device or type, its parameters are the same objects with new nodes.
-        known = next((tensor for key, tensor in followed.items() if tensor.requires_grad and key in self._nodes), None)
-        if known is not None and get_gradient_edge(known).node is not self._nodes[id(known)]:
+        # If a network has moved to another device or type, its parameters are the same objects with new nodes. One
+        # parameter that was followed before, and has a node now, shows it for all of them.
+        sample = next((tensor for key, tensor in followed.items() if tensor.requires_grad and key in self._nodes), None)
+        if sample is not None and get_gradient_edge(sample).node is not self._nodes[id(sample)]:
             self._nodes, self._parameters = {}, []
         if self._nodes and followed.keys() == self._followed.keys():
             return
@@ -124,15 +141,17 @@ class ExactGradients:
                 requires_grad = parameter.requires_grad
                 nodes[key] = get_gradient_edge(parameter.requires_grad_(True)).node
                 parameter.requires_grad_(requires_grad)
-                nodes[key].register_prehook(partial(self._arrives, parameter))
+                nodes[key].register_prehook(partial(self._take_gradient, parameter))
         self._followed, self._nodes = followed, nodes
 
-    def _arrives(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+    def _take_gradient(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
         """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine.
 
         Returns a tuple with the gradient that the engine should accumulate instead: (None,) for none, because the
         bucket has it. Returning None leaves the gradient unchanged.
         """
+        # The first gradient begins a backward. If the last one has failed, it still counts as running, but the engine
+        # has dropped its callback.
         if not self._is_running or self._callback() is None:
             self._begin_backward()
         (gradient,) = gradients
@@ -145,7 +164,9 @@ class ExactGradients:
             return ((gradient * self._factor).to(gradient.dtype),)
         _check_summable(parameter, gradient)
         bucket = self._bucket_of[id(parameter)]
-        if bucket.work is not None:  # sent already: a re-entrant checkpoint shares a layer with the network around it
+        # A complete bucket may be sent already, and then get another gradient: a layer may be used both within a
+        # re-entrant checkpoint, whose backward ends early, and outside of it.
+        if bucket.work is not None:
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
         # Send complete buckets, in an order that is the same on all workers: each waits for those before it.
@@ -156,7 +177,7 @@ class ExactGradients:
         return (None,)
 
     def _send(self, bucket: Bucket) -> None:
-        """Start to sum a ``bucket`` over the workers."""
+        """Start to sum a ``bucket`` over the workers, and the second halves of earlier sums that are ready for it."""
         bucket.send(self._groups, self._world_size, in_bfloat16=self._in_bfloat16)
         # The second halves of sums in bfloat16 begin in the order of the first halves, which all workers share.
         if isinstance(bucket.work, Bfloat16Sum):
@@ -165,7 +186,10 @@ class ExactGradients:
             self._half_done.popleft().add_up()
 
     def _begin_backward(self) -> None:
-        """Prepare the buckets at the first gradient of a backward, and have the engine call ``_end_backward`` later."""
+        """Prepare the buckets at the first gradient of a backward, and have the engine call ``_end_backward`` later.
+
+        Raises UsageError, in the first backward, if one of torch's wrappers sums these gradients, too.
+        """
         self.reset()  # drops the gradients of a backward that failed
         self._factor = self._share()
         if not isinstance(self._factor, Tensor) and self._factor:
@@ -174,7 +198,8 @@ class ExactGradients:
         for bucket in self._buckets:
             bucket.arrived_now.clear()
         if self._world_size > 1:
-            # Fill buckets anew if the loop has frozen or unfrozen parameters: they have those that can get a gradient.
+            # Buckets have the parameters that can get a gradient. If the loop has frozen or unfrozen some, make buckets
+            # anew, after what is deferred in the old ones is summed.
             parameters = [
                 tensor for key, tensor in self._followed.items() if key in self._nodes and tensor.requires_grad
             ]
@@ -183,13 +208,14 @@ class ExactGradients:
                 self._parameters = parameters
                 self._buckets = list(_split_into_buckets(parameters[::-1]))  # a backward begins with the last layers
                 self._bucket_of = {id(tensor): bucket for bucket in self._buckets for tensor in bucket.parameters}
-            # Remove users' hooks for accumulated gradients meanwhile: they are called with that of the global batch.
+            # The engine would call users' hooks for accumulated gradients before the sums are there. So take the hooks
+            # away during the backward, and call them after it, with the gradient of the global batch.
             for parameter in self._parameters:
                 if parameter._backward_hooks:
                     self._report(HOOK_NOTE)
                 hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
                 if hooks:
-                    self._held_hooks.append((parameter, hooks, dict(hooks)))
+                    self._held_hooks.append(_HeldHooks(parameter, registry=hooks, hooks=dict(hooks)))
                     hooks.clear()
             if self._is_first:
                 check_not_wrapped(self._followed.values())
@@ -201,18 +227,22 @@ class ExactGradients:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Sum the buckets that are left, unless sums are deferred; called by the engine at the end of a backward."""
+        """Sum the buckets that are left, and call users' hooks; called by the engine at the end of a backward.
+
+        If sums are deferred, gradients stay in the buckets, and the hooks are not called.
+        """
         if self._is_deferred:
             self._has_deferred = True
             for bucket in self._buckets:
-                bucket.write_small()  # the next backward may have another share
+                bucket.write_small()  # with this backward's share, since the next one may have another
         else:
             self._sum()
         self._is_running = False
-        with_gradient = self._give_back_hooks()
-        for parameter, hooks in () if self._is_deferred else with_gradient:
-            for hook in hooks.values():
-                hook(parameter)
+        held_hooks = [held for held in self._give_back_hooks() if held.parameter.grad is not None]
+        if not self._is_deferred:
+            for held in held_hooks:
+                for hook in held.hooks.values():
+                    hook(held.parameter)
         self._finished()
 
     def _sum(self) -> None:
@@ -226,6 +256,7 @@ class ExactGradients:
 
     def _receive(self, bucket: Bucket) -> None:
         """Wait for the sum of a ``bucket``, and add it to the gradients of its parameters."""
+        # Begin the second halves of all sums before waiting for one, in the order that all workers share.
         while self._half_done:
             self._half_done.popleft().add_up()
         for parameter, gradient in bucket.receive():
@@ -235,16 +266,19 @@ class ExactGradients:
                 with torch.no_grad():
                     parameter.grad.add_(gradient)
 
-    def _give_back_hooks(self) -> list[tuple[Tensor, dict[int, Any]]]:
-        """Restore the users' hooks that were removed; return those of parameters that have a gradient."""
-        held, self._held_hooks = self._held_hooks, []
-        for _, hooks, kept in held:
-            hooks.update(kept)
-        return [(parameter, kept) for parameter, _, kept in held if parameter.grad is not None]
+    def _give_back_hooks(self) -> list[_HeldHooks]:
+        """Give users' hooks back to the parameters from which they were taken away, and return them."""
+        held_hooks, self._held_hooks = self._held_hooks, []
+        for held in held_hooks:
+            held.registry.update(held.hooks)
+        return held_hooks
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Keep gradients on this worker in this context, until the next backward after it or :meth:`sum_deferred`."""
+        """Keep the gradients of backwards in this context in the buckets of this worker.
+
+        They are summed by the next backward after the context, or by :meth:`sum_deferred`.
+        """
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -252,12 +286,18 @@ class ExactGradients:
             self._is_deferred = before
 
     def sum_deferred(self) -> None:
-        """Sum the deferred gradients over the workers. All workers call this, before a step of an optimizer."""
+        """Sum the deferred gradients over the workers, if there are any.
+
+        All workers call this before a step of an optimizer, and have deferred the same backwards.
+        """
         if self._has_deferred:
             self._sum()
 
     def reset(self) -> None:
-        """Drop the gradients of a backward that has raised an exception, which the loop may have caught."""
+        """Drop the gradients of a backward that has raised an exception, which the loop may have caught.
+
+        Deferred gradients of earlier backwards are then dropped, too. After a backward that has ended, nothing changes.
+        """
         if self._is_running:
             for bucket in self._buckets:
                 bucket.discard()
@@ -269,9 +309,9 @@ class ExactGradients:
 class Bucket:
     """Parameters of one type and device, whose gradients are sent in one tensor.
 
-    On a CPU, new memory costs a page fault for each 4 KiB, which takes as long as all computations here. So the tensor
-    is kept and reused, unless the loop still has a gradient of the backward before. On a GPU, torch itself reuses
-    memory.
+    After the sum, each parameter's gradient is a view of that tensor. On a CPU, new memory costs a page fault for each
+    4 KiB, which takes as long as all computations here. So the tensor is kept and reused, unless the loop still has a
+    gradient of the backward before. On a GPU, torch itself reuses memory.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -282,11 +322,12 @@ class Bucket:
         self.work: dist.Work | Bfloat16Sum | None = None  # the sum, once it has begun
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self._num_small = sum(size < _SMALL for size in self._sizes)
-        self._flat: Tensor | None = None  # all gradients in a row, and flags
-        self._is_ready = False  # the tensor can take gradients of this backward
-        self._views: dict[int, Tensor] = {}  # the gradient of each parameter in it, by the parameter's id
-        self._small: list[tuple[Tensor, Tensor]] = []  # views in the tensor, and small gradients to be written there
-        self._small_factor: Tensor | float = 1.0
+        self._flat: Tensor | None = None  # all gradients in a row, and then a flag for each
+        self._is_ready = False  # True once the tensor can take the gradients of the next sum
+        self._views: dict[int, Tensor] = {}  # the part of the tensor for each parameter's gradient, by the id
+        self._flags = torch.empty(0)  # the last part of the tensor: 1 for each parameter that has a gradient, or 0
+        self._small: list[tuple[Tensor, Tensor]] = []  # small gradients that are not written yet, each after its view
+        self._small_factor: Tensor | float = 1.0  # by which these are multiplied
 
     @property
     def is_complete(self) -> bool:
@@ -299,9 +340,10 @@ class Bucket:
         A backward calls this for each parameter, without recording a graph, so ``no_grad`` is not needed.
         """
         if not self._is_ready:
-            self._renew()
+            self._make_ready()
         key = id(parameter)
-        view, is_used = self._views[key], isinstance(factor, Tensor) or factor
+        view = self._views[key]
+        is_used = isinstance(factor, Tensor) or factor != 0.0  # a worker without images has the number 0.0, no tensor
         if key in self.arrived:
             self.write_small()
             view.add_(gradient * factor if is_used else 0.0)
@@ -316,23 +358,27 @@ class Bucket:
         self.arrived_now.add(key)
 
     def write_small(self) -> None:
-        """Write the small gradients of this backward that are not written yet into the tensor."""
+        """Write the small gradients of this backward that are not written yet into the tensor, times their factor."""
         if not self._small:
             return
         views, gradients = map(list, zip(*self._small, strict=True))
         torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
+        # If all are there, they fill the beginning of the tensor, which one multiplication serves.
         if len(views) == self._num_small:
             assert self._flat is not None
-            views = [self._flat[: sum(self._sizes[: self._num_small])]]  # all at once
+            views = [self._flat[: sum(self._sizes[: self._num_small])]]
         for view in views:
             view.mul_(self._small_factor)
         self._small = []
 
     @torch.no_grad()
     def send(self, groups: Sequence[Any], world_size: int, *, in_bfloat16: bool) -> None:
-        """Start to sum the gradients over the workers; with ``in_bfloat16``, float32 is sent rounded."""
+        """Start to sum the gradients over the workers in ``groups``; with ``in_bfloat16``, float32 is sent rounded.
+
+        Parameters without a gradient on this worker take part with zeros.
+        """
         if not self._is_ready:
-            self._renew()
+            self._make_ready()
         self.write_small()
         if len(self.arrived) == len(self.parameters):
             self._flags.fill_(1)
@@ -359,25 +405,27 @@ class Bucket:
         return summed
 
     def discard(self) -> None:
-        """Drop the gradients that have arrived, after waiting for their sum if it has begun."""
+        """Drop the gradients that have arrived; first wait for their sum, if it has begun, as it uses their memory."""
         if self.work is not None:
             self.work.wait()
         self._empty()
 
-    def _renew(self) -> None:
-        """Prepare the tensor, or a new one if the loop still holds gradients of the backward before."""
+    def _make_ready(self) -> None:
+        """Divide the bucket's tensor into a view for each parameter's gradient, and the flags.
+
+        The tensor is made if there is none, or if the loop still holds gradients, of the last backward, that are views
+        of it.
+        """
         sizes = self._sizes
-        # The tensor has all gradients in a row, and a flag for each, which is 0 if there is none.
         if self._flat is None or _is_shared(self._flat):
             self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
         *rows, self._flags = self._flat.split([*sizes, len(sizes)])
         for parameter, row in zip(self.parameters, rows, strict=True):
+            # A gradient has the memory layout of its parameter, if that is dense: optimizers are fastest then.
+            is_channels_last = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
             if parameter.ndim == 1:
                 view = row
-            # A gradient has the memory layout of its parameter, if that is dense: optimizers are fastest then.
-            elif parameter.is_contiguous() or (
-                parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-            ):
+            elif parameter.is_contiguous() or is_channels_last:
                 view = row.as_strided(parameter.shape, parameter.stride())
             else:
                 view = row.view(parameter.shape)
@@ -385,9 +433,10 @@ class Bucket:
         self._is_ready = True
 
     def _empty(self) -> None:
-        """Forget the gradients of a backward, which have been summed or are dropped."""
-        self.work, self._is_ready, self._views, self._small = None, False, {}, []
-        self._flags = torch.empty(0)  # the old flags are a view of the tensor, and would count as a user of its memory
+        """Forget the gradients, which have been summed or are dropped; on a CPU, keep the tensor for the next ones."""
+        self.work, self._is_ready, self._small = None, False, []
+        # Views and flags would count as users of the tensor's memory, like gradients that the loop holds.
+        self._views, self._flags = {}, torch.empty(0)
         if self._flat is not None and not self._flat.is_cpu:
             self._flat = None
         self.arrived.clear()
@@ -399,19 +448,20 @@ def _is_shared(flat: Tensor) -> bool:
 
     Such objects are the gradient of a parameter, a view, an array of NumPy, or a tensor that a graph has saved.
     """
-    count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    return count is None or count(flat.untyped_storage()._cdata) > 2  # the tensor, and what untyped_storage() returned
+    use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    # Two users are known: the tensor itself, and what untyped_storage() has returned.
+    return use_count is None or use_count(flat.untyped_storage()._cdata) > 2
 
 
 def _split_into_buckets(parameters: Sequence[Tensor]) -> Iterator[Bucket]:
-    """Yield the parameters in buckets of one type and device each; the first bucket is small."""
+    """Yield the ``parameters``, in their order, in buckets of one type and device each; the first bucket is small."""
     bucket: list[Tensor] = []
-    num_bytes, limit = 0, _FIRST_BYTES
+    num_bytes, limit_bytes = 0, _FIRST_BYTES
     for parameter in parameters:
-        is_other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
-        if is_other or num_bytes >= limit:
+        does_not_fit = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
+        if does_not_fit or num_bytes >= limit_bytes:
             yield Bucket(bucket)
-            bucket, num_bytes, limit = [], 0, _BYTES
+            bucket, num_bytes, limit_bytes = [], 0, _BYTES
         bucket.append(parameter)
         num_bytes += parameter.nbytes
     if bucket:
@@ -440,8 +490,10 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
     """
     ids = set(map(id, parameters))
     objects = gc.get_objects()
+    # Objects are many and their types few, so find the wrappers' types first. Usually there is none.
     kinds = {kind for kind in set(map(type, objects)) if WRAPPERS & {base.__name__ for base in kind.__mro__}}
-    for wrapper in (candidate for candidate in (objects if kinds else ()) if type(candidate) in kinds):
+    wrappers = [candidate for candidate in objects if type(candidate) in kinds] if kinds else []
+    for wrapper in wrappers:
         if not ids.isdisjoint(map(id, wrapper.parameters())):
             raise UsageError(
                 f"The loop puts a network of run.prepare or raytrain.parallel, or a layer of one, into a "
@@ -451,6 +503,9 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
 
 
 def own_group(device: torch.device) -> Any:
-    """Return a new process group of all workers, for collectives whose order no others may disturb."""
+    """Return a new process group of all workers, for collectives that other ones may overtake. All workers call this.
+
+    It has the limit of time of the default group.
+    """
     default: Any = dist.group.WORLD
     return dist.new_group(timeout=default._get_backend(device).options._timeout)

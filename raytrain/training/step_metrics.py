@@ -45,28 +45,28 @@ class StepTotals:
     checkpoint_requests: float = 0
     loops_returned: float = 0  # before the end of the run
     evaluations: float = 0  # evaluations that begin
-    totals: float = 0  # calls of run.total, run.mean, run.gather and run.prepare
-    means: float = 0
-    gathers: float = 0
-    prepares: float = 0
-    optimizer_steps: float = 0  # in the batch before
+    totals: float = 0  # calls of run.total
+    means: float = 0  # calls of run.mean
+    gathers: float = 0  # calls of run.gather
+    prepares: float = 0  # calls of run.prepare with a network
+    optimizer_steps: float = 0  # 1 if an optimizer has stepped in the batch before
     digest: float = 0  # of the shapes in a call, which must be the same on all workers
     digest_squared: float = 0
 
 
 _NUM_TOTALS = len(dataclasses.fields(StepTotals))
-_FIRST_METRIC = _NUM_TOTALS + 2  # after the totals and the digest of the names
+_FIRST_METRIC = _NUM_TOTALS + 2  # its position in what is sent: after the totals, and the names' digest and its square
 _ROOM = 32  # for names: all workers send tensors of this size, even if one of them logs a name that the others do not
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """The sums of one step, on their way to the host."""
+    """The sums of one step, on their way to the host: of the metrics that were logged before it."""
 
-    names: tuple[str, ...]  # of the metrics that were logged before the step
-    denominators: Mapping[str, float]  # the part that a single worker's host knows, in addition to the numbers
-    numbers: Tensor  # float64 (n,), on the host; those of several workers begin with totals and a digest of the names
-    copied: torch.cuda.Event | None  # None if the numbers were computed on the host
+    names: tuple[str, ...]  # of these metrics
+    host_denominators: Mapping[str, float]  # the part of the denominators that this worker's host has summed itself
+    numbers: Tensor  # float64 (n,), on the host: numerators, then denominators; for several workers, totals come first
+    copied: torch.cuda.Event | None  # after which the numbers are valid; None if they were computed on the host
 
 
 @dataclass
@@ -79,9 +79,10 @@ class _OpenRow:
 
 
 class StepMetrics:
-    """Adds up a step over the workers, and averages the steps between two rows of the history, which ``record`` gets.
+    """Adds up a step's counts and metrics over the workers, and makes the rows of the history, which ``record`` gets.
 
-    ``samples_seen`` is the number of images that the run has used so far.
+    The metrics of a row are means over the steps since the row before. ``samples_seen`` is the number of images that
+    the run has used so far.
     """
 
     def __init__(self, worker: Worker, record: Callable[[MetricRow], None], samples_seen: int) -> None:
@@ -94,8 +95,10 @@ class StepMetrics:
         # To be sent with the next step: sums of numerators and of denominators, (2, room), in the order of the names.
         self._names: tuple[str, ...] = ()
         self._logged = torch.zeros(2, _ROOM, dtype=torch.float64, device=worker.device)
-        self._denominators: dict[str, float] = {}  # the part that the host knows; the device has the rest
-        # Sent with the current step: this worker's totals, the sums on the device, and sums that the host has not read.
+        # The part of the denominators that the host knows, by name; the rest of them is in _logged, on the device.
+        self._host_denominators: dict[str, float] = {}
+        # Sent with the current step: this worker's totals, and the sums on the device. After these, the sums of this
+        # step and earlier ones that the host has not read.
         self._own = StepTotals()
         self._sums = torch.zeros(0, dtype=torch.float64)
         self._work: dist.Work | None = None
@@ -103,13 +106,14 @@ class StepMetrics:
         # The row to which the next steps add, and a row that lacks only the metrics of its last step.
         self._row = _OpenRow()
         self._closed_row: MetricRow | None = None
-        self._since = time.perf_counter()
+        self._since = time.perf_counter()  # when the open row began, moved on by the seconds of evaluations
 
     def log(self, values: Mapping[str, tuple[Tensor | float, Tensor | float]], *, counts: bool) -> None:
         """Add ``values``, a numerator and a denominator by name, to the metrics that are sent with the next step.
 
-        All workers log the same names. Without ``counts``, nothing but the names is added. The host waits only for a
-        tensor that is on another device than the worker's.
+        All workers log the same names. Without ``counts``, as for a placeholder, only the names are noted. The host
+        waits only for a tensor that is on another device than the worker's. Raises UsageError for a name that the
+        history has already.
         """
         # Names keep their columns for the rest of the run, so that the sums of several steps can be added.
         new = tuple(name for name in values if name not in self._names)
@@ -120,25 +124,29 @@ class StepMetrics:
                     "another name."
                 )
         self._names += new
+        # Make room for further names, by columns of zeros: as many on every worker, since all log the same names.
         while len(self._names) > self._logged.shape[1]:
             self._logged = torch.cat([self._logged, torch.zeros_like(self._logged[:, :_ROOM])], dim=1)
         if not counts or not values:
             return
 
-        # Usually all values are means whose weights the host knows. Then the device needs only a few calls.
+        # Usually a loop logs the same names each time, and all values are means whose weights the host knows. Then one
+        # addition on the device, of all numerators, is enough.
         device = self._worker.device
-        of_means = [
-            number
-            for number, weight in values.values()
-            if isinstance(number, Tensor) and number.is_floating_point() and not isinstance(weight, Tensor)
+        numerators = [
+            numerator
+            for numerator, denominator in values.values()
+            if isinstance(numerator, Tensor) and numerator.is_floating_point() and not isinstance(denominator, Tensor)
         ]
-        if len(of_means) == len(values) and tuple(values) == self._names:
-            on_device = [number.detach().to(device) for number in of_means]
-            scalars = [number.reshape(()) if number.ndim else number for number in on_device]
+        if len(numerators) == len(values) and tuple(values) == self._names:
+            on_device = [numerator.detach().to(device) for numerator in numerators]
+            scalars = [numerator.reshape(()) if numerator.ndim else numerator for numerator in on_device]
             self._logged[0, : len(values)] += torch.stack(scalars)
-            for name, (_, weight) in values.items():
-                self._denominators[name] = self._denominators.get(name, 0.0) + float(weight)
+            for name, (_, denominator) in values.items():
+                self._host_denominators[name] = self._host_denominators.get(name, 0.0) + float(denominator)
             return
+
+        # Otherwise bring both numbers of each value to the device, and add them in the columns of their names.
         numbers = [
             number.detach().to(device, torch.float64).reshape(())
             if isinstance(number, Tensor)
@@ -153,24 +161,36 @@ class StepMetrics:
             self._logged[:, [self._names.index(name) for name in values]] += columns
 
     def start(self, own: StepTotals) -> None:
-        """Start the all-reduce of a step: of this worker's totals, and of the metrics that it logged before."""
-        self._own, self._work, denominators = own, None, self._denominators
-        self._sums, self._logged, self._denominators = self._logged.flatten(), torch.zeros_like(self._logged), {}
+        """Start the all-reduce of a step: of this worker's ``own`` totals, and of the metrics that it logged before.
+
+        The next metrics are added up anew. A single worker sends nothing, and only copies its metrics to the host.
+        """
+        self._own, self._work = own, None
+        host_denominators, self._host_denominators = self._host_denominators, {}
+        self._sums, self._logged = self._logged.flatten(), torch.zeros_like(self._logged)
         if self._worker.world_size > 1:
-            counts = self._counts(own, denominators)
+            counts = self._counts(own, host_denominators)
             counts[_FIRST_METRIC:] += self._sums
             self._sums = counts
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
-        self._unread.append(_Sums(self._names, denominators, *copy_to_host(self._sums, self._work)))
+        self._unread.append(_Sums(self._names, host_denominators, *copy_to_host(self._sums, self._work)))
 
     def num_used(self) -> Tensor:
-        """Return the number of used images in the step's global batch, float64 () on the device; not for one worker."""
+        """Return the number of used images in the step's global batch, float64 () on the device.
+
+        Only several workers may call this: a single one does not send its counts to the device.
+        """
         if self._work is not None:
             self._work.wait()
         return self._sums[0]
 
     def read(self) -> StepTotals:
-        """Return the totals of a step. If a row ended with the step before, record it, as it is complete now."""
+        """Return the totals of a step. If a row ended with the step before, record it, as it is complete now.
+
+        Raises UsageError on all workers if they have logged different names.
+        """
+        # A single worker leaves the newest sums unread until the next step, so that it waits for nothing; only a row
+        # that is to be recorded needs them now.
         num_late = 1 if self._worker.world_size == 1 and self._closed_row is None else 0
         totals = self._own
         while len(self._unread) > num_late:
@@ -192,19 +212,25 @@ class StepMetrics:
         return totals
 
     def _add_to_row(self, sent: _Sums) -> StepTotals:
-        """Add the metrics in ``sent``, which the step before has logged, to the row; return the totals in ``sent``."""
-        sums, totals, known = sent.numbers.tolist(), self._own, sent.denominators
+        """Add the metrics in ``sent``, which the step before has logged, to the row.
+
+        Return the totals that were sent with them; a single worker sends none, and has its own.
+        """
+        sums, totals, host_denominators = sent.numbers.tolist(), self._own, sent.host_denominators
         if self._worker.world_size > 1:
-            totals, sums, known = self._totals(sums), sums[_FIRST_METRIC:], {}
+            # The hosts' parts of the denominators were sent, too, so they are in the sums already.
+            totals, sums, host_denominators = self._totals(sums), sums[_FIRST_METRIC:], {}
         middle = len(sums) // 2
-        for name, numerator, on_device in zip(sent.names, sums[:middle], sums[middle:], strict=False):
-            if denominator := on_device + known.get(name, 0.0):
+        numerators, denominators = sums[:middle], sums[middle:]  # longer than the names, which do not fill all columns
+        for name, numerator, denominator in zip(sent.names, numerators, denominators, strict=False):
+            whole_denominator = denominator + host_denominators.get(name, 0.0)
+            if whole_denominator:  # otherwise the name was not logged in this step
                 before = self._row.sums.get(name, (0.0, 0.0))
-                self._row.sums[name] = before[0] + numerator, before[1] + denominator
+                self._row.sums[name] = before[0] + numerator, before[1] + whole_denominator
         return totals
 
     def close_row(self, step: int, epoch: int, learning_rates: Sequence[float | Tensor]) -> None:
-        """End the row with ``step`` of ``epoch``, both counted from 1. Only the metrics of that step are missing.
+        """End the row with ``step`` of ``epoch``, both counted from 1. The next :meth:`read` adds its metrics.
 
         The row has the first of ``learning_rates``, and, as a metric, the first one that differs from it. There are
         none if no optimizer has stepped since the last row.
@@ -230,26 +256,32 @@ class StepMetrics:
         self._since += seconds
 
     def flush(self, own: StepTotals) -> StepTotals:
-        """Sum the metrics of the last step over the workers now, instead of with the next step."""
+        """Sum the metrics of the last step over the workers now, instead of with the next step.
+
+        Record the row that ends with that step, if there is one, and return the sum of all workers' ``own`` totals.
+        """
         self.start(own)
         return self.read()
 
     def joined(self, own: StepTotals) -> StepTotals:
-        """Return the sum of all workers' ``own`` totals, apart from those of the step. Every worker calls this."""
+        """Return the sum of all workers' ``own`` totals at once, beside the all-reduce of the step.
+
+        Every worker calls this. Raises UsageError on all workers if they have logged different names.
+        """
         if self._worker.world_size == 1:
             return own
         sums = self._counts(own, {})  # of the same size as in a step
         dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
 
-    def _counts(self, own: StepTotals, denominators: Mapping[str, float]) -> Tensor:
-        """Return the numbers that this worker's host knows, on the device: totals, digest of the names, denominators.
+    def _counts(self, own: StepTotals, host_denominators: Mapping[str, float]) -> Tensor:
+        """Return what this worker's host knows of a step, on the device, in the layout in which it is sent.
 
-        The columns of the metrics' numerators are zeros.
+        That is: the totals, the digest of the names, zeros in the place of the numerators, and the denominators.
         """
         room = self._logged.shape[1]
-        known = [denominators.get(name, 0.0) for name in self._names]
-        metrics = [0.0] * room + known + [0.0] * (room - len(known))
+        denominators = [host_denominators.get(name, 0.0) for name in self._names]
+        metrics = [0.0] * room + denominators + [0.0] * (room - len(denominators))
         counts = torch.tensor([*vars(own).values(), *digest_of(self._names), *metrics], dtype=torch.float64)
         return counts.to(self._worker.device, non_blocking=True)
 
