@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
 def freeze(model: nn.Module) -> nn.Module:
     """Make the batch norm layers of ``model`` keep their running statistics, also in training, and return it.
 
-    Call it before ``convert``, to which layers without running statistics are left.
+    Layers without running statistics are left as they are. Call ``convert``, which changes these, after it.
     """
     for layer in _not_converted(model):
         if layer.running_mean is not None:
@@ -90,19 +90,22 @@ def set_num_used(layers: Iterable[nn.Module], num_used: int, weight: float | Non
             is the mean over this rank's m_j images. None leaves it as it was; a new layer has 1, for a loss that is
             this rank's term of a sum over the global batch.
     """
-    joined = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
-    for layer in joined:
-        if layer.placeholder != (num_used == 0):
+    converted = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
+    for layer in converted:
+        if layer.placeholder != (num_used == 0):  # setting an attribute of a module takes longer than reading it
             layer.placeholder = num_used == 0
-    synchronised = [layer for layer in joined if isinstance(layer, SynchronisedBatchNorm)]
+    synchronised = [layer for layer in converted if isinstance(layer, SynchronisedBatchNorm)]
     if weight is not None and synchronised and world_size() > 1:
-        value = torch.tensor(weight, dtype=torch.float64)  # a number would be compiled into the network
+        value = torch.tensor(weight, dtype=torch.float64)  # a plain number would be compiled into the network
         for layer in synchronised:
             layer.weight_of_loss = value
 
 
 def count_once(model: nn.Module) -> None:
-    """Have the layers of ``model`` leave forwards out of their statistics that gradient checkpointing repeats."""
+    """Have the converted layers of ``model`` count each batch once if gradient checkpointing repeats forwards.
+
+    The repeated forward, in the backward, then changes no running statistics.
+    """
     for layer in model.modules():
         if isinstance(layer, ConvertedBatchNorm):
             layer.counts_once = True
@@ -118,54 +121,85 @@ def update_running_statistics(layers: Iterable[nn.Module]) -> None:
     enter the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a whole batch.
     If a layer was called several times, such as for two views of each image, each call counts, in their order.
 
-    One all-reduce serves all layers, and a second one what was before their last calls. They are in float64, in which
-    Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
+    One all-reduce joins the last call of each layer. If a layer was called more than once, a second one joins all
+    earlier calls. They are in float64, in which Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
+
+    Raises UsageError if the ranks have called a layer different numbers of times.
     """
     aggregated = [layer for layer in layers if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
-    if all(layer.count is None for layer in aggregated):  # also if there is none
+    if all(layer.count is None for layer in aggregated):  # no call since the last time, or no such layer
         return
-    calls = [(layer, layer.take_calls()) for layer in aggregated]
-    earlier = [(layer, call) for layer, of_layer in calls for call in of_layer[:-1]]
-    last = _updates([(layer, of_layer[-1]) for layer, of_layer in calls], [len(of_layer) for _, of_layer in calls])
-    for layer, *update in [*(_updates(earlier) if earlier else ()), *last]:
-        layer.update_running(*update)
+    calls_of_layers = [(layer, layer.take_calls()) for layer in aggregated]
+    earlier = [(layer, call) for layer, calls in calls_of_layers for call in calls[:-1]]
+    last = [(layer, calls[-1]) for layer, calls in calls_of_layers]
+    # The last calls are joined first, because that also compares the numbers of calls. But they count last.
+    updates = _joined_updates(last, [len(calls) for _, calls in calls_of_layers])
+    if earlier:
+        updates = [*_joined_updates(earlier), *updates]
+    for update in updates:
+        update.layer.update_running(update.mean, update.unbiased_variance, update.weight, update.counts)
 
 
-_Call = tuple[int, float, Tensor, Tensor]
-"""Values per channel on this worker, weight in the running statistics, mean and unbiased variance (C,)."""
+class _Call(NamedTuple):
+    """The statistics of one forward of an aggregated layer on this worker."""
+
+    count: int  # values per channel; 0 if there were no images
+    momentum: float  # weight of the batch in the running statistics
+    mean: Tensor  # (C,)
+    unbiased_variance: Tensor  # (C,)
 
 
-def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-    """Return mean, variance, weight and count that each layer adds to its running statistics.
+class _Update(NamedTuple):
+    """What a call of ``layer``, joined over the workers, adds to its running statistics."""
 
-    All ``calls`` of all workers are joined. ``numbers`` of calls of each layer must be the same on all workers.
+    layer: AggregatedBatchNorm
+    mean: Tensor  # (C,)
+    unbiased_variance: Tensor  # (C,)
+    weight: Tensor  # (C,); 0 if the call does not count
+    counts: Tensor  # (), bool
+
+
+def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: Sequence[int] = ()) -> list[_Update]:
+    """Join the ``calls`` of all workers, and return what each of them adds to its layer's running statistics.
+
+    ``nums_calls``, the number of calls of each layer, must be the same on all workers: otherwise UsageError is raised.
     """
+    # The channels of all calls are in a row: C of them.
     sizes = [layer.num_features for layer, _ in calls]
-    mean = torch.cat([mean for _, (*_, mean, _) in calls]).double()  # (C,), the channels of all calls in a row
-    unbiased_variance = torch.cat([variance for _, (*_, variance) in calls]).double()
-    per_layer = torch.tensor([call[:2] for _, call in calls], dtype=torch.float64)
+    mean = torch.cat([call.mean for _, call in calls]).double()  # (C,)
+    unbiased_variance = torch.cat([call.unbiased_variance for _, call in calls]).double()  # (C,)
+    per_layer = torch.tensor([(call.count, call.momentum) for _, call in calls], dtype=torch.float64)
     per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0, output_size=sum(sizes))  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased_variance * (count - 1) / count, 0.0)
-    digest = torch.tensor(digest_of(numbers), dtype=torch.float64).to(mean.device, non_blocking=True)
+    digest = torch.tensor(digest_of(nums_calls), dtype=torch.float64).to(mean.device, non_blocking=True)
+
+    # Sum over the workers.
     sums = torch.cat([count, count * mean, count * (variance + mean.square()), digest])
     if world_size() > 1:
         dist.all_reduce(sums)
-    *sums, digest = sums.split([sum(sizes)] * 3 + [2])
-    # On a GPU the host waits only if a layer was called more than once: one of the workers that differ has such a
-    # layer.
-    if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), world_size()):
+    total, sum_of_means, sum_of_squares, digest = sums.split([sum(sizes)] * 3 + [2])
+    # Look at the digest where it costs nothing: on a CPU. On a GPU the host would wait for it, so it does only on a
+    # worker that has called a layer more than once; of workers that differ, at least one has.
+    if (digest.is_cpu or max(nums_calls, default=1) > 1) and not digests_agree(digest.tolist(), world_size()):
         raise UsageError(
             "The workers call a layer of aggregated batch norm different numbers of times in a step; call it equally "
             'often on every worker, or use --batch-norm sync (batch_norm="sync").'
         )
-    count = sums[0].clamp(min=1)
-    mean = sums[1] / count
-    variance = (sums[2] / count - mean.square()).clamp(min=0)
-    counted = count > 1
-    updates = torch.stack([mean, unbiased(variance, count), momentum * counted]).to(calls[0][0].batch_mean.dtype)
-    by_layer = zip(calls, updates.split(sizes, dim=1), counted.split(sizes), strict=True)
-    return [(layer, *update, counts[0]) for (layer, _), update, counts in by_layer]
+
+    # Compute the statistics of the global batch. A channel with a single value has no variance, and does not count.
+    count = total.clamp(min=1)
+    mean = sum_of_means / count
+    variance = (sum_of_squares / count - mean.square()).clamp(min=0)
+    counts = count > 1
+    updates = torch.stack([mean, unbiased(variance, count), momentum * counts]).to(calls[0][0].batch_mean.dtype)
+    statistics_of_calls = [of_call.unbind() for of_call in updates.split(sizes, dim=1)]  # three (C,) for each call
+    return [
+        _Update(layer, mean, variance, weight, counts_of_call[0])
+        for (layer, _), (mean, variance, weight), counts_of_call in zip(
+            calls, statistics_of_calls, counts.split(sizes), strict=True
+        )
+    ]
 
 
 class ConvertedBatchNorm(_BatchNorm):
@@ -173,16 +207,19 @@ class ConvertedBatchNorm(_BatchNorm):
 
     kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # the two bases of the layer's class
     placeholder: bool  # this rank's images don't count
-    counts_once: bool  # a forward in a backward repeats an earlier one, for gradient checkpointing
+    counts_once: bool  # a forward within a backward repeats an earlier one, for gradient checkpointing
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Give a layer that has just got this class the attributes of its kind."""
 
     @property
     def repeats(self) -> bool:
         """True in a forward that computes an earlier one again."""
+        # A graph task is a backward that this thread is running.
         return self.counts_once and torch._C._current_graph_task_id() != -1  # pyright: ignore
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Let a copy or a pickle make the layer's class again by :func:`_new`, as that class has no name to import."""
         return _new, type(self).kinds, vars(self)
 
     def forward_again(self, input: Tensor) -> Tensor:
@@ -195,13 +232,18 @@ class ConvertedBatchNorm(_BatchNorm):
         return _batch_norm(self, input, mean, variance, training=True)
 
     def next_momentum(self, number: int = 0) -> float:
-        """Return the weight in the running statistics of the next batch, or of one ``number`` after it, if it
-        counts."""
+        """Return the weight that the next batch, or the batch ``number`` after it, will have in the running statistics.
+
+        With a momentum of None, these are the mean over all batches that count.
+        """
         assert self.num_batches_tracked is not None
         return 1 / (1 + number + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
 
     def update_running(self, mean: Tensor, variance: Tensor, weight: Tensor, counts: Tensor) -> None:
-        """Add a batch's statistics with ``weight``, which is 0 for a batch without variance: it does not count."""
+        """Add a batch's ``mean`` and unbiased ``variance``, (C,), to the running statistics with ``weight``.
+
+        ``counts`` is 1, or 0 for a batch without variance, of a single value: its weight is 0, and it is not counted.
+        """
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(variance, weight)
@@ -217,11 +259,11 @@ class _OfAnyShape(_BatchNorm):
 class AggregatedBatchNorm(ConvertedBatchNorm):
     """Normalises with the statistics of the local batch, and keeps them for ``update_running_statistics``."""
 
-    batch_mean: Tensor
-    batch_var: Tensor
-    count: int | None  # values per channel in the last call, if its statistics wait to be joined
-    weight_of_batch: float  # of that call in the running statistics
-    earlier: tuple[_Call, ...]  # the calls before that one
+    batch_mean: Tensor  # of the last call, (C,)
+    batch_var: Tensor  # of the last call, unbiased, (C,)
+    count: int | None  # values per channel in the last call; None if its statistics are joined already
+    weight_of_batch: float  # of the last call, in the running statistics
+    earlier: tuple[_Call, ...]  # the calls before the last one that are not joined either
 
     @property
     def updates_statistics(self) -> bool:
@@ -229,25 +271,31 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
         return self.training and self.track_running_stats
 
     def prepare(self) -> None:
+        """Add the buffers in which a call leaves its statistics; checkpoints do not hold them."""
         self.count, self.weight_of_batch, self.earlier = None, 0.0, ()
         for name, running in zip(LOCAL_BUFFERS, (self.running_mean, self.running_var), strict=True):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 
     def take_calls(self) -> list[_Call]:
-        """Return the calls since the last time, and forget them; one of count 0 if there was none."""
-        calls = [*self.earlier, (self.count or 0, self.weight_of_batch, self.batch_mean, self.batch_var)]
+        """Return the calls since the last time, and forget them. If there was none, return one with a count of 0."""
+        last = _Call(self.count or 0, self.weight_of_batch, self.batch_mean, self.batch_var)
+        calls = [*self.earlier, last]
         self.count, self.earlier = None, ()
         return calls
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised ``input``: (B, C, ...) -> (B, C, ...)."""
+        # In evaluation mode, and on a single worker with images, torch does all that is needed.
         if not self.training or (world_size() == 1 and not self.placeholder):
             return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
+        # The statistics of the call before would be overwritten.
         if self.updates_statistics and not self.repeats:
             if self.count is not None:
-                self.earlier += ((self.count, self.weight_of_batch, self.batch_mean.clone(), self.batch_var.clone()),)
+                mean, variance = self.batch_mean.clone(), self.batch_var.clone()
+                self.earlier += (_Call(self.count, self.weight_of_batch, mean, variance),)
             self.weight_of_batch = self.next_momentum(len(self.earlier))
+        # A placeholder is normalised with the running statistics, so that it changes none.
         if self.placeholder:
             self.count = 0
             return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
@@ -264,6 +312,7 @@ class FrozenBatchNorm(ConvertedBatchNorm):
     """
 
     def prepare(self) -> None:
+        """Put the layer into eval mode."""
         self.training = False
 
     def train(self, mode: bool = True) -> FrozenBatchNorm:
@@ -277,11 +326,13 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
     weight_of_loss: Tensor  # float64 (), see set_num_used
 
     def prepare(self) -> None:
+        """Weight the loss as a rank's term of a sum, until ``set_num_used`` tells another weight."""
         self.weight_of_loss = torch.ones((), dtype=torch.float64)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised ``input``: (B, C, ...) -> (B, C, ...)."""
-        count = 0 if self.placeholder else input.numel() // input.shape[1]
+        count = 0 if self.placeholder else input.numel() // input.shape[1]  # values per channel on this rank
+        # In evaluation mode, and on a single worker, torch does all that is needed; but it refuses a single value.
         if not self.training or (world_size() == 1 and count > 1):
             return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
@@ -296,6 +347,7 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
 
 
 def _not_converted(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norm layers of ``model`` that have no class of this module yet."""
     return [
         layer
         for layer in model.modules()
@@ -304,11 +356,13 @@ def _not_converted(model: nn.Module) -> list[_BatchNorm]:
 
 
 def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
+    """Make ``layer`` one of this ``kind``, in place: its new class inherits from its old one and from ``kind``."""
     plain_class = type(layer)
     if f"{plain_class.__module__}.{plain_class.__qualname__}" == _OF_TIMM:
+        # timm's forward normalises, drops and activates. The first becomes ours, and a hook does the others after it.
         layer.register_forward_hook(_activate)
         plain_class = nn.BatchNorm2d
-    if plain_class is nn.SyncBatchNorm:  # which has a forward of its own
+    if plain_class is nn.SyncBatchNorm:  # whose own forward would come before ours
         plain_class = _OfAnyShape
     layer.__class__ = _joined(kind, plain_class)
     converted = cast(ConvertedBatchNorm, layer)
@@ -318,11 +372,15 @@ def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
 
 @cache
 def _joined(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> type[ConvertedBatchNorm]:
+    """Return the class that inherits from ``plain_class`` and ``kind``, always the same one for both."""
     return type(kind.__name__, (plain_class, kind), {"kinds": (kind, plain_class)})  # pyright: ignore
 
 
 def _new(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> ConvertedBatchNorm:
-    """Return a layer without content, for a copy or a pickle, which know no class that is made while a program runs."""
+    """Return a layer without content, to which a copy or a pickle adds the content.
+
+    They cannot name the layer's class, which is made while a program runs, and so name its two bases.
+    """
     joined = _joined(kind, plain_class)
     return joined.__new__(joined)
 
@@ -335,6 +393,11 @@ def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 def _batch_norm(
     layer: ConvertedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool
 ) -> Tensor:
+    """Return ``x`` normalised by torch's kernel with the weights of ``layer``.
+
+    With ``training``, the statistics are those of ``x``, which replace ``mean`` and ``variance`` (the momentum is 1);
+    without it, they are ``mean`` and ``variance``.
+    """
     return torch.batch_norm(
         x, layer.weight, layer.bias, mean, variance, training, 1.0, layer.eps, torch.backends.cudnn.enabled
     )

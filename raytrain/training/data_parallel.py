@@ -49,7 +49,7 @@ _FORWARD, _BACKWARD = 0.0, 1.0  # the action with which a worker sends its numbe
 
 
 class _Gather:
-    """Gathers the ``row`` of each worker, float64 (1, K), on all workers; it is sent at once, and awaited later."""
+    """Gathers the ``row`` of each worker, float64 (1, K), on all workers; sends it at once, and waits in ``rows``."""
 
     def __init__(self, row: Tensor, worker: Worker, group: Any) -> None:
         self._rows, self._rank = row, worker.rank
@@ -59,7 +59,7 @@ class _Gather:
             self._work = dist.all_gather_into_tensor(self._rows, row, group=group, async_op=True)
 
     def rows(self) -> Tensor:
-        """Return the rows of all workers, (N, K)."""
+        """Return the rows of all workers, (N, K). Raises UsageError if another worker has ended or does not come."""
         try:
             if self._work is not None:
                 self._work.wait()
@@ -85,44 +85,61 @@ class ParallelNetworks(ExactNetworks):
         self._num_backwards = 0  # the same on all workers, unlike the number of forwards
         self._images: LocalImages | None = None  # this worker's images of the microbatch
         self._drawn_for: tuple[Tensor | None, int] = None, -1  # the samples and the step for which dropout draws
-        self._gather: _Gather | None = None  # of the workers' numbers of images in it
+        self._gather: _Gather | None = None  # of the workers' numbers of images in the microbatch
         self._unchecked: list[_Gather] = []  # gathers whose actions are not compared yet
-        self._leader: tuple[nn.Module, bool] | None = None  # the network that began the microbatch, and its mode
-        self._sums_before_steps = False
+        self._leader: nn.Module | None = None  # the network whose forward began the microbatch; None after a backward
+        self._leader_was_training = False  # its mode in that forward
+        self._sums_before_steps = False  # True once a hook sums deferred gradients before each step of an optimizer
 
     def join(self, network: nn.Module, *, sees_forwards: bool) -> None:
-        """Add a ``network`` whose layers are exact, and follow its gradients from now on, before its first call."""
+        """Add a ``network`` whose layers are exact, give it worker 0's weights, and follow its gradients at once.
+
+        A run begins to follow gradients only with its first microbatch.
+        """
         super().join(network, sees_forwards=sees_forwards)
         self.collect_layers()
         self.gradients.follow(self._parameters)
 
     def collect_layers(self) -> None:
-        """Collect the layers and parameters, and make layers exact that the loop has added to a network since."""
-        before = self._layers
+        """Collect the layers and parameters, and make layers exact that the loop has put into a network since."""
+        layers_before = self._layers
         super().collect_layers()
         for network, layers in self._layers.items():
-            if before and layers != before.get(network):
+            if layers_before and layers != layers_before.get(network):
                 make_layers_exact(network, self._batch_norm, "raytrain.parallel")
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Begin a microbatch, if this forward of ``network`` is the first one in it."""
-        is_repeated = torch._C._current_graph_task_id() != -1  # pyright: ignore  # by checkpointing, in a backward
-        # Within torch.func.grad, which returns gradients of this process's images only, like torch.autograd.grad.
+        """Begin a microbatch, if this forward of ``network`` is the first one in it.
+
+        ``images`` is the first tensor that the network gets, with ``num_rows`` rows.
+        """
+        # Three kinds of forwards begin nothing: those that checkpointing repeats in a backward; those within
+        # torch.func.grad, which returns gradients of this process's images only, like torch.autograd.grad; and those of
+        # an evaluation.
+        is_repeated = torch._C._current_graph_task_id() != -1  # pyright: ignore
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-        if is_repeated or is_transformed or not (network.training or torch.is_grad_enabled()):
+        is_evaluation = not network.training and not torch.is_grad_enabled()
+        if is_repeated or is_transformed or is_evaluation:
             return
-        if self._leader is None or network is self._leader[0] or (network.training and not self._leader[1]):
-            self._leader = network, network.training
+        # A network in training mode also begins a microbatch if one in evaluation mode, such as a teacher, came before
+        # it: nothing was gathered for that one.
+        trains_after_evaluation = network.training and not self._leader_was_training
+        if self._leader is None or network is self._leader or trains_after_evaluation:
+            self._leader, self._leader_was_training = network, network.training
             self._begin_images(network, images, num_rows)
         super().before_forward(network, images, num_rows)
 
     def _begin_images(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Begin a microbatch with ``images``, which ``network`` gets."""
+        """Begin a microbatch with ``images``, of ``num_rows`` rows, which ``network`` gets.
+
+        Raises UsageError if more processes train than the networks were made parallel for, or if workers act
+        differently.
+        """
         if self._worker.world_size == 1:
             _check_group_came_first(1)
         self._images = images_of_tensors.known_or_expected(images, num_rows) or LocalImages(num_rows, num_rows)
 
-        # If a backward will follow, gather the numbers of images. An evaluation may run on one worker only.
+        # If a backward will follow, gather the numbers of images. In evaluation mode, one worker may be alone.
         self._gather = None
         if network.training and torch.is_grad_enabled():
             self._gather = self._begin_gather(_FORWARD, self.trained.index(network))
@@ -148,7 +165,10 @@ class ParallelNetworks(ExactNetworks):
         return counts[: self._worker.rank].sum().long() + torch.arange(self._images.num_rows, device=counts.device)
 
     def _share(self) -> Tensor | float:
-        """Return m_j / M, by which a backward multiplies the gradient of each parameter."""
+        """Return m_j / M, by which a backward multiplies the gradient of each parameter; 0.0 without images.
+
+        Raises UsageError if no network was called before the backward.
+        """
         if self._images is None:
             raise UsageError(
                 "A backward reaches a network of raytrain.parallel that has not been called, so nothing says how many "
@@ -168,7 +188,11 @@ class ParallelNetworks(ExactNetworks):
         return self._gather.rows()[:, 0]
 
     def _begin_gather(self, action: float, network: int = 0) -> _Gather:
-        """Begin to gather the numbers of images, and the ``action``, which should be the same on every worker."""
+        """Begin to gather the workers' numbers of images, and what each is about to do, which should be the same.
+
+        ``action`` is _FORWARD, of the ``network`` with this number, or _BACKWARD. Around some backwards, they are
+        compared later, by ``_check_actions``.
+        """
         assert self._images is not None
         row = torch.tensor([[self._images.num_used, action, network]], dtype=torch.float64)
         gather = _Gather(row.to(self._worker.device, non_blocking=True), self._worker, self._group)
@@ -179,7 +203,8 @@ class ParallelNetworks(ExactNetworks):
     @property
     def _is_checked(self) -> bool:
         """True around backward 1, 2, 4, 8, …, because most mistakes show early."""
-        return self._worker.world_size > 1 and not self._num_backwards & (self._num_backwards + 1)
+        number = self._num_backwards + 1  # of the next backward
+        return self._worker.world_size > 1 and number & (number - 1) == 0  # a power of 2
 
     def _check_actions(self) -> None:
         """Wait for the gathers that are not checked yet; raise UsageError unless all workers sent the same actions."""
@@ -188,14 +213,21 @@ class ParallelNetworks(ExactNetworks):
             _check_same_action(gather.rows()[:, 1:].tolist())
 
     def end_backward(self) -> None:
-        """Count the backward; the next forward begins a microbatch."""
+        """Count the backward, and update running statistics; the next forward begins a microbatch.
+
+        Raises UsageError if the workers have acted differently.
+        """
         super().end_backward()
         self._check_actions()
         self._num_backwards += 1
         self._leader = None
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on this worker; the next optimizer step sums those that are left."""
+        """Return a context in which gradients stay on this worker, until the next backward outside of it.
+
+        Those that no backward has summed are summed by the next step of an optimizer of the networks.
+        """
+        # A hook of all optimizers, which goes with these networks. Most loops never need it.
         if not self._sums_before_steps:
             hook = register_optimizer_step_pre_hook(partial(_sum_deferred, weakref.ref(self)))
             weakref.finalize(self, hook.remove)
@@ -204,7 +236,10 @@ class ParallelNetworks(ExactNetworks):
 
 
 def _sum_deferred(reference: weakref.ref[ParallelNetworks], optimizer: Any, *_: object) -> None:
-    """Sum the deferred gradients over the workers, before a step of an ``optimizer`` of one of the networks."""
+    """Sum the deferred gradients over the workers, before a step of an ``optimizer`` of one of the networks.
+
+    It is called before each step of any optimizer, and refers to the networks weakly, so that it keeps none alive.
+    """
     networks = reference()
     if networks is not None and any(id(tensor) in networks.parameter_ids for tensor in parameters_of(optimizer)):
         networks.gradients.sum_deferred()
@@ -248,8 +283,9 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
         batch_norm: ``"sync"`` normalises with the statistics of all processes' images; ``"aggregate"`` with those of
             each process, and joins them for the running statistics, which needs no collective in a forward.
 
-    Raises UsageError for a network in DistributedDataParallel or of TorchScript, and if the networks of processes
-    differ in shape.
+    Raises UsageError for what is no network, for one in DistributedDataParallel, of TorchScript or with lazy layers, if
+    the process group does not exist yet or does not work on the networks' device, and if processes give networks of
+    different shapes or other options.
 
     Example::
 
@@ -293,7 +329,9 @@ def no_sync(network: nn.Module, enabled: bool = True) -> AbstractContextManager[
 
     Args:
         network: a network that :func:`parallel` got; the context also holds for those given with it.
-        enabled: False for the last backward before a step.
+        enabled: False for the last backward before a step, for which the context then does nothing.
+
+    Raises UsageError for a network that :func:`parallel` has not got.
 
     Example::
 
@@ -343,7 +381,8 @@ def _check_network(network: object) -> None:
 def _check_group_came_first(world_size: int) -> None:
     """Raise UsageError if more processes train now than the ``world_size`` for which the networks were made parallel.
 
-    That is so if the process group was made after them, or never.
+    That is so if the process group was made after them, or never: then WORLD_SIZE, which torchrun sets, tells how many
+    processes there are.
     """
     has_group = dist.is_available() and dist.is_initialized()
     in_environment = environ.get("WORLD_SIZE") or "1"
@@ -363,29 +402,31 @@ def _check_group_came_first(world_size: int) -> None:
 def _check_same_networks(worker: Worker, *content: object) -> None:
     """Raise UsageError, on all workers, unless all of them have the same ``content``."""
     try:
-        own = torch.tensor(digest_of(content)[:1], device=worker.device)
-        digests = own.new_empty(worker.world_size)
-        dist.all_gather_into_tensor(digests, own)
+        digest = torch.tensor(digest_of(content)[:1], device=worker.device)
+        digests = digest.new_empty(worker.world_size)
+        dist.all_gather_into_tensor(digests, digest)
     except RuntimeError as error:
         raise UsageError(
             f"raytrain.parallel got a network on {worker.device.type}, and the process group ({dist.get_backend()}) "
             f"does not work there ({error!s:.100}): move the network to the device that it trains on first."
         ) from error
-    if others := [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]:
+    digest_of_rank: list[int] = digests.tolist()
+    if differing_ranks := [rank for rank, number in enumerate(digest_of_rank) if number != digest_of_rank[0]]:
         raise UsageError(
-            f"raytrain.parallel got networks of other shapes or types, or other options, on worker {others[0]} than on "
-            "worker 0; give it the same networks in the same order on every worker."
+            f"raytrain.parallel got networks of other shapes or types, or other options, on worker "
+            f"{differing_ranks[0]} than on worker 0; give it the same networks in the same order on every worker."
         )
 
 
 def _check_same_action(actions: list[list[float]]) -> None:
-    """Raise UsageError unless all workers do the same; ``actions`` has (action, number of the network) of each."""
+    """Raise UsageError unless all workers do the same; ``actions`` has [action, number of the network] of each."""
     texts = [
         "runs a backward" if action == _BACKWARD else f"calls network {number + 1:.0f}" for action, number in actions
     ]
-    if others := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+    if differing_ranks := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        rank = differing_ranks[0]
         raise UsageError(
-            f"Worker 0 {texts[0]} in training mode while worker {others[0]} {texts[others[0]]}: every worker must call "
+            f"Worker 0 {texts[0]} in training mode while worker {rank} {texts[rank]}: every worker must call "
             "the networks of raytrain.parallel and loss.backward() equally often and in the same order; for what one "
             "worker does alone, put the network into evaluation mode, under torch.no_grad()."
         )
