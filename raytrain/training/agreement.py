@@ -38,46 +38,54 @@ def broadcast_weights(model: nn.Module) -> None:
 
 
 def find_not_on_all(tensors: Mapping[str, Tensor], world_size: int) -> list[str]:
-    """Return the names of ``tensors`` that some workers lack, or have in another shape or type; the same on each."""
+    """Return the names of ``tensors`` that some workers lack, or have in another shape or type.
+
+    Every worker calls this, and gets the same names.
+    """
+    # Usually all workers have the same, which one number of each shows.
     kinds = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     digests: list[Any] = [None] * world_size
     dist.all_gather_object(digests, zlib.crc32(repr(sorted(kinds.items())).encode()))
     if len(set(digests)) == 1:
         return []
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, kinds)
-    names = {name: None for kinds in gathered for name in kinds}  # each once, in order
-    return [name for name in names if len({kinds.get(name) for kinds in gathered}) > 1]
+
+    kinds_of_workers: list[Any] = [None] * world_size
+    dist.all_gather_object(kinds_of_workers, kinds)
+    names = dict.fromkeys(name for of_worker in kinds_of_workers for name in of_worker)  # each once, in order
+    return [name for name in names if len({of_worker.get(name) for of_worker in kinds_of_workers}) > 1]
 
 
 @torch.no_grad()
 def find_differing(tensors: Mapping[str, Tensor], step: int, device: torch.device) -> list[str]:
-    """Return the names of the ``tensors`` that differ between workers after ``step`` steps; the same on each worker.
+    """Return the names of the ``tensors`` that differ between workers after ``step`` completed steps.
 
-    Sums of the tensors are compared, by one small all-reduce for all of them, for which the host waits once. Different
-    kinds of processors round differently, so the sums may differ by the precision of the numbers.
+    Every worker calls this with tensors of the same names and shapes, and gets the same names. Sums of the tensors are
+    compared, by one small all-reduce for all of them, for which the host waits once. Different kinds of processors
+    round differently, so the sums may differ by the precision of the numbers.
     """
     if not tensors:
         return []
     # Optimizers keep some numbers on the CPU; the workers compare all of them on their ``device``.
     digests = torch.stack([_digest(tensor).to(device) for tensor in tensors.values()])  # (T, 4)
+    # The largest of all workers' -x is minus the smallest x, so one all-reduce gives both extremes.
     extremes = torch.stack([digests, -digests])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    spread = (extremes[0] + extremes[1]).amax(dim=1)
+    spread = (extremes[0] + extremes[1]).amax(dim=1)  # (T,), the largest difference in any of the four sums
     # The sum of random rounding errors grows with the square root of their number. Integers must not differ at all.
     precisions = [
         torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
         for tensor in tensors.values()
     ]
     rounding = torch.tensor([_ROUNDINGS * precision for precision in precisions], dtype=torch.float64)
-    allowed = rounding.to(spread.device) * max(step, 1) ** 0.5 * extremes[0, :, -1]
+    norms = extremes[0, :, -1]
+    allowed = rounding.to(spread.device) * max(step, 1) ** 0.5 * norms
     return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
 
 
 def has_digest(tensor: Any) -> bool:
-    """Return whether :func:`digest_of_tensors` takes ``tensor``: a plain tensor with numbers in it.
+    """Return whether ``tensor`` is a plain tensor with numbers in it, which :func:`digest_of_tensors` can add up.
 
-    Sparse, quantized and lazy ones are none, nor are those with which torch.compile and vmap trace a function.
+    Sparse, quantized and lazy tensors are not, nor are those with which torch.compile and vmap trace a function.
 
     Example: ``digests = digest_of_tensors(filter(has_digest, network.buffers()))``
     """
@@ -88,15 +96,16 @@ def has_digest(tensor: Any) -> bool:
 
 
 def digest_of_tensors(tensors: Iterable[Tensor]) -> Tensor:
-    """Return four sums of each of the k tensors, float64 (k, 4), on their device. They change if the tensor does."""
+    """Return four sums of each of the k ``tensors``, float64 (k, 4), on their device. They change if a tensor does."""
     digests = [_digest(tensor.detach()) for tensor in tensors]
     return torch.stack(digests) if digests else torch.zeros(0, 4, dtype=torch.float64)
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return the sums of all, of every second and of every third element, and the norm: float64 (4,).
+    """Return the sums of all, of every second and of every third element of ``tensor``, and its norm: float64 (4,).
 
-    NaN and infinity are replaced by numbers, which can be compared.
+    So elements that change places change the digest, too. NaN and infinity are replaced by numbers, which can be
+    compared.
     """
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     if values.is_floating_point() and values.element_size() == 1:  # torch does not add up numbers of 8 bits
@@ -107,7 +116,9 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def digest_of(value: object) -> tuple[int, int]:
-    """Return a number for ``value`` and its square, whose sums over the workers are exact in float64.
+    """Return a number for ``value``, of its ``repr``, and the number's square, for :func:`digests_agree`.
+
+    The number has 20 bits, so that the sums of both over the workers are exact in float64.
 
     Example::
 
@@ -120,17 +131,19 @@ def digest_of(value: object) -> tuple[int, int]:
 
 
 def digests_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether all workers had equal digests, given the ``sums`` over the workers of both numbers of
-    :func:`digest_of`.
+    """Return whether all workers had equal numbers.
+
+    ``sums`` are the sums over the workers of both numbers of :func:`digest_of`.
     """
-    digests, squares = map(int, sums)
-    return digests**2 == squares * world_size
+    sum_of_numbers, sum_of_squares = map(int, sums)
+    return sum_of_numbers**2 == sum_of_squares * world_size
 
 
 def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
-    """Return the metrics that an evaluation has ``measured`` on worker 0, on all workers.
+    """Return, on all workers, the metrics that an evaluation has ``measured`` on worker 0.
 
-    Raises UsageError on all workers if theirs differ, because they would decide differently whether to stop.
+    Raises UsageError if they are not numbers by name, or have names that the history uses itself; and on all workers if
+    their metrics differ, because they would decide differently whether to stop.
     """
     # Check this worker's own numbers.
     try:
@@ -139,21 +152,22 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
         raise UsageError(
             f"The loop's evaluation must return numbers by name, and returned something else: {error}."
         ) from None
-    if taken := [name for name in numbers if name in OWN_COLUMNS]:
+    if taken_names := [name for name in numbers if name in OWN_COLUMNS]:
         raise UsageError(
-            f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
+            f"The loop's evaluation returned {taken_names[0]}, which the metrics history has already; give it another "
+            "name."
         )
 
     # Compare the numbers of all workers; rounding may differ between kinds of processors.
-    gathered: list[Any] = [numbers] * world_size
+    numbers_of_workers: list[Any] = [numbers] * world_size
     if world_size > 1:
-        dist.all_gather_object(gathered, numbers)
-    for rank, other in enumerate(gathered):
-        for name in {**gathered[0], **other}:
-            first, second = gathered[0].get(name), other.get(name)
+        dist.all_gather_object(numbers_of_workers, numbers)
+    for rank, of_worker in enumerate(numbers_of_workers):
+        for name in {**numbers_of_workers[0], **of_worker}:
+            first, second = numbers_of_workers[0].get(name), of_worker.get(name)
             if first is None or second is None or not np.isclose(first, second, rtol=1e-6, atol=0, equal_nan=True):
                 raise UsageError(
                     f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
                     "what each worker counts with run.total(...), so that all have the same numbers."
                 )
-    return gathered[0]
+    return numbers_of_workers[0]

@@ -1,4 +1,7 @@
-"""Batch norm with the statistics of the global batch, as a function that can be differentiated on all ranks."""
+"""The arithmetic of synchronised batch norm: statistics of the global batch, and a gradient that passes through them.
+
+:mod:`raytrain.training.batchnorm` has the layers that use it.
+"""
 
 from __future__ import annotations
 
@@ -38,35 +41,39 @@ class NormaliseTogether(torch.autograd.Function):
             )
         x, weight, mean, variance, total, weight_of_loss = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
-        if ctx.placeholder:  # or no image at all, for which torch's kernel would crash
-            # Zeros, even if a loop's own loss counts the placeholder. They depend on dy: otherwise torch.compile would
-            # move their all-reduce into the forward, so that the order of collectives differs between workers.
+        if ctx.placeholder:
+            # Without images on this rank (x may have no rows, for which torch's kernel would crash), all gradients are
+            # zeros, even if a loop's own loss counts the placeholder. The zeros depend on dy: otherwise torch.compile
+            # would move their all-reduce into the forward, and the order of collectives would differ between workers.
             nothing = dy.sum().nan_to_num() * 0
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight) + nothing, torch.zeros_like(weight)
-        else:  # with training=False, the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy
+        else:
+            # With training=False, the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
             )
+        # Join the sums over the ranks, and subtract the two terms of dx that contain them.
         if ctx.needs_input_grad[0]:
             sums = torch.stack([dweight, dbias]).mul_(weight_of_loss)  # (2, C)
             if world_size() > 1:
                 dist.all_reduce(sums)
             if not ctx.placeholder:
+                # They are -w·s·Σ(dy·x̂) / M · x̂ and -w·s·Σdy / M: of the form w'·x̂ + b', which batch_norm computes.
                 sums *= -weight * invstd / (total * weight_of_loss)
-                # The two missing terms have the form w'·x̂ + b', which batch_norm computes.
                 dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)
             else:
                 # Use the result of the all-reduce, because torch.compile drops a collective whose result is unused.
                 nothing = sums.sum() * 0
                 dx, dweight, dbias = dx + nothing, dweight + nothing, dbias + nothing
-        return dx, dweight, dbias, None, None, None, None, None, None
+        return dx, dweight, dbias, None, None, None, None, None, None  # one for each input of forward
 
 
 def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    This rank has ``count`` values of each channel. The statistics of all ranks are joined by the formula of Chan, Golub
-    and LeVeque (1983), in float32, or in float64 for float64 images.
+    All ranks call this. This one has ``count`` values of each channel in ``x``, (B, C, ...); 0 if ``x`` is a
+    placeholder. The statistics of all ranks are joined by the formula of Chan, Golub and LeVeque (1983), in float32, or
+    in float64 for float64 images.
     """
     # One row per rank: its count, means and variances (1 + 2C), all 0 for a placeholder.
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -52,9 +52,11 @@ class ExactNetworks:
     """Networks that compute on several workers together the same as on one.
 
     Args:
-        share: returns m_j / M, see :class:`~raytrain.training.gradients.ExactGradients`.
+        worker: this process among the workers, and its device.
+        share: returns m_j / M, the part of the global batch's M images that this worker has at the moment, by which a
+            backward multiplies gradients: a number, or a tensor () on the device; exactly 0.0 without images.
         report: gets notes for the user.
-        gradients_in_bfloat16: see :class:`~raytrain.training.gradients.ExactGradients`.
+        gradients_in_bfloat16: send gradients in float32 as bfloat16, in half as many bytes.
 
     Example::
 
@@ -73,7 +75,7 @@ class ExactNetworks:
         *,
         gradients_in_bfloat16: bool = False,
     ) -> None:
-        self.trained: list[nn.Module] = []
+        self.trained: list[nn.Module] = []  # the networks, in the order in which they joined
         self.parameter_ids: set[int] = set()  # id() of each parameter at the begin of the microbatch
         self.gradients = ExactGradients(worker, share, self.end_backward, report, in_bfloat16=gradients_in_bfloat16)
         self._worker = worker
@@ -105,12 +107,18 @@ class ExactNetworks:
     ) -> None:
         """Make all networks ready for forwards and backwards of a microbatch.
 
+        That also joins the statistics of batch norm that earlier forwards have left, and drops the gradients of a
+        backward that has failed.
+
         Args:
             num_used: the number of this worker's images that count, m_j.
             samples: the images as rows of the manifest, int64 (m_j,), or a function that returns them, which is called
                 only if dropout needs them.
             scales_gradients: False if this worker's gradients are those of the global batch already.
-            is_new: False if the loop gives images to a network again, so that dropout goes on to count its calls.
+            step: counted from 0; dropout draws other numbers in each step.
+            seed: of the random numbers of dropout.
+            is_new: False if the loop gives the same images to a network again, so that dropout, which draws other
+                numbers in each call, goes on to count its calls.
         """
         self.join_statistics()
         self.collect_layers()
@@ -124,27 +132,29 @@ class ExactNetworks:
             self.gradients.follow(self._parameters)
 
     def collect_layers(self) -> None:
-        """Collect the layers and parameters of all networks, which a loop may change at any time.
+        """Collect the layers and parameters of all networks, because a loop may change its networks at any time.
 
         The walk costs measurable time in a step of a small network, so both are collected together.
         """
         self._layers = {network: list(network.modules()) for network in self.trained}
         owners = (layer._parameters for layers in self._layers.values() for layer in layers)  # pyright: ignore[reportPrivateUsage]
-        # Keyed by id, as in the buckets, because hashing a tensor is slow.
-        found: dict[int, Tensor] = {
+        # Layers may share a parameter. The dictionary is keyed by id, because hashing a tensor is slow.
+        parameter_of_id: dict[int, Tensor] = {
             id(tensor): tensor for owner in owners for tensor in owner.values() if tensor is not None
         }
-        parameters = list(found.values())
-        # During torch.func.functional_call, other tensors take the places of parameters, to which gradients still flow.
+        parameters = list(parameter_of_id.values())
+        # During torch.func.functional_call, plain tensors take the places of parameters. Gradients still flow to the
+        # parameters, so these stay as they were collected before.
         if Tensor in set(map(type, parameters)):
             return
-        self._parameters, self.parameter_ids = parameters, set(found)
+        self._parameters, self.parameter_ids = parameters, set(parameter_of_id)
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Have batch norm of ``network`` count the ``images`` that its next forward gets.
+        """Have batch norm of ``network`` count the ``images`` that its next forward gets, or not if they count nothing.
 
-        They may be of an earlier microbatch, in which this worker had images and now has none, or the other way round.
-        A network that was added since the microbatch began counts all its images, as new layers do.
+        ``images`` is the first tensor that the network gets, with ``num_rows`` rows. They may be of an earlier
+        microbatch, in which this worker had images and now has none, or the other way round. A network that was added
+        since the microbatch began counts all its images, as new layers do.
         """
         if network not in self._layers:
             return
@@ -156,7 +166,7 @@ class ExactNetworks:
             self._num_counted[network] = num_used
 
     def end_backward(self) -> None:
-        """Update the running statistics of batch norm; called after a backward, when all gradients have arrived."""
+        """Update the running statistics of batch norm; called after each backward, when its gradients have arrived."""
         self.join_statistics()
 
     def join_statistics(self) -> None:
@@ -166,30 +176,31 @@ class ExactNetworks:
 
 
 class BeforeForward:
-    """A hook before each forward of a network, which passes the inputs to ``networks``.
+    """A hook before each forward of a network, which gives the images among the inputs to ``networks``.
 
     A copy or a pickle of a network gets a hook that does nothing, because the copy is not prepared.
     """
 
-    _torchdynamo_disable = True  # so that torch.compile does not compile it
+    _torchdynamo_disable = True  # so that torch.compile does not compile the hook
 
     def __init__(self, networks: ExactNetworks | None = None) -> None:
         self.networks = networks
 
-    @torch._disable_dynamo  # pyright: ignore  # nor the functions that it calls
+    @torch._disable_dynamo  # pyright: ignore  # so that it does not compile the functions that the hook calls either
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.networks is not None:
             self.networks.before_forward(network, *_rows_among((*inputs, *options.values())))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Make a hook without networks of a copy or a pickle."""
         return BeforeForward, ()
 
 
 def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
-    """Return the first tensor with rows in ``inputs``, also within lists, dictionaries and records, and their number.
+    """Return the first tensor with rows in ``inputs``, also within lists, dictionaries and dataclasses, and its length.
 
-    A list of tensors (C, H, W) counts as a batch of images of different sizes, an empty list as one of no images: None
-    and 0. Without any tensor, return None and 1.
+    A list of tensors (C, H, W) is a batch of images of different sizes: the first of them and their number are
+    returned, for an empty list None and 0. Without any tensor, return None and 1.
     """
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim:
@@ -198,7 +209,12 @@ def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
             return (value[0] if value else None), len(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        # Look into what contains other values; anything else contains none.
+        nested: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            nested = value.values()
+        elif isinstance(value, (list, tuple)):
+            nested = value
         images, num_rows = _rows_among(nested)
         if images is not None:
             return images, num_rows

@@ -1,4 +1,8 @@
-"""Follows the steps of a loop's optimizers, by torch's own step hooks, without replacing anything of the optimizers."""
+"""Follows the steps of a loop's optimizers, by torch's own step hooks, without replacing anything of the optimizers.
+
+Before each step, deferred gradients are summed over the workers, and it is checked that checkpoints hold what the step
+changes. During the step, autocast is off, and a closure returns the loss of the global batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,10 @@ from raytrain.training.protocols import Worker
 
 @contextmanager
 def optimizer_hooks(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
-    """Call ``before`` and ``after`` with the optimizer at each step of any optimizer of this process, in this context.
+    """Call ``before`` and ``after`` at each step of any optimizer of this process, in this context.
+
+    Both get the optimizer, and the arguments of its ``step`` as a tuple and a dictionary. ``before`` may return other
+    ones.
 
     Example: ``with optimizer_hooks(lambda optimizer, *_: print(optimizer), lambda *_: None): optimizer.step()``
     """
@@ -58,13 +65,15 @@ class OptimizerSteps:
         self._rates: list[float | Tensor] = []  # of the groups of the optimizers in the last batch in which any stepped
         self._rates_step: int | None = None  # the step of that batch
         self.num_waiting: dict[Optimizer, int] = {}  # batches for which gradients of an optimizer wait for its step
-        self._stepped: set[int] = set()  # IDs of the parameters that an optimizer has stepped since then
-        self._gradients: dict[Optimizer, dict[int, tuple[int, int]]] = {}  # ID and version, after the last batch
+        self._stepped: set[int] = set()  # IDs of the parameters that optimizers have stepped in the current batch
+        # After the last batch, the gradients of each optimizer: by the ID of the parameter, ID and version of its grad.
+        self._gradients: dict[Optimizer, dict[int, tuple[int, int]]] = {}
         self._config, self._models, self._state, self._worker = config, models, state, worker
         self._share, self._num_steps = share, num_steps
         self._step: int | None = None  # the step of the current batch, counted from 0
-        self._autocast_before: list[bool] = []  # one for each running step, as an optimizer may wrap another one
-        self._first_rates: dict[Optimizer, list[float]] = {}  # in a search for a learning rate
+        # Whether autocast was on before each running step: a stack, because an optimizer may wrap another one.
+        self._autocast_before: list[bool] = []
+        self._first_rates: dict[Optimizer, list[float]] = {}  # of its groups, in a search for a learning rate
 
     def followed(self) -> AbstractContextManager[None]:
         """Follow the steps of all optimizers of this process in this context."""
@@ -77,10 +86,11 @@ class OptimizerSteps:
         self._stepped.clear()
 
     def end(self) -> None:
-        """Note, after a batch, which of several optimizers have gradients that wait for a step in a later batch.
+        """Count in ``num_waiting``, after a batch, for how many batches each optimizer's gradients wait for its step.
 
-        They do if they have changed and no optimizer has stepped their parameters, as in a loop whose optimizers step
-        at different paces: a checkpoint would lose them.
+        They wait if they have changed and no optimizer has stepped their parameters, as in a loop whose optimizers step
+        at different paces: a checkpoint would lose them. With a single optimizer, nothing is counted, because
+        ``has_stepped`` says the same.
         """
         if len(self._state.optimizers) < 2:
             return
@@ -90,23 +100,27 @@ class OptimizerSteps:
                 for parameter in parameters_of(optimizer)
                 if parameter.grad is not None
             }
-            before = self._gradients.get(optimizer, {})
-            left = [number for number in gradients if number not in self._stepped]
-            has_changed = any(gradients[number] != before.get(number) for number in left)
-            number = self.num_waiting.get(optimizer, 0)
-            self.num_waiting[optimizer] = number + 1 if left and (number or has_changed) else 0
+            # Gradients that have not changed in this batch are left over from a step, unless they waited before.
+            gradients_before = self._gradients.get(optimizer, {})
+            not_stepped = [key for key in gradients if key not in self._stepped]
+            has_changed = any(gradients[key] != gradients_before.get(key) for key in not_stepped)
+            num_waiting = self.num_waiting.get(optimizer, 0)
+            self.num_waiting[optimizer] = num_waiting + 1 if not_stepped and (num_waiting or has_changed) else 0
             self._gradients[optimizer] = gradients
 
     def take_learning_rates(self) -> list[float | Tensor]:
-        """Return the rates in the last batch in which an optimizer stepped; none if none has since the last call."""
+        """Return the learning rates of all groups in the last batch in which an optimizer stepped, and forget them.
+
+        There are none if no optimizer has stepped since the last call.
+        """
         rates, self._rates = self._rates, []
         return rates
 
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in the state of an optimizer after ``step`` steps.
 
-        Checkpoints hold that of worker 0. Optimizers that divide their work among the processes keep, on each of them,
-        the state of some of the weights alone: the run is right until it resumes.
+        Checkpoints hold the state of worker 0. Optimizers that divide their work among the processes keep, on each of
+        them, the state of some of the weights alone: the run is right until it resumes.
         """
         if self._worker.world_size == 1:
             return
@@ -127,16 +141,23 @@ class OptimizerSteps:
         weights, tensors = self._models.weight_names(), dict[str, Tensor]()
         for number, optimizer in enumerate(self._state.optimizers, start=1):
             prefix = f"optimizer {number}'s " if number > 1 else ""
+            # Usually the state of each weight is a dictionary of tensors and numbers. Some optimizers keep something of
+            # all weights together, by a text, or lists of tensors.
             for key, kept in optimizer.state.items():
-                of = weights.get(id(key), "a weight") if isinstance(key, Tensor) else str(key)
+                owner = weights.get(id(key), "a weight") if isinstance(key, Tensor) else str(key)
                 for name, value in kept.items() if isinstance(kept, dict) else [("state", kept)]:
-                    for index, leaf in enumerate(tree_leaves(value)):  # some keep lists of tensors
+                    for index, leaf in enumerate(tree_leaves(value)):
                         if isinstance(leaf, Tensor):
-                            tensors[f"{prefix}{name}{f' {index}' if index else ''} of {of}"] = leaf
+                            tensors[f"{prefix}{name}{f' {index}' if index else ''} of {owner}"] = leaf
         return tensors
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Prepare a step of ``optimizer``; return arguments and options that replace those of the step, or None."""
+        """Prepare a step of ``optimizer``; return arguments and options that replace those of the step, or None.
+
+        Raises UsageError if checkpoints lack the optimizer, its scheduler or the weights that it trains, and, in a
+        search for a learning rate, if its first rate is 0.
+        """
+        # Steps before the first batch, and of what is in no prepared network, are none of the run's.
         if self._step is None or not self._trains(optimizer):
             return None
         if not self._state.holds(optimizer):
@@ -144,6 +165,7 @@ class OptimizerSteps:
                 f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would "
                 "lose its state; give it to run.prepare before the first batch."
             )
+        # torch marks the step of an optimizer that has a scheduler.
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._state.holds_scheduler(optimizer):
             raise UsageError(
                 "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
@@ -167,10 +189,11 @@ class OptimizerSteps:
             for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
                 group["lr"] = rate * first_rate / first_rates[0]
 
-        # A learning rate may be a tensor, which a scheduler changes in place. Reading it now would wait for the device.
+        # Note the learning rates, after those of other optimizers in this batch. A rate may be a tensor, which a
+        # scheduler changes in place, so it is copied; reading it now would wait for the device.
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        before = self._rates if self._rates_step == self._step else []  # of other optimizers in this batch
-        self._rates = [*before, *(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)]
+        rates_of_others = self._rates if self._rates_step == self._step else []
+        self._rates = [*rates_of_others, *(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)]
         self._rates_step = self._step
 
         # Autocast is for the networks' computations: a step in 16 bits would lose small changes.
@@ -187,7 +210,7 @@ class OptimizerSteps:
         return None
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        """Note a step of ``optimizer``; torch calls this after each step of each optimizer."""
+        """Note a step of ``optimizer``, and restore autocast; torch calls this after each step of each optimizer."""
         if self._step is not None and self._trains(optimizer):
             self.has_stepped = True
             self._stepped.update(map(id, parameters_of(optimizer)))
@@ -201,7 +224,11 @@ class OptimizerSteps:
         return any(id(parameter) in ids for parameter in parameters_of(optimizer))
 
     def _joined_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the loss of the global batch for an optimizer that decides by it, such as LBFGS with a line search."""
+        """Call ``closure``, and return the loss of the global batch in place of the loss of this worker's images.
+
+        Optimizers such as LBFGS with a line search decide by it, so it must be the same on all workers. The networks in
+        the closure compute with autocast as before the step.
+        """
         torch.set_autocast_enabled(self._worker.device.type, self._autocast_before[-1])
         try:
             loss = closure()
@@ -209,8 +236,10 @@ class OptimizerSteps:
             torch.set_autocast_enabled(self._worker.device.type, False)
         if not isinstance(loss, Tensor):
             return loss
+        # The loss of a placeholder is left out, because 0 · NaN would be NaN.
         share = self._share()
-        joined = loss.detach() * share if isinstance(share, Tensor) or share else torch.zeros_like(loss.detach())
+        has_images = isinstance(share, Tensor) or share > 0
+        joined = loss.detach() * share if has_images else torch.zeros_like(loss.detach())
         if self._worker.world_size > 1:
             dist.all_reduce(joined)
         return joined

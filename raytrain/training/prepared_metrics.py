@@ -16,23 +16,29 @@ import torch.distributed as dist
 
 from raytrain.errors import UsageError
 
-_PREPARED = "leaves_out_placeholders"  # marks the method ``update`` of a prepared metric
+_PREPARED = "leaves_out_placeholders"  # an attribute that marks the method ``update`` of a prepared metric
 
 
 def is_metric(thing: object) -> bool:
-    """Return whether ``thing`` is a metric or a collection of ``torchmetrics``, which need not be installed."""
+    """Return whether ``thing`` is a metric or a collection of ``torchmetrics``, by its methods.
+
+    So ``torchmetrics`` is not imported, and need not be installed.
+    """
     return all(callable(getattr(thing, name, None)) for name in ("persistent", "compute", "reset"))
 
 
 def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
-    """Let checkpoints hold the state of ``metric``, and let it learn nothing from a placeholder."""
+    """Change ``metric`` in place: checkpoints then hold its state, and it learns nothing from a placeholder.
+
+    ``is_placeholder`` tells, when the loop updates the metric, whether this worker has a placeholder at the moment.
+    """
     metric.persistent(True)
     for member in _members(metric).values():
         member.update = _without_placeholders(member.update, is_placeholder)
 
 
 def _without_placeholders(update: Callable[..., Any], is_placeholder: Callable[[], bool]) -> Callable[..., Any]:
-    """Return ``update`` of a metric as a method that ignores placeholders."""
+    """Return a method that calls ``update`` of a metric, unless the worker has a placeholder."""
 
     @wraps(update)
     def update_with_images(*arguments: Any, **options: Any) -> None:
@@ -44,9 +50,10 @@ def _without_placeholders(update: Callable[..., Any], is_placeholder: Callable[[
 
 
 def joined_values(metric: Any, world_size: int) -> dict[str, Any]:
-    """Return the values of ``metric`` over all workers' images, by name in a collection. Every worker calls this.
+    """Return the values of ``metric`` over all workers' images, by their names in a collection, or "" for a single one.
 
-    Raises UsageError if it is not prepared: it would learn from placeholders, and lose its state in a resume.
+    Every worker calls this. Raises UsageError if the metric is not prepared, because it would learn from placeholders,
+    and lose its state in a resume.
     """
     if not all(hasattr(member.update, _PREPARED) for member in _members(metric).values()):
         raise UsageError(
@@ -70,17 +77,20 @@ def _members(metric: Any) -> dict[str, Any]:
 
 
 def _joined(metric: Any, world_size: int) -> Any:
-    """Return a copy of ``metric`` with the states of all workers, which no longer communicates itself."""
+    """Return a copy of ``metric`` with the states of all workers, which no longer communicates itself.
+
+    Every worker calls this. Raises UsageError if the metric has a state that cannot be merged.
+    """
     joined = copy.deepcopy(metric)
-    joined.distributed_available_fn = bool  # a function that returns False, so that it does not communicate
+    joined.distributed_available_fn = bool  # bool() is False: no process group for it
     if world_size == 1:
         return joined
-    gathered: list[Any] = [metric] * world_size
-    dist.all_gather_object(gathered, metric)
+    metrics_of_workers: list[Any] = [metric] * world_size
+    dist.all_gather_object(metrics_of_workers, metric)
     joined.reset()
     try:
-        for other in gathered:
-            joined.merge_state(other.to(joined.device))
+        for of_worker in metrics_of_workers:
+            joined.merge_state(of_worker.to(joined.device))
     except RuntimeError as error:
         raise UsageError(
             f"The states of {type(metric).__name__} on several workers cannot be merged ({error}); log sums of this "

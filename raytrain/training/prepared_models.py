@@ -46,7 +46,7 @@ _CAUSE_IN_WEIGHTS = (
     "changes them from all workers' images, with run.total, run.mean or run.gather"
 )
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
-_MUST_BE_FINITE = ("running_mean", "running_var")  # of the buffers; others, such as attention masks, may be infinite
+_FINITE_BUFFERS = ("running_mean", "running_var")  # names of buffers; others, such as attention masks, may be infinite
 
 
 def shapes_of(model: nn.Module) -> list[tuple[int, ...]]:
@@ -58,10 +58,12 @@ def shapes_of(model: nn.Module) -> list[tuple[int, ...]]:
 def apply_options(model: nn.Module, config: TrainConfig) -> None:
     """Apply gradient checkpointing, mixed precision and compilation to ``model``, in place, as the options ask.
 
-    Its class stays the same, and copies of it compute the same way with their own weights.
+    Its class stays the same, and copies of it compute the same way with their own weights. Raises UsageError for
+    gradient checkpointing of a network that has no blocks.
     """
     if config.gradient_checkpointing:
-        batchnorm.count_once(checkpoint_gradients(model))
+        checkpoint_gradients(model)
+        batchnorm.count_once(model)  # a batch whose forward is repeated in the backward
     prepare_for_autocast(model, config.precision)
     if config.compile_mode is not None:
         compile_network(model, config.compile_mode)
@@ -71,9 +73,9 @@ def checkpoint_gradients(model: nn.Module) -> nn.Module:
     """Let ``model`` keep only the inputs of its blocks, and compute their activations again during the backward.
 
     Networks of timm name their blocks themselves. In others, a block is a member of an ``nn.Sequential`` or
-    ``nn.ModuleList`` that has layers of its own. The trained weights stay the same: our dropout draws the same numbers
-    again, and our batch norm counts a batch once. Changes the network in place, and returns it. Raises UsageError if it
-    has no blocks.
+    ``nn.ModuleList`` that has layers of its own. The network is trained as without this: our dropout draws the same
+    numbers again, and our batch norm counts a batch once, after ``batchnorm.count_once``. Changes the network in place,
+    and returns it. Raises UsageError if it has no blocks.
     """
     enable: Callable[[], Any] | None = getattr(model, "set_grad_checkpointing", None)
     if enable is not None:
@@ -94,7 +96,7 @@ def checkpoint_gradients(model: nn.Module) -> nn.Module:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost members of sequences that have layers of their own."""
+    """Yield the blocks in ``module``: the outermost members of its sequences that have layers of their own."""
     for child in module.children():
         is_block = isinstance(module, _SEQUENCES) and not isinstance(child, _SEQUENCES) and any(child.children())
         yield from [child] if is_block else _blocks(child)
@@ -118,39 +120,47 @@ class PreparedModels(ExactNetworks):
     ) -> None:
         super().__init__(worker, share, report, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
         self.named: dict[str, nn.Module] = {}  # the networks and averages of weights, by their names in checkpoints
-        self.built_by_options: set[str] = set()  # networks that the options name, as the text of their layers
+        self.built_by_options: set[str] = set()  # networks that run.build_model has made, as the text of their layers
         self._config = config
         self._state = state
-        self._average: WeightAverage | None = None  # of the first network
-        self._called: dict[str, StateDict | None] = {}  # networks that the last evaluation called, and their weights
+        self._average: WeightAverage | None = None  # of the first network's weights, if the loop prepares one
+        # The networks that the last evaluation called, by name, with the weights that they had, or None if not kept.
+        self._called: dict[str, StateDict | None] = {}
 
     def add(self, model: nn.Module) -> nn.Module:
-        """Prepare ``model`` in place, and return it."""
+        """Prepare ``model`` in place, as described at the top of this module, and return it.
+
+        Raises UsageError if the network, or an option for it, does not work on several workers, or if the checkpoint
+        has another one.
+        """
+        # Its batch norm and dropout become those of all workers. Layers without running statistics cannot be frozen, so
+        # they are synchronised.
         is_built_by_options = str(model) in self.built_by_options
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
-        frozen = self._config.batch_norm == "frozen"
-        if frozen:
+        is_frozen = self._config.batch_norm == "frozen"
+        if is_frozen:
             batchnorm.freeze(model)
-        # Layers without running statistics have nothing to freeze.
-        make_layers_exact(model, "sync" if frozen else self._config.batch_norm, "run.prepare")  # pyright: ignore
+        make_layers_exact(model, "sync" if is_frozen else self._config.batch_norm, "run.prepare")  # pyright: ignore
         if self._worker.world_size > 1 and self._config.compile_mode is not None:
             check_recordable(model, self._config.compile_mode)
-        # Complex parameters stay complex, because float() and double() change real ones only.
+
+        # It moves to the device, and gets its weights: first those of a checkpoint, then those of worker 0. Complex
+        # parameters stay complex, because float() and double() change real ones only.
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
-        # Weights of a checkpoint are loaded after the cast, because the cast would round them.
-        name = self._state.add("model", model)
+        name = self._state.add("model", model)  # after the cast, which would round the checkpoint's weights
         # With --compile, a hook before the forward would be compiled, too.
         self.join(model, sees_forwards=self._worker.world_size > 1 and not self._config.compile)
+
         apply_options(model, self._config)
         if is_built_by_options:
-            self.built_by_options.add(str(model))  # its layers have other classes by now
+            self.built_by_options.add(str(model))  # its layers have other classes by now, and so another text
         self.named[name] = model.module if isinstance(model, AveragedModel) else model
         return model
 
     def add_average(self, average: WeightAverage) -> None:
-        """Prepare an ``average``; the run is evaluated with it if it is that of the first network."""
+        """Keep an ``average`` in checkpoints; the run is evaluated with it if it is that of the first network."""
         is_first = self.trained[:1] == [average.source]
         self.named[self._state.add("average" if is_first else "state", average)] = average.model
         if is_first:
@@ -177,26 +187,30 @@ class PreparedModels(ExactNetworks):
             torch.compiler.cudagraph_mark_step_begin()
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if ``optimizer`` trains a parameter that is in no prepared network, or in a new layer."""
-        unknown = self._unknown_parameters(optimizer)
-        if not unknown:
+        """Raise UsageError if ``optimizer`` trains a parameter that is in no prepared network.
+
+        On several workers, also raise it for a parameter in a layer that the loop has put into a network since the
+        microbatch began: its gradient was not summed.
+        """
+        new_or_unknown = self._unknown_parameters(optimizer)
+        if not new_or_unknown:
             return
-        self.collect_layers()  # the loop may have changed a network since the microbatch began
-        for parameter in self._unknown_parameters(optimizer):
+        self.collect_layers()  # with layers that the loop has put in since
+        if unknown := self._unknown_parameters(optimizer):
             raise UsageError(
-                f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
+                f"The optimizer trains a parameter of the shape {tuple(unknown[0].shape)} that is in no prepared "
                 "network, so no checkpoint would hold it: give its network to run.prepare, or nn.ParameterList([...]) "
                 "of single ones."
             )
         if self._worker.world_size > 1:
             raise UsageError(
-                f"The loop put a layer with a parameter of the shape {tuple(unknown[0].shape)} into a network after it "
-                "got its batch, so that its first gradient is that of one worker's images: change the network before "
-                "the next batch, at the start of an epoch."
+                f"The loop put a layer with a parameter of the shape {tuple(new_or_unknown[0].shape)} into a network "
+                "after it got its batch, so that its first gradient is that of one worker's images: change the network "
+                "before the next batch, at the start of an epoch."
             )
 
     def _unknown_parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters of ``optimizer`` with a gradient that were in no network when the microbatch began."""
+        """Return the parameters of ``optimizer`` with a gradient that were in no network when layers were collected."""
         trained = (parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
         return [parameter for parameter in trained if id(parameter) not in self.parameter_ids]
 
@@ -218,17 +232,22 @@ class PreparedModels(ExactNetworks):
     def evaluating(self, *, keeps_weights: bool = False) -> Iterator[None]:
         """Put all networks into evaluation mode for this context; afterwards each layer is in its own mode again.
 
-        With ``keeps_weights``, worker 0 copies the weights of each network that is called, for :meth:`swapped_weights`.
+        In the context, networks compute in the run's precision, and it is noted which ones are called, for
+        :meth:`measured`. With ``keeps_weights``, worker 0 copies the weights of each of these, for
+        :meth:`swapped_weights`.
         """
         self.join_statistics()  # the loop may have used the networks since its last backward
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
-        # Note which networks the evaluation calls. With --compile, a hook would be compiled, too, so all are noted.
-        self._called = dict.fromkeys(self.named if self._config.compile else ())
-        watched = () if self._config.compile else self.named.items()
-        note = partial(_note_call, self._called, keeps_weights and self._worker.rank == 0)
-        hooks = [model.register_forward_pre_hook(partial(note, name)) for name, model in watched]
+        # Note which networks the evaluation calls, by hooks. With --compile, hooks would be compiled, too, so all
+        # networks count as called.
+        if self._config.compile:
+            self._called, hooks = dict.fromkeys(self.named), []
+        else:
+            self._called = {}
+            note = partial(_note_call, self._called, keeps_weights and self._worker.rank == 0)
+            hooks = [model.register_forward_pre_hook(partial(note, name)) for name, model in self.named.items()]
         try:
             with self.computing():
                 yield
@@ -239,7 +258,10 @@ class PreparedModels(ExactNetworks):
                 layer.training = training
 
     def measured(self) -> str | None:
-        """Return the name of the network that the last evaluation called; of several, the average or the first one."""
+        """Return the name of the network that the last evaluation called; None if it called none.
+
+        Of several, it is the average of the first network's weights, or else the first one that was prepared.
+        """
         averages_first = sorted(self.named, key=lambda name: name != "average")
         return next((name for name in averages_first if name in self._called), None)
 
@@ -249,10 +271,11 @@ class PreparedModels(ExactNetworks):
         return str(self.named[measured] if measured else self.evaluated) not in self.built_by_options
 
     def swapped_weights(self) -> dict[str, StateDict]:
-        """Return the weights that the last evaluation measured, under a name, if the network has other weights now.
+        """Return the weights that the last evaluation measured, if the network has other weights now; else nothing.
 
-        Schedule-free optimizers, and averages that are copied into the network, swap the weights for an evaluation, and
-        swap them back. Later commands use the weights that were measured.
+        They are by the name under which a checkpoint keeps them beside the network's own weights. Schedule-free
+        optimizers, and averages that are copied into the network, swap the weights for an evaluation, and swap them
+        back. Later commands use the weights that were measured.
         """
         name = self.measured()
         measured = None if name is None else self._called.get(name)
@@ -263,14 +286,14 @@ class PreparedModels(ExactNetworks):
         return {} if is_same else {f"{name}{MEASURED}": measured}
 
     def not_finite(self) -> str | None:
-        """Return the name of the first weight or running statistic that is not finite, if any.
+        """Return the name of the first weight or running statistic that is not finite; None if all are.
 
         The host waits for the device once.
         """
         tensors = {
             name: tensor
             for name, tensor in self._tensors().items()
-            if isinstance(tensor, nn.Parameter) or name.rpartition(".")[2] in _MUST_BE_FINITE
+            if isinstance(tensor, nn.Parameter) or name.rpartition(".")[2] in _FINITE_BUFFERS
         }
         if not tensors:
             return None
@@ -282,7 +305,10 @@ class PreparedModels(ExactNetworks):
         return digest_of_tensors(self._tensors().values()).flatten().tolist()
 
     def digest_of_weights(self) -> Tensor:
-        """Return numbers that change if a weight that can learn does, on the device. Nobody waits for it."""
+        """Return sums of the weights that can learn, (k, 4), which change if the weights do.
+
+        They are on the device, so that the host does not wait for it.
+        """
         weights = (weight for model in self.trained for weight in model.parameters())
         return digest_of_tensors(weight for weight in weights if weight.requires_grad)
 
@@ -308,7 +334,7 @@ class PreparedModels(ExactNetworks):
         tensors: dict[str, Tensor] = {}
         for number, model in enumerate(self.trained, start=1):
             prefix = f"network {number}'s " if number > 1 else ""
-            # Statistics of a worker's own batch have not been joined yet, and so differ between workers.
+            # Leave out the statistics of a worker's own batch, which differ between workers by their nature.
             buffers = {
                 name: buffer for name, buffer in model.named_buffers() if not name.endswith(batchnorm.LOCAL_BUFFERS)
             }
@@ -320,9 +346,14 @@ class PreparedModels(ExactNetworks):
 def _note_call(called: dict[str, StateDict | None], keeps_weights: bool, name: str, model: nn.Module, *_: Any) -> None:
     """Note in ``called`` that ``model`` is called, with a copy of its weights if it ``keeps_weights``.
 
-    It is a hook before the forward, at the top of the module so that an evaluation can pickle the network.
+    It is a hook before the forward, at the top of the module so that an evaluation can pickle the network. Only the
+    first call counts.
     """
-    if name not in called:
-        state: StateDict = model.state_dict() if keeps_weights else {}
-        copied = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        called[name] = copied if keeps_weights else None
+    if name in called:
+        return
+    called[name] = None
+    if keeps_weights:
+        state: StateDict = model.state_dict()
+        called[name] = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
+        }
