@@ -1,4 +1,4 @@
-"""Puts a worker's part of a run together from its spec, and trains it."""
+"""Puts a worker's part of a run together from its spec, trains it, and makes sentences of the loop's errors."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ from raytrain.training.unused_options import options_without_effect, unused_opti
 from raytrain.training.waiting import report_long_waits
 
 _RETURNED = "what the loop returns ({}) is dropped: log numbers with run.log, and write anything else into run.folder"
-_SENT_WITHIN_S = 30.0  # files of a loop that has failed
+_SENT_WITHIN_S = 30.0  # for the files of a loop that has failed
 
 
 def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
     """Return the weights that ``--weights`` names, if any, for a run that begins after ``first_step`` steps.
 
-    Raises UsageError if they do not fit the network, which is built for that.
+    Raises UsageError if they do not fit the network. For the built-in loop, also raise it if an option about the
+    network does not fit: these are refused here, before the workers start. The network is only built for that.
     """
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
@@ -58,7 +59,8 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     if spec.loop is None:  # a loop of the user's may train another network
         check_growing_size(model, config)
         transfer.freeze(model, config.freeze, num_classes)
-        parameter_groups(config, model, num_classes)  # no optimizer, which would import torch._dynamo: seconds
+        # Its groups are made without the optimizer, which would import torch._dynamo and so take seconds.
+        parameter_groups(config, model, num_classes)
         if config.gradient_checkpointing:
             checkpoint_gradients(model)
     return weights
@@ -71,13 +73,18 @@ def make_run(
     device: torch.device,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """Return this worker's part of the run, restored from its newest checkpoint.
+    """Return this worker's part of the run, which continues from the newest checkpoint, if there is one.
 
-    ``weights`` are the initial weights that :func:`load_initial_weights` has returned.
+    Every worker calls this, after its process group is made.
+
+    Args:
+        source: where this worker gets its images.
+        reporter: where it reports metrics and events.
+        weights: the initial weights that :func:`load_initial_weights` has returned.
     """
     config, worker = spec.config, Worker.here(device)
 
-    # Set up this process so that the device is fast.
+    # Set up this process so that the device is fast, and report what will not take effect as asked.
     if device.type == "cpu":
         keep_freed_memory()
     else:
@@ -87,8 +94,9 @@ def make_run(
         reporter.event(Note(warning))  # before the first step, which may take minutes if the warning holds
     if worker.world_size == 1 and config.gradient_dtype is not None:
         reporter.event(Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients"))
-    for note in transfer.notes_on_weights(config, spec.classes, weights) if worker.rank == 0 else ():
-        reporter.event(Note(note))
+    if worker.rank == 0:
+        for note in transfer.notes_on_weights(config, spec.classes, weights):
+            reporter.event(Note(note))
 
     # Read the newest checkpoint, from which each object is restored when the loop prepares it.
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
@@ -96,7 +104,7 @@ def make_run(
     state = CheckpointState(restored.state if restored else {}, worker.rank)
     progress = restored.progress if restored else Progress()
 
-    # These two refer to each other: networks ask for this worker's share of the images, and steps save networks.
+    # These two refer to each other: networks ask steps for this worker's share of the images, and steps save networks.
     models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
@@ -130,31 +138,38 @@ def make_run(
 def train_run(spec: RunSpec, run: Run) -> Outcome:
     """Train ``run`` to its end, or until somebody asks it to stop. Only worker 0's outcome has the checkpoint.
 
-    Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
-    an exception of its own.
+    Raises OutOfMemory if the run should be started again with more ``--accumulate``, LoopFailed or UsageError if the
+    loop raised an exception of its own, and that exception itself if another attempt may help.
     """
-    remember_source_lines(spec.sources)  # for the sentence of an error in the loop
-    send_own_code()  # to processes that the loop starts
+    # The loop's files may be missing on this machine: errors quote its lines, and the processes that it starts get it.
+    remember_source_lines(spec.sources)
+    send_own_code()
     with training(spec, run):
         with errors_of_loop(spec, run):
             if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
                 memory.check_memory(run)
-            own_loop = spec.loop or loop.train
-            is_of_script = spec.loop is not None and spec.config.loop is None  # it came as a function
-            before = states_of_variables(own_loop)
-            returned = own_loop(run)
+            train = spec.loop or loop.train
+            variables_before = states_of_variables(train)
+            returned = train(run)
             if returned is not None and run.rank == 0:
                 run.reporter.event(Note(_RETURNED.format(type(returned).__name__)))
-            if is_of_script and run.rank == 0 and (note := note_on_changes(before, states_of_variables(own_loop))):
+            # A script that has given its loop as a function may read its variables later, but copies have changed.
+            is_of_script = spec.loop is not None and spec.config.loop is None
+            note = note_on_changes(variables_before, states_of_variables(train)) if is_of_script else None
+            if note is not None and run.rank == 0:
                 run.reporter.event(Note(note))
         return run.finish()
 
 
 @contextmanager
 def training(spec: RunSpec, run: Run) -> Iterator[None]:
-    """Watch ``run`` in this context, in which its loop trains and the run is finished; clean up if that fails."""
+    """Watch ``run`` in this context, in which its loop trains and the run is finished; clean up if that fails.
 
-    def after_first_step() -> Iterator[str]:
+    After the first step, notes are reported on options without effect, on the loss, and on the evaluation.
+    """
+
+    def notes_after_first_step() -> Iterator[str]:
+        """Yield the notes. Every worker makes these checks, so that all of them raise the same error."""
         if spec.loop is not None:
             record_unused_options(spec, run)
             yield from unused_options(run, spec.loop)
@@ -162,7 +177,7 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
         if spec.loop is not None:
             check_evaluation(run)
 
-    run.steps.notes = after_first_step
+    run.steps.notes = notes_after_first_step
     watched = report_long_waits(run.steps, run.reporter, run.worker)
     with watched, run.steps.optimizers.followed(), closing(run.batches):
         try:
@@ -175,7 +190,10 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
 
 
 def record_unused_options(spec: RunSpec, run: Run) -> None:
-    """Write the options that the loop does not use beside those of the run, so that `compare` leaves them out."""
+    """Write which options the loop does not use into a document of the run, so that `compare` leaves them out.
+
+    Worker 0 does, after the first step. If storage fails, the run goes on without the document.
+    """
     assert spec.loop is not None
     unused = [name for names in options_without_effect(run, spec.loop).values() for name in names]
     if run.rank == 0:
@@ -185,7 +203,11 @@ def record_unused_options(spec: RunSpec, run: Run) -> None:
 
 @contextmanager
 def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
-    """Raise an exception of the loop as one of ours, unless another attempt may succeed."""
+    """Raise an exception of the loop, which runs in this context, as one of ours, whose sentence says what to do.
+
+    It is an OutOfMemory, a UsageError for mistakes that many loops make, or else a LoopFailed. If another attempt may
+    help, the exception itself is raised.
+    """
     first_step = run.progress.step
     try:
         yield
@@ -196,54 +218,52 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
         raise LoopFailed(
             f"its loop was left in a debugger, or the debugger had no terminal ({line}): breakpoint() opens one, with "
             "--backend local --workers 1 in a terminal",
-            False,
+            restart_may_help=False,
         ) from error
     except (Exception, SystemExit) as error:
         if lacks_memory(error):
             raise memory.out_of_memory(run) from error
         if restart_may_help(error):
             raise
+        line = users_line(traceback.extract_tb(error.__traceback__))
 
         # torch compares the workers' collectives after one of them has aborted, and tells their shapes.
         if "Detected mismatch between collectives" in str(error):
             shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", str(error))) or "none"
-            line = users_line(traceback.extract_tb(error.__traceback__))
             raise UsageError(
                 f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
                 f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
             ) from error
 
-        # As in a script for torchrun.
+        # The loop comes from a script for torchrun, which makes the process group itself.
         if "initialize the default process group twice" in str(error):
             raise UsageError(
-                f"The loop calls init_process_group ({users_line(traceback.extract_tb(error.__traceback__))}), and the "
-                "run has a process group already; leave that call out."
+                f"The loop calls init_process_group ({line}), and the run has a process group already; leave that call "
+                "out."
             ) from error
 
-        # As in a script that is always started by torchrun.
+        # The loop comes from a script that torchrun always starts, so that there is always a process group.
         if "process group has not been initialized" in str(error) and run.world_size == 1:
-            line = users_line(traceback.extract_tb(error.__traceback__))
             raise UsageError(
                 f"The loop calls torch.distributed ({line}), and a run of one worker has no process group: use "
                 "run.gather or run.total, which need none, or make that call only if run.world_size > 1."
             ) from error
 
-        # Some networks choose this layer because there is a process group, and are called as they are made.
+        # Some networks take torch's SyncBatchNorm because there is a process group, and compute while they are built.
         if "SyncBatchNorm expected input tensor to be on" in str(error):
-            line = users_line(traceback.extract_tb(error.__traceback__))
             raise UsageError(
                 f"A network with SyncBatchNorm, which needs a GPU, computes before run.prepare has it ({line}): give "
                 "it BatchNorm layers, whose statistics run.prepare joins over the workers."
             ) from error
 
-        # As with a loader, over which one loop is enough.
+        # The loop uses run.epochs() like a loader, whose items are batches.
         if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
             raise UsageError(
-                f"The loop takes an epoch for a batch ({users_line(traceback.extract_tb(error.__traceback__))}); write "
-                "`for epoch in run.epochs():`, and in it `for batch in epoch:`."
+                f"The loop takes an epoch for a batch ({line}); write `for epoch in run.epochs():`, and in it `for "
+                "batch in epoch:`."
             ) from error
 
-        # In the first step of the built-in loop it is the network that does not fit the images.
+        # Any other exception. In the first step of the built-in loop, the network does not fit the images.
         step = run.progress.step
         if step:
             problem = f"its loop failed after step {step:,}: {describe(error)}"
@@ -254,4 +274,4 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             problem = (
                 f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels: {describe(error)}"
             )
-        raise LoopFailed(problem, step > first_step) from error
+        raise LoopFailed(problem, restart_may_help=step > first_step) from error

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The values of ``--precision`` that are mixed precision, with the type of their products."""
 
 
 def prepare_for_autocast(model: nn.Module, precision: str) -> None:
     """Change ``model`` in place for :func:`mixed_precision`: tensors that it returns in 16 bits become float32.
+
+    On a CPU, its convolutions with a stride avoid a fault of torch's kernels. In full precision, nothing is changed.
 
     Example::
 
@@ -36,7 +39,10 @@ def prepare_for_autocast(model: nn.Module, precision: str) -> None:
 
 
 def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
-    """Return a context in which networks compute in ``precision``, for the steps of a loop and for evaluations."""
+    """Return a context in which networks compute in ``precision``, for the steps of a loop and for evaluations.
+
+    A ``precision`` that is not mixed turns autocast off.
+    """
     dtype = AUTOCAST_DTYPES.get(precision)
     # Without a cache of cast weights: a loop may change the weights before it uses them again.
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
@@ -51,9 +57,9 @@ def full_precision(device: torch.device) -> torch.autocast:
 
 
 def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
-    """Compute a convolution; in float32 on a CPU if maps are narrower than its stride.
+    """Compute the convolution ``forward`` of a layer; on a CPU, in float32 if maps are narrower than its ``stride``.
 
-    For these, torch's CPU kernels give wrong gradients in bfloat16.
+    For such maps, torch's CPU kernels give wrong gradients in bfloat16.
     """
     if input.device.type != "cpu" or input.shape[-1] >= stride:
         return forward(input)
@@ -72,13 +78,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     Example: ``map_tensors(Tensor.clone, {"logits": logits, "names": ["a", "b"]})``
     """
 
-    def of_leaf(value: Any) -> Any:
+    def map_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        # Networks of Hugging Face return dataclasses, which torch's tree_map would not look into.
+        # Networks of Hugging Face return dataclasses, in which torch's tree_map does not look for tensors.
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            return dataclasses.replace(value, **tree_map(of_leaf, fields))
+            return dataclasses.replace(value, **tree_map(map_leaf, fields))
         return value
 
-    return tree_map(of_leaf, output)
+    return tree_map(map_leaf, output)

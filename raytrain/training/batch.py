@@ -42,7 +42,11 @@ class Batch:
         images_of_tensors.remember(self.images, LocalImages(len(self.images), self.num_used, self.samples, self.step))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the images and the labels, like a pair from torch's ``DataLoader``."""
+        """Yield the images and the labels, like a pair from torch's ``DataLoader``.
+
+        A loop may copy the images before it gives them to a network, so a tensor with as many rows is then taken for
+        them.
+        """
         images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
@@ -58,13 +62,15 @@ class Batch:
         gradient of the mean over the global batch. Batch norm treats each microbatch as a batch. A slice may be a
         placeholder. With ``run.no_sync(not microbatch.is_last)`` around each backward, the gradients are sent between
         the workers only once, not for each microbatch.
+
+        In a run, it is noted before each one that the loop's next losses, gradients and logged values are of it.
         """
         if len(self.microbatch_sizes) == 1:
             yield self
             return
         start = 0
         for number, size in enumerate(self.microbatch_sizes, start=1):
-            rows = slice(start, start + size) if size else slice(0, 1)
+            rows = slice(start, start + size) if size else slice(0, 1)  # any image serves as a placeholder
             tensors = {name: getattr(self, name)[rows] for name in ("images", "labels", "targets", "samples")}
             is_last = number == len(self.microbatch_sizes)
             microbatch = replace(self, **tensors, num_used=size, microbatch_sizes=(size,), is_last=is_last)
@@ -75,7 +81,7 @@ class Batch:
 
 
 class Epoch:
-    """The batches of one epoch; after a resume in the middle of an epoch, those that are left.
+    """The batches of one epoch, over which a loop goes once; after a resume within an epoch, those that are left.
 
     Example::
 
@@ -91,14 +97,17 @@ class Epoch:
         """Counted from 0."""
         self._num_steps = num_steps
         self._batches = batches
-        self._is_over = is_over  # the run ends with this epoch, after a stop
+        self._is_over = is_over  # returns True once the run is over, so that the epoch may end early
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch, including those before a resume."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches that are left. Raises UsageError if a loop has had all of them: it would get none."""
+        """Return the batches that are left.
+
+        Raises UsageError if the loop has had all of them, and would get none now; not after the run is over.
+        """
         if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED and not self._is_over():
             raise UsageError(
                 f"The loop goes over epoch {self.number + 1} a second time; a run gives each sample once an epoch, so "

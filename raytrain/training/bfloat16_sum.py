@@ -29,9 +29,9 @@ _stream = cache(torch.cuda.Stream)  # one for each GPU, on which sums are comput
 class Bfloat16Sum:
     """The sum of ``numbers``, float32 (n,), over the ``world_size`` workers, which begins at once.
 
-    On a GPU, it runs beside other computations. On a CPU, the addition needs a call of :meth:`add_up` once the
-    all-to-all is done. Workers may call that at different times, because the all-gathers have a group of their own, in
-    which their order is the same on all workers.
+    :meth:`wait` writes it over the numbers. On a GPU, it runs beside other computations. On a CPU, the addition needs a
+    call of :meth:`add_up` once the all-to-all is done. Workers may call that at different times, because the
+    all-gathers have a group of their own, in which their order is the same on all workers.
 
     Args:
         groups: the process groups of the all-to-all and of the all-gather.
@@ -47,7 +47,8 @@ class Bfloat16Sum:
         self._all_gather_group = groups[1]
         self._gathering: dist.Work | None = None
         with self._beside_the_device():
-            num_in_part = -(-len(numbers) // world_size)
+            # Zeros fill up the last part, so that all N have the same size.
+            num_in_part = -(-len(numbers) // world_size)  # rounded up
             self._rounded = numbers.new_zeros(world_size * num_in_part, dtype=torch.bfloat16)
             self._rounded[: len(numbers)] = numbers
             self._parts = torch.empty_like(self._rounded)  # this worker's part of the numbers of each worker
@@ -63,22 +64,27 @@ class Bfloat16Sum:
         return self._sending.is_completed()
 
     def add_up(self) -> None:
-        """Wait for the all-to-all, add up this worker's part, and begin to send the sum, unless that has begun."""
+        """Wait for the all-to-all, add up this worker's part, and begin to send its sum to all workers.
+
+        Further calls do nothing.
+        """
         if self._gathering is not None:
             return
         with self._beside_the_device():
             self._sending.wait()
             total = self._parts.view(self._world_size, -1).sum(dim=0, dtype=torch.float32).to(torch.bfloat16)
+            # All sums are written over this worker's rounded numbers, which have been sent.
             sums, own_sum = (tensor.view(torch.uint8) for tensor in (self._rounded, total))
             self._gathering = dist.all_gather_into_tensor(sums, own_sum, group=self._all_gather_group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum, and write it over the numbers."""
+        """Wait for the sum, and write it over the numbers. On a GPU, the stream waits, not the host."""
         self.add_up()
         assert self._gathering is not None
-        self._gathering.wait()  # on a GPU, the stream waits, not the host
+        self._gathering.wait()
         self._numbers.copy_(self._rounded[: len(self._numbers)])
-        if self._numbers.is_cuda:  # otherwise the next sum could get this memory while it is being read
+        # On a GPU, tell torch that this stream still reads the memory, which the next sum could get otherwise.
+        if self._numbers.is_cuda:
             self._rounded.record_stream(torch.cuda.current_stream(self._numbers.device))
 
     def _beside_the_device(self) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from raytrain.training.autocast import map_tensors
 
 
 def compile_network(model: nn.Module, mode: CompileMode) -> None:
-    """Have the calls of ``model`` compiled, from the first one on; its class stays the same.
+    """Have the calls of ``model`` compiled, when the first one is made; its class stays the same.
 
     Example::
 
@@ -36,6 +36,7 @@ def compile_network(model: nn.Module, mode: CompileMode) -> None:
 
     compiled = torch.compile(call_all, mode=mode)
 
+    # The next replay of a graph would overwrite the outputs, which a loop may keep.
     def call_and_copy(*args: Any, **options: Any) -> Any:
         return map_tensors(Tensor.clone, compiled(*args, **options))
 
@@ -43,12 +44,12 @@ def compile_network(model: nn.Module, mode: CompileMode) -> None:
 
 
 def records_graphs(mode: CompileMode | None) -> bool:
-    """Return whether ``mode`` records CUDA graphs, on a GPU."""
+    """Return whether ``mode`` records CUDA graphs, which it does on a GPU only; None, without --compile, does not."""
     return mode in ("reduce-overhead", "max-autotune")
 
 
 def check_recordable(model: nn.Module, mode: CompileMode) -> None:
-    """Raise UsageError if several workers cannot record ``model`` in CUDA graphs."""
+    """Raise UsageError if ``mode`` records CUDA graphs, and several workers cannot record ``model`` in them."""
     if records_graphs(mode) and any(isinstance(layer, batchnorm.SynchronisedBatchNorm) for layer in model.modules()):
         instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
         raise UsageError(

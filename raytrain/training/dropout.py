@@ -32,7 +32,9 @@ _BITS = 53
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Change the dropout layers of ``model`` in place. A layer is numbered by its position among all modules.
+    """Change the dropout layers of ``model`` in place, and return it.
+
+    Layers draw different numbers, because the key of each is its position among all modules.
 
     Example::
 
@@ -41,6 +43,7 @@ def convert(model: nn.Module) -> nn.Module:
     """
     for number, layer in enumerate(model.modules()):
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        # Only torchvision's StochasticDepth has a mode. It is left alone in the other one, which drops whole batches.
         if kind in _DRAWN_DIMENSIONS and getattr(layer, "mode", "row") == "row":
             layer.__class__ = _SampledDropout
             converted = cast(_SampledDropout, layer)
@@ -61,8 +64,9 @@ def begin(
 ) -> None:
     """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on.
 
-    If ``samples`` is a function that returns them, it is only called if one of the layers is in training mode. Without
-    ``is_new``, a network gets the samples again, and the layers go on to count their calls.
+    Layers of other classes among them are left alone. If ``samples`` is a function that returns the samples, it is only
+    called if a dropout layer is in training mode. Without ``is_new``, a network gets the samples again, and the layers
+    go on to count their calls.
     """
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
     if converted and (isinstance(samples, Tensor) or any(layer.training for layer in converted)):
@@ -77,14 +81,18 @@ class _SampledDropout(nn.Module):
     """A dropout layer of any kind. Layers get this class from ``convert``, never from a constructor."""
 
     key: int  # of the layer, an int64
-    keys: Tensor | None  # int64 (m,), one for each sample; None before the first step
-    num_calls: int  # that drew numbers of these samples
+    keys: Tensor | None  # of the samples, int64 (m,); None before the first step
+    num_calls: int  # calls that have drawn numbers of these samples
     drawn_dimensions: int | None  # see _DRAWN_DIMENSIONS
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the ``input`` with some elements set to 0, and the others scaled up to keep the mean."""
+        """Return the ``input`` with some elements set to 0, and the others scaled up to keep the mean.
+
+        In evaluation mode, return the ``input`` itself.
+        """
+        # The rate of zeros is called drop_prob by timm, where it may be None, and p by torch and torchvision.
         options = cast(Any, self)
-        rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p  # timm's, or torch's
+        rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p
         if not self.training or rate == 0:
             return input
         kept = self.random_numbers(input) >= rate
@@ -92,12 +100,13 @@ class _SampledDropout(nn.Module):
         return input * kept.to(input.dtype).mul_(scale)
 
     def random_numbers(self, input: Tensor) -> Tensor:
-        """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``.
+        """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``, and count the call.
 
         A sample may have several rows of the input, such as the windows of an image, one after the other. If the first
         dimension is not a multiple of the number of samples, torch's generator draws.
         """
         key = self._key_of_call()
+        # Further dimensions have the size 1, so that all their elements share a number.
         num_dimensions = self.drawn_dimensions or input.ndim
         shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
         if self.keys is None or not len(self.keys) or shape[0] % len(self.keys):
@@ -107,10 +116,10 @@ class _SampledDropout(nn.Module):
         return (splitmix64(self.keys[:, None] ^ key, positions).double() * 2.0**-_BITS).view(shape)
 
     def _key_of_call(self) -> int:
-        """Return the key of the next call, an int64, and count it.
+        """Return the key of the next call, an int64, and count the call.
 
         A call that repeats an earlier one in a backward does not count, nor does one within torch.func, which only the
-        workers that have images may make.
+        workers that have images may make. These, and calls in a compiled network, have the key of the first call.
         """
         if torch.compiler.is_compiling():
             return self.key

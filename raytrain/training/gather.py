@@ -7,6 +7,7 @@ gradients goes back to the worker that has the row, where the backward goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
 
         features = gather_rows(network(images), share)  # (M, F), from (m, F) on each worker
     """
+    # The host waits for the numbers of rows, because it must know the size of what it gathers.
     world_size = dist.get_world_size()
     counts = rows.new_zeros(world_size, dtype=torch.int64)
     dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=rows.device))
@@ -34,13 +36,17 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gather rows, and average the gradients that all workers give to them."""
+    """Gathers rows, and averages the gradients that all workers give to them; see :func:`gather_rows`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Return the rows of all workers. Inputs: own rows, numbers of rows, rank, a function that returns m_j / M."""
+        """Return the rows of all workers.
+
+        Inputs: this worker's rows, the number of rows of each worker, this worker's rank, a function that returns
+        m_j / M.
+        """
         rows, ctx.sizes, ctx.rank, ctx.share = inputs
-        longest, width = max(ctx.sizes), rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+        longest, width = max(ctx.sizes), math.prod(rows.shape[1:])  # width: numbers in a row
         # Send bytes, which gloo and NCCL can do for any type, all of one size: fewer rows are filled up with zeros.
         sent = torch.zeros(longest * width * rows.element_size(), dtype=torch.uint8, device=rows.device)
         as_bytes = rows.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -48,15 +54,15 @@ class _GatherRows(torch.autograd.Function):
         together = sent.new_empty(len(ctx.sizes) * len(sent))
         dist.all_gather_into_tensor(together, sent)
         padded = together.view(rows.dtype).view(len(ctx.sizes), longest, *rows.shape[1:])
-        return torch.cat([of_worker[:size] for of_worker, size in zip(padded, ctx.sizes, strict=True)])
+        return torch.cat([rows_of_worker[:size] for rows_of_worker, size in zip(padded, ctx.sizes, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of the own rows: the average over the workers, divided by this worker's share."""
+        """Return the gradient of this worker's rows: the average over the workers, divided by this worker's share."""
         share = ctx.share()
         # A worker without images does not count in the average: its share is the number 0.
         has_images = isinstance(share, Tensor) or share > 0
-        mean = gradient * share if has_images else torch.zeros_like(gradient)
-        dist.all_reduce(mean := mean.contiguous())
-        gradient_of_rows = mean.split(ctx.sizes)[ctx.rank]
-        return gradient_of_rows / share if has_images else gradient_of_rows, None, None, None
+        average = (gradient * share if has_images else torch.zeros_like(gradient)).contiguous()
+        dist.all_reduce(average)
+        average_of_rows = average.split(ctx.sizes)[ctx.rank]
+        return average_of_rows / share if has_images else average_of_rows, None, None, None

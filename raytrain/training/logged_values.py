@@ -12,7 +12,10 @@ from raytrain.training.prepared_metrics import is_metric, joined_values
 
 _MOST_NUMBERS = 200  # of a vector: each is a metric of its own
 Fraction = tuple[Tensor | float, Tensor | float]
-"""This worker's numerator and denominator: a metric is the sum of all workers' numerators over that of denominators."""
+"""This worker's numerator and denominator.
+
+A metric is the sum of all workers' numerators, divided by the sum of their denominators.
+"""
 
 
 def logged_fractions(
@@ -20,8 +23,9 @@ def logged_fractions(
 ) -> dict[str, Fraction]:
     """Return the fraction of each metric in ``values``, which a loop logs for ``num_used`` images of this worker.
 
-    The numbers of a vector are named after ``classes`` if it has one for each class. Raises UsageError for a value that
-    ``Run.log`` does not take.
+    The numbers of a vector are named after ``classes`` if it has one for each class, otherwise by their positions.
+    Every worker calls this, because objects of ``torchmetrics`` are joined over the workers. Raises UsageError for a
+    value that ``Run.log`` does not take.
 
     Example::
 
@@ -40,11 +44,14 @@ def logged_fractions(
             fractions[name] = _detached(pair[0]), _detached(pair[1])
             continue
 
-        # A mean is weighted by the number of images. A metric object's value is over all workers' images already.
-        has_all_images = is_metric(value)
-        weight = 1 if has_all_images else num_used
-        for member, measured in (joined_values(value, world_size) if has_all_images else {name: value}).items():
-            prefix = member or name
+        # Other values are means, which are weighted by the number of images: a single one, or those of an object of
+        # torchmetrics. The latter are over all workers' images already, so each worker's counts the same.
+        if is_metric(value):
+            means, weight = joined_values(value, world_size), 1
+        else:
+            means, weight = {name: value}, num_used
+        for member, measured in means.items():
+            prefix = member or name  # a single metric of torchmetrics has no name of its own
             if _is_number(measured):
                 fractions[prefix] = _detached(measured) * weight, weight
             elif isinstance(measured, Tensor) and measured.ndim == 1 and len(measured) <= _MOST_NUMBERS:
@@ -73,7 +80,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    """Return ``value`` as a number or a tensor, of at least 32 bits, as its product with a number of images needs."""
+    """Return ``value`` as a number, or a tensor without a graph.
+
+    The tensor has at least 32 bits, because its product with a number of images may not fit into fewer.
+    """
     if not isinstance(value, Tensor):
         return float(value)
     return value.detach() if value.element_size() >= 4 else value.detach().float()

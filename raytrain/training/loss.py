@@ -28,7 +28,7 @@ class Loss:
         num_classes: C.
         class_weights: the weight of each class, (C,); None for equal weights. If an image may have several classes, a
             class's weight applies to the images that have the class.
-        observe: called with the logits and the targets of each call.
+        observe: called with the logits and the targets of each call, before the loss is computed.
     """
 
     def __init__(
@@ -43,10 +43,13 @@ class Loss:
         self._config, self._num_classes = config, num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         self._made_by = ""  # torch's name of the operation that made the last logits
-        self._learns_labels = False  # True once the network has learned labels in place of targets
+        self._got_labels = False  # True once a loss to learn from was computed of labels, not of probabilities
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        """Return the mean loss, (), of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C).
+
+        Raises UsageError if the logits have another shape, or for labels if an image may have several classes.
+        """
         config = self._config
         check_logits("run.loss", logits, targets, self._num_classes)
         if config.multi_label and targets.ndim == 1:
@@ -55,8 +58,9 @@ class Loss:
                 "it batch.targets, one number per image and class."
             )
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
-        self._learns_labels |= targets.ndim == 1 and logits.requires_grad
+        self._got_labels |= targets.ndim == 1 and logits.requires_grad
         self._observe(logits, targets)
+
         # Always the mean over the images: torch's own mean would divide by the class weights of the images that happen
         # to be in this worker's batch.
         weights = None if self._weights is None else self._weights.to(logits.dtype)
@@ -68,6 +72,7 @@ class Loss:
         losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
         # Focal loss (Lin et al. 2017): images that the network already recognises count less.
         if config.focal_gamma:
+            # Cross entropy is minus the logarithm of the probability of the right class.
             probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
             losses = losses * (1 - probabilities) ** config.focal_gamma
         return losses.mean()
@@ -75,10 +80,10 @@ class Loss:
     def notes(self) -> Iterator[str]:
         """Yield a sentence on each mistake that the calls so far show.
 
-        Those are labels in place of targets although images are mixed, and probabilities in place of logits.
+        The mistakes are: labels in place of targets, although images are mixed; and probabilities in place of logits.
         """
         mixing = [flag(name) for name in ("mixup", "cutmix") if getattr(self._config, name) > 0]
-        if mixing and self._learns_labels:
+        if mixing and self._got_labels:
             yield (
                 f"{' and '.join(mixing)}: run.loss gets the labels that the images had before they were mixed; give it "
                 "batch.targets in place of batch.labels"
@@ -110,6 +115,10 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
 
 
 def check_answers(logits: Any, labels: Tensor, num_classes: int) -> None:
-    """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; C may be more than the number of classes."""
-    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(labels)
-    check_logits("run.accuracy", logits, labels, max(num_classes, logits.shape[1]) if fits else num_classes)
+    """Raise UsageError, for ``run.accuracy``, unless ``logits`` are (m, C) for m ``labels``.
+
+    C may be more than the number of classes, because the largest logit is the answer all the same.
+    """
+    if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(labels):
+        num_classes = max(num_classes, logits.shape[1])
+    check_logits("run.accuracy", logits, labels, num_classes)

@@ -53,8 +53,8 @@ def mix_batch(
     random = np.random.default_rng(mix(seed, batch.step, _KEY))
     cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
     alpha = cutmix if cuts else mixup
-    drawn = random.beta(alpha, alpha)
-    share = max(drawn, 1 - drawn)  # of an image in its mixture
+    drawn_share = random.beta(alpha, alpha)
+    share = max(drawn_share, 1 - drawn_share)  # of an image in its mixture
     images_before, labels_before = _images_before(batch)
     classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
     targets, targets_before = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, labels_before))
@@ -83,10 +83,12 @@ def _paste(images: Tensor, pasted: Tensor, share: float, random: np.random.Gener
 
 
 def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the image before each image of the slice and its label, in the cyclic order of the global batch.
+    """Return the image before each image of this worker's slices, (m, C, H, W), and its label, (m,).
 
-    The global batch consists of P microbatches, and each of them of one slice for each of the N workers.
+    The order is that of the global batch, whose first image comes after its last one. The global batch consists of P
+    microbatches, and each of them of one slice for each of the N workers. All workers call this.
     """
+    # Within a slice, the image before is the next row up.
     images, labels = batch.images.roll(1, 0), batch.labels.roll(1, 0)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return images, labels
@@ -94,20 +96,23 @@ def _images_before(batch: Batch) -> tuple[Tensor, Tensor]:
     # Only the first image of a slice has its predecessor on another worker, so each sends the last one of each slice.
     num_microbatches, world_size = len(batch.microbatch_sizes), dist.get_world_size()
     sizes = torch.tensor(batch.microbatch_sizes).to(batch.labels.device, non_blocking=True)
-    ends = (sizes.cumsum(0) - 1).clamp(min=0)
-    last_images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
-    last_labels, all_sizes = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
+    last_rows = (sizes.cumsum(0) - 1).clamp(min=0)  # (P,), the last row of each slice
+    last_images = _gathered(batch.images[last_rows].contiguous())  # (N, P, C, H, W)
+    last_labels, all_sizes = _gathered(torch.stack([batch.labels[last_rows], sizes], dim=1)).unbind(
+        dim=2
+    )  # (N, P) each
 
     # Empty slices have no last image. The predecessor is in the last slice before it that has images, or, at the start
     # of the global batch, in the last slice with images of the whole batch.
+    # For each slice, find the last one up to it that has images: -1 if there is none.
     order = torch.arange(num_microbatches * world_size, device=all_sizes.device)  # of slices: by microbatch, then rank
-    # For each slice, the last one up to it that has images.
-    filled = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values
-    filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
-    slices_before = filled.roll(1)[dist.get_rank() :: world_size]  # (P,), for this worker's slices
+    with_images = torch.where(all_sizes.T.flatten() > 0, order, -1).cummax(dim=0).values
+    with_images = torch.where(with_images < 0, with_images[-1].clamp(min=0), with_images)
+    slices_before = with_images.roll(1)[dist.get_rank() :: world_size]  # (P,), for this worker's slices
     ranks, microbatches = slices_before % world_size, slices_before // world_size
     images_before, labels_before = last_images[ranks, microbatches], last_labels[ranks, microbatches]
 
+    # Put them before the first image of each slice.
     start = 0
     for number, size in enumerate(batch.microbatch_sizes):
         if size:

@@ -30,17 +30,17 @@ from raytrain.training.prepared_metrics import prepare_metric
 from raytrain.training.torchmetrics_by_name import build_torchmetric, torchmetrics_of
 
 _CLASSES_AT_A_TIME = 64  # classes for which the probabilities of all images are in memory together
-_RANKED = {"auroc": areas_under_roc, "average_precision": average_precisions}
+_AREAS = {"auroc": areas_under_roc, "average_precision": average_precisions}  # they depend on the order of all images
 
 
 class NamedMetrics:
-    """Metrics called ``names`` of images that are added batch by batch.
+    """Metrics called ``names`` of images that are added batch by batch, on several workers.
 
     Args:
         names: as ``TrainConfig.named_metrics`` has them.
         classes: names of the classes.
         multi_label: whether an image may have several classes.
-        device: where objects of ``torchmetrics`` count.
+        device: where the images' probabilities are, and the metrics are counted.
 
     Raises UsageError for a name that does not fit these classes.
 
@@ -58,40 +58,48 @@ class NamedMetrics:
         num_classes = len(classes)
         self._ks = [int(name[3:]) for name in names if re.fullmatch(r"top\d+", name)]
         check_number_of_classes(names, num_classes)
+        # The number of images; for each k, those that are right among the k likeliest classes; and for the calibration
+        # error three rows of bins: the number of confidences, their sum, and how many of their answers are right.
         self._sums = torch.zeros(1 + len(self._ks) + 3 * NUM_BINS, dtype=torch.float64, device=device)
-        keeps_rows = not _RANKED.keys().isdisjoint(names)
-        self._rows: list[tuple[Tensor, Tensor]] | None = [] if keeps_rows else None
+        # The probabilities and the labels of all batches, if a metric depends on their order; otherwise None.
+        self._batches: list[tuple[Tensor, Tensor]] | None = None if _AREAS.keys().isdisjoint(names) else []
         self._objects = {
-            wanted.name: build_torchmetric(*wanted, num_classes, multi_label=multi_label).to(device)
+            named.name: build_torchmetric(*named, num_classes, multi_label=multi_label).to(device)
             for name in names
-            if (wanted := torchmetrics_of(name)) is not None
+            if (named := torchmetrics_of(name)) is not None
         }
         for metric in self._objects.values():
             prepare_metric(metric, is_placeholder=bool)  # an evaluation has no placeholders
 
     def add(self, probabilities: Tensor, truth: Tensor) -> None:
-        """Add images with their ``probabilities``, float64 (m, C), and labels, int64 (m,), or (m, C) of 0 and 1."""
+        """Add m images with their ``probabilities``, float64 (m, C), and their labels, ``truth``.
+
+        Labels are int64 (m,), or (m, C) of 0 and 1 if an image may have several classes. Raises UsageError if a metric
+        of ``torchmetrics`` cannot measure them.
+        """
         if not len(probabilities):
             return
+        # Count, and find the confidences whose calibration is measured: of each class, or of the likeliest one.
         self._sums[0] += len(probabilities)
         if self._multi_label:
             confidences, are_right = probabilities.flatten(), truth.flatten().double()
         else:
             # A class is among the k likeliest if fewer than k are likelier. Of equal classes, the first one counts as
             # likelier, as for argmax.
-            own = probabilities.gather(1, truth[:, None])  # (m, 1)
+            of_label = probabilities.gather(1, truth[:, None])  # (m, 1)
             is_before = torch.arange(probabilities.shape[1], device=truth.device) < truth[:, None]
-            rank = ((probabilities > own) | ((probabilities == own) & is_before)).sum(1)  # (m,)
+            is_likelier = (probabilities > of_label) | ((probabilities == of_label) & is_before)
+            rank = is_likelier.sum(1)  # (m,), from 0
             for index, k in enumerate(self._ks, start=1):
                 self._sums[index] += (rank < k).sum()
             confidences, are_right = probabilities.max(1).values, (rank == 0).double()
         if "calibration_error" in self._names:
             bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-            of_bins = self._sums[1 + len(self._ks) :].view(3, NUM_BINS)
-            for sums, values in zip(of_bins, (torch.ones_like(confidences), confidences, are_right), strict=True):
-                sums.index_add_(0, bins, values)
-        if self._rows is not None:
-            self._rows.append((probabilities, truth))
+            rows_of_bins = self._sums[1 + len(self._ks) :].view(3, NUM_BINS)
+            for row, values in zip(rows_of_bins, (torch.ones_like(confidences), confidences, are_right), strict=True):
+                row.index_add_(0, bins, values)
+        if self._batches is not None:
+            self._batches.append((probabilities, truth))
         for name, metric in self._objects.items():
             # A binary metric takes the probability of the second class.
             inputs = probabilities[:, 1] if name.startswith("Binary") else probabilities
@@ -106,7 +114,10 @@ class NamedMetrics:
     def values(
         self, total: Callable[[Tensor], Sequence[float]], gather: Callable[[Tensor], Tensor], world_size: int
     ) -> dict[str, float]:
-        """Return the metrics over all workers' images; NaN for one that needs more images. Every worker calls this.
+        """Return the metrics over all workers' images, by name; NaN for one that needs more images.
+
+        Every worker calls this. Metrics of ``torchmetrics`` have the name of their class; if one has several numbers,
+        these are metrics of their own.
 
         Args:
             total: adds up numbers over the workers, as ``run.total`` does.
@@ -114,32 +125,37 @@ class NamedMetrics:
             world_size: number of workers.
         """
         num_images, *sums = total(self._sums)
-        of_all = {
+        metrics = {
             f"top{k}": sums[index] / num_images if num_images else float("nan") for index, k in enumerate(self._ks)
         }
         if "calibration_error" in self._names:
-            of_all["calibration_error"] = calibration_error(np.array(sums[len(self._ks) :]).reshape(3, NUM_BINS))
-        of_all |= self._of_ranks(gather)
+            metrics["calibration_error"] = calibration_error(np.array(sums[len(self._ks) :]).reshape(3, NUM_BINS))
+        metrics |= self._mean_areas(gather)
         fractions = logged_fractions(self._objects, 1, self._classes, world_size)
-        of_all |= {name: float(numerator) / float(denominator) for name, (numerator, denominator) in fractions.items()}
-        return of_all
+        metrics |= {name: float(numerator) / float(denominator) for name, (numerator, denominator) in fractions.items()}
+        return metrics
 
-    def _of_ranks(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics that depend on the order of all images' probabilities, as means over the classes."""
-        if self._rows is None:
+    def _mean_areas(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the metrics that depend on the order of all images' probabilities, as means over the classes.
+
+        Every worker calls this, and computes the same from the images of all of them.
+        """
+        if self._batches is None:
             return {}
+        # Join this worker's batches, of which there may be none, and gather the labels of all workers.
         num_classes, device = len(self._classes), self._sums.device
-        none = torch.zeros(0, num_classes, dtype=torch.float64, device=device)
-        labels = torch.zeros((0, num_classes) if self._multi_label else 0, dtype=torch.int64, device=device)
-        own_scores = torch.cat([none, *(probabilities for probabilities, _ in self._rows)])
-        own_truth = torch.cat([labels, *(truth.long() for _, truth in self._rows)])
-        truth = gather(own_truth).cpu().numpy()
+        no_scores = torch.zeros(0, num_classes, dtype=torch.float64, device=device)
+        no_labels = torch.zeros((0, num_classes) if self._multi_label else 0, dtype=torch.int64, device=device)
+        local_scores = torch.cat([no_scores, *(probabilities for probabilities, _ in self._batches)])
+        local_truth = torch.cat([no_labels, *(truth.long() for _, truth in self._batches)])
+        truth = gather(local_truth).cpu().numpy()
 
-        areas: dict[str, list[float]] = {name: [] for name in _RANKED if name in self._names}
+        # Compute the areas for some classes at a time, which limits the memory that the gathered scores need.
+        areas: dict[str, list[float]] = {name: [] for name in _AREAS if name in self._names}  # one for each class
         for start in range(0, num_classes, _CLASSES_AT_A_TIME):
-            chosen = np.arange(start, min(start + _CLASSES_AT_A_TIME, num_classes))
-            scores = gather(own_scores[:, start : start + len(chosen)].contiguous()).cpu().numpy()
-            is_class = truth[:, chosen] > 0 if self._multi_label else truth[:, None] == chosen
+            classes = np.arange(start, min(start + _CLASSES_AT_A_TIME, num_classes))
+            scores = gather(local_scores[:, start : start + len(classes)].contiguous()).cpu().numpy()
+            is_class = truth[:, classes] > 0 if self._multi_label else truth[:, None] == classes
             for name, of_classes in areas.items():
-                of_classes.extend(_RANKED[name](scores, is_class).tolist())
+                of_classes.extend(_AREAS[name](scores, is_class).tolist())
         return {name: mean_of_known(np.array(of_classes)) for name, of_classes in areas.items()}

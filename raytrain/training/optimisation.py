@@ -17,7 +17,9 @@ from raytrain.training.transfer import head_parameters
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
-    """Return the optimizer of the trainable parameters of ``model``, at the peak learning rates.
+    """Return the optimizer that ``config`` names, of the trainable parameters of ``model``, at the peak learning rates.
+
+    Raises UsageError if there is no such parameter, and as :func:`parameter_groups` does.
 
     Example::
 
@@ -30,9 +32,11 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
         raise UsageError("The network has no parameter to train: it has none, or all are frozen; unfreeze some.")
     fused = not any(weight.is_complex() for weight in model.parameters())  # torch's fused kernels are for real numbers
     if config.optimizer == "sgd":
-        momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
-        optimizer = torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=fused, **momentum)
-        if config.momentum:
+        momentum, nesterov = config.momentum, config.nesterov
+        optimizer = torch.optim.SGD(
+            groups, lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, fused=fused
+        )
+        if momentum:
             optimizer.register_step_pre_hook(_begin_momentum)
         return optimizer
     if config.optimizer == "adamw":
@@ -42,11 +46,12 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
 
     if config.optimizer == "lion":
         return Lion(groups, lr=rate, weight_decay=decay)
-    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
+    # timm's Lamb would clip gradients itself; here only --clip-norm does.
+    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)
 
 
 def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Set momentum to zeros before the first step.
+    """Set the momentum of weights that have none yet to zeros, before a step.
 
     Torch's fused SGD leaves it uninitialised if the first gradients are infinite, as they may be in float16. This hook
     is at the top of the module so that an optimizer that has it can be copied.
@@ -57,7 +62,7 @@ def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters that ``optimizer`` trains."""
+    """Return all parameters in the groups of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -74,9 +79,10 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     if head_factor != 1:
         in_head = head_parameters(model, num_classes, f"--head-learning-rate-factor {head_factor:g}")
     if config.head_epochs:
-        head_parameters(model, num_classes, f"--head-epochs {config.head_epochs}")
+        head_parameters(model, num_classes, f"--head-epochs {config.head_epochs}")  # raises UsageError without a head
     scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
-    # The sorted keys give the order of the groups. The scale is negated so that larger scales come first.
+    # The key of a group: whether it is of the head, its scale, whether it has no decay. Sorted, the keys are in the
+    # order of the groups; the scale is negated so that larger scales come first.
     groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -95,10 +101,11 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
 
 
 def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
-    """Return each parameter's factor of the learning rate: 1 in the last layer, ``decay`` in the one before, ...
+    """Return the factor of the learning rate of each parameter: 1 in the last layer, ``decay`` in the one before, …
 
-    This is layer-wise decay of Clark et al. 2020 (ELECTRA), as in BEiT and timm. Raises UsageError if the network has
-    no method ``group_matcher``, as those of timm have, which says the order of the layers and their parameters.
+    It is ``decay`` to the power of the number of layers that follow: layer-wise decay of Clark et al. 2020 (ELECTRA),
+    as in BEiT and timm. Raises UsageError if the network has no method ``group_matcher``, as those of timm have, which
+    says the order of the layers and their parameters.
     """
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
@@ -120,16 +127,18 @@ def build_scheduler(config: TrainConfig, plan: BatchPlan, optimizer: Optimizer) 
     nothing, because the run raises the rates itself.
     """
 
-    def of_step(step: int) -> float:
+    def factor_of_step(step: int) -> float:
         if config.is_range_test:
             return 1.0
         return learning_rate_factor(config, step, plan.steps_per_epoch, plan.num_steps)
 
-    return LambdaLR(optimizer, of_step)
+    return LambdaLR(optimizer, factor_of_step)
 
 
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
-    """Return the factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
+    """Return the factor, 0 to 1, by which the peak learning rate is multiplied at ``step`` of ``num_steps``.
+
+    ``step`` is counted from 0.
 
     A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
     start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
@@ -138,27 +147,33 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int, n
     If the head learns alone at first, those epochs start with a warm-up, and then the factor stays 1. After them, the
     schedule starts as if the run began then, because the other layers have no momentum yet.
     """
-    num_warmup = round(config.warmup_epochs * steps_per_epoch)
+    # Both the epochs of the head alone and those after them begin with a warm-up.
+    num_warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     num_head_steps = config.head_epochs * steps_per_epoch
     is_head_alone = step < num_head_steps
     if not is_head_alone:
         step, num_steps = step - num_head_steps, num_steps - num_head_steps
-    if step < num_warmup:
-        return (step + 1) / num_warmup
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
     if is_head_alone:
         return 1.0
+
+    # The shape of the schedule after the warm-up.
     schedule = config.learning_rate_schedule
     if schedule.shape == "piecewise":
         return schedule.factor ** (step // steps_per_epoch // schedule.period)
-    done = (step - num_warmup) / max(num_steps - num_warmup, 1)
+    done_fraction = (step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1)
     if schedule.shape == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
+        return (1 + math.cos(math.pi * done_fraction)) / 2
     if schedule.shape == "linear":
-        return 1 - done
+        return 1 - done_fraction
     return 1.0
 
 
 def rising_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """Return the rate of ``step`` in a search for a learning rate: low · (high / low) ^ (step / (num_steps - 1))."""
+    """Return the learning rate of ``step``, counted from 0, in a search for one over ``num_steps``.
+
+    It is low · (high / low) ^ (step / (num_steps - 1)): from step to step, it rises by the same factor.
+    """
     low, high = config.learning_rate_schedule.rates
     return low * (high / low) ** (step / max(num_steps - 1, 1))

@@ -1,4 +1,4 @@
-"""Tells which precisions a device computes natively. Imports torch only when asked about a device."""
+"""Tells which precisions a device computes natively, and warns of others. Imports torch only within functions."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16",
 AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
 
 CPU_INFO = Path("/proc/cpuinfo")
-_SHAPE, _WEIGHT = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution
-_NUM_TIMES = 5
-_WORTH_A_WARNING = 1.1
+_IMAGES_SHAPE, _WEIGHT_SHAPE = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution
+_NUM_TIMES = 5  # for which each precision is timed
+_WORTH_A_WARNING = 1.1  # the slowdown from which on users are warned
 
 
 def cpu_flags() -> frozenset[str]:
     """Return the CPU flags that Linux lists for this machine; none on other systems and processors."""
     if not CPU_INFO.exists():
         return frozenset()
+    # The first processor has those of all, in a line such as "flags : fpu vme avx512_bf16".
     lines = (line.partition(":") for line in CPU_INFO.read_text().splitlines())
     return next((frozenset(flags.split()) for name, _, flags in lines if name.strip() == "flags"), frozenset())
 
 
 def set_gpu_products(precision: str) -> None:
-    """Let GPUs round the factors of float32 products to TF32, unless ``precision`` is float32 itself."""
+    """Let the GPUs of this process round the factors of float32 products to TF32; not if ``precision`` is float32."""
     import torch
 
-    rounded = precision != "float32"
-    torch.backends.cudnn.allow_tf32 = rounded
-    torch.backends.cuda.matmul.allow_tf32 = rounded
+    may_round = precision != "float32"
+    torch.backends.cudnn.allow_tf32 = may_round
+    torch.backends.cuda.matmul.allow_tf32 = may_round
 
 
 def precision_warning(precision: str, device: torch.device) -> str | None:
-    """Return a sentence if ``device`` lacks ``precision``: it trains in float32, or emulates it at a measured cost."""
+    """Return a sentence if ``device`` lacks ``precision``: it trains in float32, or emulates it at a measured cost.
+
+    Return None if it has the precision, or emulates it without a slowdown. Measuring takes a moment.
+    """
     import torch
 
     if precision == "tf32":
@@ -57,15 +61,16 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
 
 
 def measure_slowdown(precision: str) -> float:
-    """Return how many times as long a convolution takes on this CPU in mixed precision as in float32.
+    """Return how many times as long a convolution takes on this CPU in mixed ``precision`` as in float32.
 
-    Both are timed several times, and the fastest time counts. Torch's random generators are not used.
+    It is a forward and a backward, which are timed several times; the fastest time counts. Torch's random generators
+    are not used.
     """
     import torch
     from torch.nn.functional import conv2d
 
     # The time does not depend on the numbers, so ones are enough.
-    images, weight = torch.ones(_SHAPE), torch.ones(_WEIGHT, requires_grad=True)
+    images, weight = torch.ones(_IMAGES_SHAPE), torch.ones(_WEIGHT_SHAPE, requires_grad=True)
 
     def step(mixed: bool) -> None:
         with torch.autocast("cpu", getattr(torch, precision), enabled=mixed):

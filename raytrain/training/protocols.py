@@ -33,14 +33,17 @@ class Worker:
 
 
 class BatchSource(Protocol):
-    """Source of a worker's images."""
+    """Source of a worker's local batches, which are made of images on the host."""
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """Yield the worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
         ...
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
-        """Yield the worker's slice of the validation or the test images. Each image is on one worker."""
+        """Yield the worker's slice of the validation or the test images, as ``part`` says.
+
+        Each image is on one worker.
+        """
         ...
 
     def key(self, sample: int) -> str:
@@ -52,10 +55,10 @@ class DecodeReporter(Protocol):
     """Takes reports of training images that a worker could not read, or not decode on its GPU."""
 
     def skip(self, images: list[SkippedImage], /) -> object:
-        """Note images that cannot be used."""
+        """Note training images that cannot be read, and are therefore not used."""
 
     def decoded_on_cpu(self, num_images: int, reason: str, /) -> object:
-        """Note images that a GPU could not decode, of the kind ``reason``, such as "PNG"."""
+        """Note that a GPU could not decode ``num_images`` of the kind ``reason``, such as "PNG", and a CPU did."""
 
 
 class Reporter(DecodeReporter, Protocol):
@@ -77,7 +80,10 @@ class Reporter(DecodeReporter, Protocol):
         """Note an event that whoever watches the run should read."""
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        """Note the ``place`` where worker ``rank`` waits for the others, repeatedly; None once it has continued."""
+        """Note the ``place`` in the code where worker ``rank`` waits long for the others; None once it has continued.
+
+        While it waits, this is called again and again.
+        """
 
     def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
         """Replace the list of training images whose labels look wrong; the worst comes first."""
@@ -86,9 +92,9 @@ class Reporter(DecodeReporter, Protocol):
         """Wait until all rows so far are in storage. Raises StorageError if they cannot be written."""
 
     def stop_requested(self) -> bool:
-        """Return whether somebody asked the run to stop."""
+        """Return whether somebody has asked the run to stop."""
         ...
 
     def checkpoint_requested(self) -> bool:
-        """Return whether a checkpoint should be written now: True once for each request."""
+        """Return whether somebody has asked for a checkpoint since the last call."""
         ...

@@ -22,9 +22,9 @@ from raytrain.data.plan.permutation import mix
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python.
+    """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python with ``seed``, of 64 bits.
 
-    torch.manual_seed is slower, because it seeds the generators of all devices.
+    torch takes 63 of them, and NumPy 32. torch.manual_seed is slower, because it seeds the generators of all devices.
 
     Example::
 
@@ -38,7 +38,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def used_generators(seed: int, device: torch.device) -> list[str]:
-    """Return which generators were used since :func:`seed_generators` was called with the same arguments."""
+    """Return which generators were used since :func:`seed_generators` was called with the same arguments.
+
+    They are named torch, NumPy and Python's random.
+    """
     # The state of each generator is compared with the state of a new one with the same seed.
     on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
     is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
@@ -67,19 +70,22 @@ def state_of(generator: Any) -> str:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators after this context, so that they continue as if they had not been used or seeded in it."""
+    """Restore the generators after this context, so that they continue as if they had not been used or seeded in it.
+
+    They are those that :func:`seed_generators` seeds for ``device``.
+    """
     # Torch restores its own generators; those of NumPy and Python get their state back here.
-    of_numpy, of_python = np.random.get_state(), random.getstate()
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
-_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_IN_CLASSES = (FunctionType, *_KINDS)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_SEARCHED_IN_CLASSES = (FunctionType, *_GENERATORS)  # the members of a user's class that are looked at
 
 
 def seed_each(generators: Iterable[Any], seed: int) -> None:
@@ -97,8 +103,9 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
 def held_generators(function: Any) -> list[Any]:
     """Return the generators that a function, an object or a list of them uses, in the order in which they are found.
 
-    They are searched in attributes of objects and of the user's classes, in lists and dicts, in closures, and in the
-    global variables that functions and methods of the user's own files name.
+    They are those of torch, NumPy and Python, but none of random.SystemRandom. They are searched in attributes of
+    objects and of the user's classes, in lists and dicts, in closures, and in the global variables that functions and
+    methods of the user's own files name.
 
     Example::
 
@@ -113,7 +120,8 @@ def held_generators(function: Any) -> list[Any]:
             seen[id(value)] = value
             if isinstance(value, random.SystemRandom):  # it has neither a state nor a seed
                 continue
-            if issubclass(type(value), _KINDS):  # isinstance() asks the metaclass of torch's, which takes longer
+            # isinstance() would be slower, because it asks the metaclass of torch's generators.
+            if issubclass(type(value), _GENERATORS):
                 generators.append(value)
             else:
                 waiting += _values_held_by(value)
@@ -121,7 +129,7 @@ def held_generators(function: Any) -> list[Any]:
 
 
 def _values_held_by(value: Any) -> list[Any]:
-    """Return the objects that ``value`` refers to and in which a generator may be."""
+    """Return the objects to which ``value`` refers and which may be, or hold, a generator."""
     if isinstance(value, (list, tuple)):
         return list(value)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     if isinstance(value, dict):
@@ -133,12 +141,14 @@ def _values_held_by(value: Any) -> list[Any]:
     # Global variables of a library's functions are not searched, because they lead to everything that the library
     # imports. A library's functions without a closure are skipped: searching all methods of a network takes 0.1 s.
     if isinstance(value, FunctionType):
-        is_own = is_of_user(value.__code__.co_filename)
-        of_module, of_closure = variables_of(value) if is_own or value.__closure__ else ({}, {})
-        return [*of_closure.values(), *(of_module.values() if is_own else ())]
+        is_users = is_of_user(value.__code__.co_filename)
+        if not is_users and not value.__closure__:
+            return []
+        global_variables, closure_variables = variables_of(value)
+        return [*closure_variables.values(), *(global_variables.values() if is_users else ())]
     if isinstance(value, type):
         members = (member for base in value.__mro__ if is_users_class(base) for member in vars(base).values())
-        return [member for member in members if issubclass(type(member), _IN_CLASSES)]
+        return [member for member in members if issubclass(type(member), _SEARCHED_IN_CLASSES)]
     if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), type(value)]

@@ -29,7 +29,7 @@ class RunSpec:
     """Spec of a run, the same on every worker. It is sent to the workers, and holds no secret."""
 
     config: ResolvedConfig
-    loop: Callable[[Run], None] | None  # the caller's own; None: the loop that the options name, or the built-in one
+    loop: Callable[[Run], None] | None  # None: that of --loop, which with_functions loads, or the built-in one
     transforms: Callable[[], Transforms] | None = None  # makes the user's own transforms
     classes: tuple[str, ...]
     manifest_digest: str
@@ -38,14 +38,19 @@ class RunSpec:
     store: Store  # of the run
     class_weights: tuple[float, ...] | None = None  # in the loss
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
-    sources: Mapping[str, SourceLines] = field(default_factory=dict)  # of the loop, by file: for errors on workers
-    loggers: Mapping[str, LoggerSettings] = field(default_factory=dict)  # of the script, by name
+    # By file: the lines of the user's functions, which errors on workers quote.
+    sources: Mapping[str, SourceLines] = field(default_factory=dict)
+    # By name: the settings of the loggers that the user's script has set up.
+    loggers: Mapping[str, LoggerSettings] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, config: ResolvedConfig, data: Dataset, store: Store, loop: Callable[[Run], None] | None, num_workers: int
     ) -> RunSpec:
-        """Return the spec of a run of ``config`` on ``data``. ``num_workers`` only sizes the batches of evaluations."""
+        """Return the spec of a run of ``config`` on ``data``, with the loggers of this process.
+
+        ``loop`` is the caller's function, if any. ``num_workers`` only sizes the batches of evaluations.
+        """
         return cls(
             config=config,
             loop=loop,
@@ -70,11 +75,15 @@ class RunSpec:
         return Identity.of(self.config, self.classes, self.manifest_digest)
 
     def with_functions(self) -> RunSpec:
-        """Return a spec with the loop and the transforms that the options name, which may import anything."""
+        """Return the spec with the loop and the transforms that the options name, for this process.
+
+        Their files are imported, which may run anything. Raises UsageError if there are no such functions.
+        """
         loop = self.loop or load_optional("--loop", self.config.loop)
         transforms = load_optional("--transforms", self.config.transforms)
-        sources = {**source_lines(loop), **source_lines(transforms)}  # as in the files of this worker
-        loggers = logging_here()  # which the files of these functions may have set up
+        # Add their lines, as in the files of this worker, and loggers that these files may have set up.
+        sources = {**source_lines(loop), **source_lines(transforms)}
+        loggers = logging_here()
         return replace(
             self,
             loop=loop,

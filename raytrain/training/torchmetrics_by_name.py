@@ -27,34 +27,39 @@ def torchmetrics_of(name: str) -> Torchmetric | None:
 
     Example: ``torchmetrics_of("torchmetrics:FBetaScore(beta=2.0)") == ("FBetaScore", "beta=2.0")``
     """
-    found = re.fullmatch(r"torchmetrics:(\w+)(?:\((.*)\))?", name)
-    return None if found is None else Torchmetric(found[1], found[2] or "")
+    match = re.fullmatch(r"torchmetrics:(\w+)(?:\((.*)\))?", name)
+    return None if match is None else Torchmetric(match[1], match[2] or "")
 
 
-def check_torchmetric(wanted: Torchmetric) -> None:
-    """Raise UsageError if torchmetrics is not installed, or has no such class for classification."""
+def check_torchmetric(metric: Torchmetric) -> None:
+    """Raise UsageError if torchmetrics is not installed, or does not list the class of ``metric``.
+
+    Its arguments are not checked. Imports neither torchmetrics nor torch.
+    """
     package = importlib.util.find_spec("torchmetrics")
     if package is None:
         raise UsageError(
-            f"--metrics torchmetrics:{wanted.name} needs torchmetrics, which is not installed; install "
+            f"--metrics torchmetrics:{metric.name} needs torchmetrics, which is not installed; install "
             f"{extra('torchmetrics')}."
         )
-    known = _classes_of_torchmetrics()
-    if known and wanted.name not in known:
+    classes = _classes_of_torchmetrics()
+    if classes and metric.name not in classes:  # none: another version, whose files list them elsewhere
         raise UsageError(
-            f"--metrics torchmetrics:{wanted.name} is no class of torchmetrics{did_you_mean(wanted.name, known)}; its "
-            "documentation lists them, such as MulticlassCohenKappa."
+            f"--metrics torchmetrics:{metric.name} is no class of torchmetrics{did_you_mean(metric.name, classes)}; "
+            "its documentation lists them, such as MulticlassCohenKappa."
         )
 
 
 @cache
 def _classes_of_torchmetrics() -> frozenset[str]:
-    """Return the classes that torchmetrics lists in its files, without importing it, because it imports torch."""
+    """Return the names of the classes that torchmetrics lists in ``__all__`` of two files; none if it lists none there.
+
+    The files are read, because an import would import torch.
+    """
     package = importlib.util.find_spec("torchmetrics")
     folders = (package and package.submodule_search_locations) or []
-    files = [
-        Path(folder, *place) for folder in folders for place in (["__init__.py"], ["classification", "__init__.py"])
-    ]
+    names = "__init__.py", "classification/__init__.py"
+    files = [Path(folder, name) for folder in folders for name in names]
     texts = [file.read_text("utf-8").partition("__all__")[2] for file in files if file.is_file()]
     return frozenset(name for text in texts for name in re.findall(r"\"([A-Z]\w+)\"", text))
 
@@ -62,7 +67,8 @@ def _classes_of_torchmetrics() -> frozenset[str]:
 def build_torchmetric(name: str, arguments: str, num_classes: int, *, multi_label: bool) -> Any:
     """Return an object of the class ``name`` of torchmetrics; ``arguments`` are as in Python, such as ``beta=2.0``.
 
-    Arguments that follow from the run (task, num_classes, num_labels) are filled in. Raises UsageError if it fails.
+    Arguments that follow from the run (task, num_classes, num_labels) are filled in where the class has them and they
+    are not given. Raises UsageError if there is no such class, or if it cannot be made.
 
     Example: ``build_torchmetric("MulticlassFBetaScore", "beta=2.0", 10, multi_label=False)``
     """
@@ -71,31 +77,37 @@ def build_torchmetric(name: str, arguments: str, num_classes: int, *, multi_labe
     metric_class = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
     if metric_class is None:
         raise UsageError(f"--metrics names {written}, and torchmetrics has no class {name}.")
-    known = {
+    from_run = {
         "task": "multilabel" if multi_label else "multiclass",
         "num_classes": num_classes,
         "num_labels": num_classes,
     }
     try:
+        # Read the arguments, which may only be literals, as those of the call of a function.
         call: Any = ast.parse(f"f({arguments})", mode="eval").body
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        # Its factories, such as torchmetrics.Accuracy, have the task as an argument of __new__.
+        positional = [ast.literal_eval(value) for value in call.args]
+        by_keyword = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        # Add those that follow from the run, if the class has them. Factories of torchmetrics, such as
+        # torchmetrics.Accuracy, have the task as an argument of __new__.
         makers = metric_class.__init__, metric_class.__new__
-        parameters = {name for maker in makers for name in inspect.signature(maker).parameters}
-        values = [ast.literal_eval(value) for value in call.args]
-        return metric_class(*values, **{name: value for name, value in known.items() if name in parameters} | given)
+        parameters = {parameter for maker in makers for parameter in inspect.signature(maker).parameters}
+        filled_in = {parameter: value for parameter, value in from_run.items() if parameter in parameters}
+        return metric_class(*positional, **filled_in | by_keyword)
     except Exception as error:
         raise UsageError(f"--metrics {written} cannot be made ({describe(error)}); correct its arguments.") from error
 
 
 @cache
-def is_lower_better_to_torchmetrics(wanted: Torchmetric, multi_label: bool) -> bool:
-    """Return whether a smaller value is better; raise UsageError if torchmetrics does not say so. Imports torch."""
-    num_classes = 2 if wanted.name.startswith("Binary") else 6  # the answer does not depend on this number
-    is_higher_better = build_torchmetric(*wanted, num_classes, multi_label=multi_label).higher_is_better
+def is_lower_better_to_torchmetrics(metric: Torchmetric, multi_label: bool) -> bool:
+    """Return whether a smaller value of ``metric`` is better. Imports torch.
+
+    Raises UsageError if torchmetrics does not say whether it is, or if the metric cannot be made.
+    """
+    num_classes = 2 if metric.name.startswith("Binary") else 6  # the answer does not depend on this number
+    is_higher_better = build_torchmetric(*metric, num_classes, multi_label=multi_label).higher_is_better
     if is_higher_better is None:
         raise UsageError(
-            f"--best, --until and --patience cannot use {wanted.name}, of which torchmetrics does not say whether more "
+            f"--best, --until and --patience cannot use {metric.name}, of which torchmetrics does not say whether more "
             "of it is better; name another metric."
         )
     return not is_higher_better

@@ -20,9 +20,11 @@ from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.steps import Steps
 
 _POLL_EVERY_S = 2.0
-_NUM_POLLS = 8  # a wait is reported if this many polls in a row see it in the same place
+_NUM_POLLS = 8  # a wait is reported once this many further polls in a row have seen it in the same place
 _COLLECTIVES = dist.distributed_c10d.__file__  # torch's file of collectives
-_WAITS = {call.__code__ for call in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)}
+_WAITING_METHODS = {
+    method.__code__ for method in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)
+}
 
 
 @contextmanager
@@ -31,7 +33,8 @@ def report_long_waits(
 ) -> Iterator[None]:
     """Poll, in this context, where the calling thread waits for other workers, and report a long wait.
 
-    It costs the loop nothing, because another thread reads the stack of this one.
+    A wait is long after some 16 seconds in the same place. Polling costs the loop nothing, because another thread reads
+    the stack of this one; a single worker has none.
     """
     ended = threading.Event()
     arguments = steps, reporter, worker, threading.get_ident(), ended, poll_every_s
@@ -46,8 +49,11 @@ def report_long_waits(
 def _poll(
     steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended: threading.Event, poll_every_s: float
 ) -> None:
-    """Look at the stack of ``thread`` every few seconds until ``ended``, and report long waits and their end."""
-    location, num_polls = None, 0
+    """Poll the stack of ``thread`` every few seconds until ``ended`` is set, and report long waits and their end.
+
+    ``thread`` is its identifier in the module ``threading``.
+    """
+    location, num_polls = None, 0  # where the thread waited in the last poll, and how many polls before saw the same
     with suppress(OSError, EOFError):  # the process that takes the reports may end first
         while not ended.wait(poll_every_s):
             current = _wait_location(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
@@ -60,10 +66,17 @@ def _poll(
 
 
 def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:
-    """Return where in the run ``frame`` waits for other workers; None if it does something else."""
-    innermost = islice(traceback.walk_stack(frame), 3) if frame else ()  # torch's frames, and their caller
-    if not any(caller.f_code in _WAITS or caller.f_code.co_filename == _COLLECTIVES for caller, _ in innermost):
+    """Return where in the run ``frame`` waits for other workers, in words; None if it does something else.
+
+    ``frame`` is the innermost one of a thread's stack; None if the thread has ended.
+    """
+    # Where a collective waits, one of the three innermost frames is torch's, or of a method of ours that calls it.
+    innermost = islice(traceback.walk_stack(frame), 3) if frame else ()
+    if not any(
+        caller.f_code in _WAITING_METHODS or caller.f_code.co_filename == _COLLECTIVES for caller, _ in innermost
+    ):
         return None
+    # The counts tell places apart that are the same line of a loop.
     line = users_line(traceback.extract_stack(frame))
     calls = f"after {format_count(steps.progress.step, 'step')} and {format_count(steps.num_calls, 'call')} of the run"
     return f"{calls} at {line}" if line else calls

@@ -19,8 +19,9 @@ from raytrain.training.checkpoint_state import StateDict
 class WeightAverage:
     """Moving average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
 
-    A prepared average is in the checkpoints, and the run is evaluated with it. Call :meth:`update` after each step of
-    the optimizer. ``decay`` is the share of the average that each step keeps, at least 0 and below 1.
+    It begins with a copy of ``model``, ``average.model``. A prepared average is in the checkpoints, and the run is
+    evaluated with it if it is that of the first prepared network. Call :meth:`update` after each step of the optimizer.
+    ``decay`` is the share of the average that each step keeps, at least 0 and below 1.
 
     Raises UsageError for any other ``decay``.
 
@@ -47,7 +48,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after ``step`` (counted from 0), with a smaller decay in the first steps."""
+        """Add the weights after ``step`` (counted from 0) to the average, with a smaller decay in the first steps.
+
+        The decay is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten. Buffers of
+        integers are copied. Raises UsageError if ``step`` is no number.
+        """
         if not isinstance(step, SupportsInt):
             raise UsageError(f"WeightAverage.update got a {type(step).__name__}; give it batch.step.")
         decay = min(self._decay, (1 + step) / (10 + step))
