@@ -155,6 +155,7 @@ class ExactGradients:
         if not self._is_running or self._callback() is None:
             self._begin_backward()
         (gradient,) = gradients
+        # A single worker sums nothing, but a microbatch still has its factor, and a placeholder the factor 0.
         if self._world_size == 1:
             if self._factor == 1.0:
                 return None
@@ -165,7 +166,7 @@ class ExactGradients:
         _check_summable(parameter, gradient)
         bucket = self._bucket_of[id(parameter)]
         # A complete bucket may be sent already, and then get another gradient: a layer may be used both within a
-        # re-entrant checkpoint, whose backward ends early, and outside of it.
+        # re-entrant checkpoint, whose backward ends early, and outside of it. Take the sum first.
         if bucket.work is not None:
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)

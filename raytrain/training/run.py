@@ -355,7 +355,7 @@ class Run:
         loop that adds up the gradients of several backwards is right without this context, but sends gradients in each
         of them; with it, they are sent once. Gradients that are not summed yet are missing in ``.grad``: call
         ``zero_grad()`` before the first of these backwards, and clip gradients after the last one, outside of the
-        context.
+        context. On one worker, the context changes nothing.
 
         Example::
 
