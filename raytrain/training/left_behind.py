@@ -18,26 +18,28 @@ _VALUES = int, float, str, type(None)
 
 @dataclass(frozen=True)
 class _Weights:
-    """State of a network: how often its parameters were written to in all, by torch's count."""
+    """State of a network: how often its parameters were written to in place, all together, by torch's count."""
 
     num_writes: int
 
 
 def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
-    """Return a state of each outside variable that ``loop`` names, such as its value or length, to find changes by.
+    """Return a state of each outside variable that ``loop`` names, to find changes by.
 
-    Outside variables are the global ones, those of a function around the loop, the arguments of a partial function,
-    and the attributes of the object if the loop is a method. Only plain values, collections and networks are returned.
+    Outside variables are the global ones, those of a function around the loop, the arguments of a partial function that
+    are given by name, and the attributes of the object if the loop is a method. The state of a plain value is the value
+    itself, that of a collection its length, and that of a network a count of writes. Others are left out.
 
     Example: ``{"history": 0}`` for a loop that calls ``history.append(...)``
     """
-    given: dict[str, Any] = {}
+    of_partial: dict[str, Any] = {}
     while isinstance(loop, partial):
-        given |= loop.keywords
+        of_partial |= loop.keywords
         loop = loop.func
     attributes = getattr(getattr(loop, "__self__", None), "__dict__", {})
+    of_object = {f"self.{name}": value for name, value in attributes.items()}
     of_module, of_closure = variables_of(loop)
-    variables = {**of_module, **of_closure, **given, **{f"self.{name}": value for name, value in attributes.items()}}
+    variables = {**of_module, **of_closure, **of_partial, **of_object}
     states: dict[str, object] = {}
     for name, value in variables.items():
         if isinstance(value, nn.Module):
@@ -50,12 +52,18 @@ def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
 
 
 def note_on_changes(before: dict[str, object], after: dict[str, object]) -> str | None:
-    """Return a note on the variables that have changed between two results of :func:`states_of_variables`, if any."""
+    """Return a note on the variables that have changed between two results of :func:`states_of_variables`, if any.
+
+    Example: ``note_on_changes({"history": 0}, {"history": 12})``
+    """
     missing = object()
-    pairs = ((name, before.get(name, missing), state) for name, state in after.items())
-    changed = [name for name, state_before, state in pairs if state is not state_before and state != state_before]
+    states = ((name, before.get(name, missing), state) for name, state in after.items())
+    # A NaN does not equal itself, but is the same object.
+    changed = [name for name, state_before, state in states if state is not state_before and state != state_before]
     if not changed:
         return None
+
+    # Advise for the kinds of what has changed: networks, other variables, or both.
     networks = [name for name in changed if isinstance(after[name], _Weights)]
     ways = ["raytrain.load gives it the trained network"] * bool(networks)
     ways += ["log numbers with run.log, or write a file"] * (len(networks) < len(changed))

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import textwrap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
@@ -30,20 +30,22 @@ from raytrain.training.loop_source import NO_SOURCE, own_code
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
 _ENDS = ("sys.exit", "exit", "quit", "os._exit")  # calls that end the process when the file is imported
 _PLAIN_VALUES = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.DictComp)
-_NOT_RUN = ("__annotate__", "__conditional_annotations__")  # names of the code of annotations, since Python 3.14
+_NOT_RUN = ("__annotate__", "__conditional_annotations__")  # code of annotations, since Python 3.14; no call runs it
 
 
 def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_here: bool = True) -> None:
-    """Raise UsageError for a mistake in the file of the function that ``option`` names, as far as its text shows it.
+    """Raise UsageError for a mistake in the file of the function ``name``, as far as its text shows it.
 
-    ``is_loop``: the function is called with a run. ``runs_here``: it runs on this machine, so the packages that it
-    imports must be installed here.
+    ``option`` has named it, and begins the sentence. ``is_loop``: the function is called with a run. ``runs_here``: it
+    runs on this machine, so the packages that it imports must be installed here.
 
     Example: ``check_named_function("--loop", "my_loop.py:train", is_loop=True)``
     """
     function, file = name.rpartition(":")[2], file_of_function(name)
     if file is None or not file.is_file():
-        return  # it is installed in a way in which only an import finds it
+        return  # a library's, or installed in a way in which only an import finds it
+
+    # The file must compile, be named as a module if it imports its neighbours, and find its packages.
     failure = f"{option} {name} cannot be imported"
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -68,19 +70,20 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
         if isinstance(node, ast.Raise) or call in _ENDS:
             raise UsageError(f"{failure}: its import ends at {line_of(str(file), node.lineno)}.")
 
-    # Find names that the file does not define, also in those of its functions that the loop reaches.
-    functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
-    codes = list(_codes_of_file(code, functions, function))
+    # Find names that the file does not define, also in those of its functions that the loop reaches. Compiled,
+    # `from … import *` is an import of the constant ("*",).
     if any(_ANY_NAME & {*inner.co_names} or ("*",) in inner.co_consts for inner in _with_inner(code)):
         return
-    known = _stored(_with_inner(code))
-    if function not in known:
-        raise no_function(option, name, _stored([code]))
-    _refuse_undefined(f"{option} {name}", ((reached, known) for reached in codes))
+    defined = _names_stored(_with_inner(code))
+    if function not in defined:
+        raise no_function(option, name, _names_stored([code]))
+    functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
+    reached = _codes_of_file(code, functions, function)
+    _refuse_undefined(f"{option} {name}", ((code_reached, defined) for code_reached in reached))
 
     # Check what the last statement that assigns the name makes of it.
     compiled = ((node, compile(ast.Module([node], []), "statement", "exec")) for node in reversed(tree.body))
-    last = next((node for node, statement in compiled if function in _stored([statement])), None)
+    last = next((node for node, statement in compiled if function in _names_stored([statement])), None)
     _refuse_if_no_function(f"{option} {name}", last, str(file), is_loop=is_loop)
 
     if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) and not last.decorator_list:
@@ -94,7 +97,11 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
 
 
 def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
-    """Raise UsageError if the ``last`` statement that assigns a name makes it a plain value or, for a loop, a class."""
+    """Raise UsageError if the ``last`` statement that assigns a name does not make it a function that can be called.
+
+    These are a plain value, such as a number or a list, and for a loop, a class or a lambda with other arguments.
+    ``whose`` begins the sentence: an option and the name.
+    """
     if is_loop and isinstance(last, ast.ClassDef):
         raise UsageError(
             f"{whose} is a class, and a loop is a function of one argument, the run ({line_of(file, last.lineno)})."
@@ -103,7 +110,7 @@ def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_l
         return
     targets = last.targets if isinstance(last, ast.Assign) else [last.target]
     if not all(isinstance(target, ast.Name) for target in targets):
-        return
+        return  # such as `train, test = make_loops()`, whose value is that of no single name
     if isinstance(last.value, _PLAIN_VALUES):
         raise UsageError(f"{whose} is no function ({line_of(file, last.lineno)}); name one that can be called.")
     if is_loop and isinstance(last.value, ast.Lambda):
@@ -127,7 +134,7 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
         signature = inspect.signature(loop, follow_wrapped=False)
     try:
         if signature is not None:
-            signature.bind(None)
+            signature.bind(None)  # for a run
     except TypeError as error:
         raise UsageError(f"The loop is called with one argument, the run, and cannot be: {error}.") from None
 
@@ -137,7 +144,7 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
     # Find undefined names in its code, and in the user's functions that it calls.
     codes = list(own_code(loop))
     if not any(_ANY_NAME & {*code.co_names} for code, _ in codes):
-        stored = _stored(code for code, _ in codes)
+        stored = _names_stored(code for code, _ in codes)  # a function may set global variables for another one
         _refuse_undefined("The loop", ((code, stored | namespace.keys()) for code, namespace in codes))
 
     # Find attributes that a run does not have, if the loop's text is known.
@@ -151,7 +158,9 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
 
 
 def file_of_function(name: str) -> Path | None:
-    """Return the file of the user's function ``name``; None if not found, or a library's. Imports nothing.
+    """Return the file of the user's function ``name``; None if its module is not found, or is a library's.
+
+    Nothing is imported, and the file of a name such as "my_loop.py:train" need not exist.
 
     Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
     """
@@ -159,7 +168,7 @@ def file_of_function(name: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module)
     package, *inner = module.split(".")
-    spec = _find(package)
+    spec = _find_spec(package)
     for part in inner:
         folders = spec and spec.submodule_search_locations
         spec = PathFinder.find_spec(part, list(folders)) if folders else None
@@ -167,15 +176,18 @@ def file_of_function(name: str) -> Path | None:
     return Path(file) if file and is_of_user(file) else None
 
 
-def _find(package: str, *folders: str) -> Any:
-    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there."""
-    with suppress(ValueError, ImportError):  # then it is imported already, in a way without a spec
+def _find_spec(package: str, *folders: str) -> Any:
+    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
+
+    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
+    """
+    with suppress(ValueError, ImportError):
         return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
     return package
 
 
 def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
-    """Return the first package that the file imports but that is not installed, with the number of the line.
+    """Return the first package that the file imports but that is not installed, with the number of the line, or None.
 
     Only imports that are always run count, up to the first import of a module of the user's own, or the first use of
     sys.path: after that, modules may be found in folders that are not known here.
@@ -191,9 +203,10 @@ def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
             continue
         for module in modules:
             package = module.partition(".")[0]
-            spec = _find(package, str(file.resolve().parent))
+            spec = _find_spec(package, str(file.resolve().parent))
             if spec is None:
                 return package, node.lineno
+            # A module of the user's own may change sys.path.
             origin = getattr(spec, "origin", None)
             if origin not in (None, "built-in", "frozen") and is_of_user(origin) and package != "raytrain":
                 return None
@@ -209,27 +222,31 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _codes_of_file(module: CodeType, functions: Mapping[str, CodeType], loop: str) -> Iterator[CodeType]:
-    """Yield the code that runs when a file is imported, and when its function ``loop`` is called."""
+    """Yield the code that runs when a file is imported, and when its function ``loop`` is called.
+
+    ``module`` is the code of the file, ``functions`` that of its functions and classes, by name. Those are reached that
+    the file itself reads, and whose name stands in code that is reached.
+    """
     yield module
-    loaded = [name for name, _ in _loaded(module)]
-    waiting, seen = [loop, *loaded], set[str]()
-    while waiting:
-        name = waiting.pop()
+    names_to_visit = [loop, *(name for name, _ in _names_loaded(module))]
+    seen = set[str]()
+    while names_to_visit:
+        name = names_to_visit.pop()
         if name in functions and name not in seen:
             seen.add(name)
             for code in _with_inner(functions[name]):
-                waiting += code.co_names
+                names_to_visit += code.co_names
                 yield code
 
 
-def _loaded(code: CodeType) -> Iterator[tuple[str, int]]:
-    """Yield the global names that ``code`` reads, with the offset of each instruction."""
+def _names_loaded(code: CodeType) -> Iterator[tuple[str, int]]:
+    """Yield the global names that ``code`` reads, each with the offset of the instruction in the bytecode."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval, instruction.offset
 
 
-def _stored(codes: Any) -> set[str]:
+def _names_stored(codes: Iterable[CodeType]) -> set[str]:
     """Return the names that ``codes`` assign at the top level of a file or a class, or as global variables."""
     instructions = (instruction for code in codes for instruction in dis.get_instructions(code))
     return {instruction.argval for instruction in instructions if instruction.opname in ("STORE_NAME", "STORE_GLOBAL")}
@@ -238,20 +255,23 @@ def _stored(codes: Any) -> set[str]:
 def _refuse_undefined(whose: str, codes: Iterator[tuple[CodeType, Any]]) -> None:
     """Raise UsageError for the first name that code reads and that nothing defines.
 
-    ``codes`` are pairs of code and the names that are defined for it.
+    ``codes`` are pairs of code and the names that are defined for it. Code that names NameError is left out: it
+    expects that a name may be missing.
     """
-    for code, known in codes:
+    for code, defined in codes:
         if code.co_name in _NOT_RUN or "NameError" in code.co_names:
             continue
-        for name, offset in _loaded(code):
-            if name not in known and not hasattr(builtins, name) and not name.startswith("__"):  # as __file__
-                offsets, numbers = zip(*dis.findlinestarts(code), strict=True)
-                number = numbers[bisect_right(offsets, offset) - 1] or code.co_firstlineno
-                hint = did_you_mean(
-                    name, [*code.co_varnames, *code.co_cellvars, *code.co_freevars, *known, *dir(builtins)]
-                )
-                where = line_of(code.co_filename, number)
-                raise UsageError(f"{whose}: NameError: name {name!r} is not defined{hint} ({where}).")
+        for name, offset in _names_loaded(code):
+            is_set_by_python = name.startswith("__")  # such as __file__
+            if name in defined or hasattr(builtins, name) or is_set_by_python:
+                continue
+            # Find the line: the last one that begins at or before the instruction.
+            offsets, numbers = zip(*dis.findlinestarts(code), strict=True)
+            number = numbers[bisect_right(offsets, offset) - 1] or code.co_firstlineno
+            where = line_of(code.co_filename, number)
+            local_names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
+            hint = did_you_mean(name, [*local_names, *defined, *dir(builtins)])
+            raise UsageError(f"{whose}: NameError: name {name!r} is not defined{hint} ({where}).")
 
 
 def _defines(node: ast.stmt, name: str) -> bool:
@@ -260,7 +280,10 @@ def _defines(node: ast.stmt, name: str) -> bool:
 
 
 def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
-    """Raise UsageError if a loop cannot be called with a run, or uses an attribute that a run does not have."""
+    """Raise UsageError if a loop cannot be called with a run, or uses an attribute that a run does not have.
+
+    A loop with a decorator is not checked.
+    """
     if loop.decorator_list:
         return  # the decorator decides which arguments it takes
     _refuse_other_arguments(whose, loop.args, line_of(file, loop.lineno))
@@ -268,24 +291,27 @@ def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
     # The run is the first argument. Nothing is refused if the loop assigns that name again, sets the attribute itself,
     # or looks for missing attributes.
     positional = [*loop.args.posonlyargs, *loop.args.args]
-    if not positional or not run_attributes():
+    if not positional:
         return
     run = positional[0].arg
+    nodes = list(ast.walk(loop))
+    is_reassigned = any(
+        (isinstance(node, ast.Name) and node.id == run and not isinstance(node.ctx, ast.Load))
+        or (isinstance(node, ast.arg) and node.arg == run and node is not positional[0])  # of a function inside
+        for node in nodes
+    )
+    asks_first = any(isinstance(node, ast.Name) and node.id in ("hasattr", "AttributeError") for node in nodes)
+    if is_reassigned or asks_first:
+        return
     of_run = [
         node
-        for node in ast.walk(loop)
+        for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == run
     ]
-    set_here = {node.attr for node in of_run if not isinstance(node.ctx, ast.Load)}
-    is_renamed = any(
-        (isinstance(node, ast.Name) and node.id == run and not isinstance(node.ctx, ast.Load))
-        or (isinstance(node, ast.arg) and node.arg == run and node is not positional[0])
-        for node in ast.walk(loop)
-    )
-    asks_first = any(isinstance(node, ast.Name) and node.id in ("hasattr", "AttributeError") for node in ast.walk(loop))
+    set_by_loop = {node.attr for node in of_run if not isinstance(node.ctx, ast.Load)}
     for node in of_run:
         is_special = node.attr.startswith("__")  # such as __dict__
-        if node.attr not in run_attributes() | set_here and not (is_special or is_renamed or asks_first):
+        if node.attr not in run_attributes() | set_by_loop and not is_special:
             hint = did_you_mean(node.attr, [name for name in run_attributes() if not name.startswith("_")])
             raise UsageError(f"{whose}: a run has no {node.attr!r}{hint} ({line_of(file, node.lineno)}).")
 
@@ -307,13 +333,15 @@ def _refuse_other_arguments(whose: str, arguments: ast.arguments, where: str) ->
 
 @cache
 def run_attributes() -> frozenset[str]:
-    """Return the names of all attributes of :class:`raytrain.training.run.Run`, from its text: its import needs torch.
+    """Return the names of all attributes of :class:`raytrain.training.run.Run`: methods, fields, and what it sets.
+
+    They are read from its text, because its import needs torch.
 
     Example: ``"epochs" in run_attributes()``
     """
     tree = ast.parse(Path(__file__).with_name("run.py").read_text("utf-8"))
     (run,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run"]
-    names = set(dir(object))
+    names = set(dir(object))  # such as __class__, which every object has
     for node in ast.walk(run):
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)

@@ -30,12 +30,13 @@ from raytrain.training.agreement import digest_of_tensors, has_digest
 
 _log = logging.getLogger(__name__)
 Place = tuple[int, str, int]
-"""A step of this attempt, a file and a line of the user's."""
+"""A watched step of this attempt, counted from 1, a file of the user's, and the number of a line in it."""
 
-_FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
-_INDEXED = ("__getitem__", "__setitem__")
-_BETWEEN = ("torch/overrides.py", "torch/functional.py", "torch/nn/functional.py", "torch/_tensor.py")
-_ROUNDING = 1e-6  # relative
+_FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "scalar_tensor"}  # torch's functions that take Python's numbers
+_INDEXING = ("__getitem__", "__setitem__")
+# Files of torch whose functions stand between the user's line and the call that the watch sees.
+_TORCH_WRAPPERS = ("torch/overrides.py", "torch/functional.py", "torch/nn/functional.py", "torch/_tensor.py")
+_ROUNDING = 1e-6  # relative difference of numbers that counts as none
 
 
 class LoopNumbers:
@@ -45,7 +46,7 @@ class LoopNumbers:
 
         numbers = LoopNumbers()
         numbers.begin(12, set())
-        numbers.follow("mul", (loss, 0.5), {}, scaled, sys._getframe(1))  # after each call of torch
+        numbers.follow("mul", (loss, 0.5), [loss, 0.5], scaled, sys._getframe(1))  # after each call of torch
         numbers.note_losses([scaled])
         differing_lines([numbers.in_losses(), *those_of_other_workers])
     """
@@ -60,28 +61,36 @@ class LoopNumbers:
         self._earlier: Any = WeakIdKeyDictionary()
 
     def begin(self, num_images: int, weights: set[int]) -> None:
-        """Follow a step of ``num_images`` of this worker; ``weights`` are the IDs of parameters and buffers."""
+        """Begin to follow a step in which this worker has ``num_images``.
+
+        ``weights`` are the IDs of parameters and buffers, whose values are never compared here.
+        """
         self._step, self._num_images, self._weights = self._step + 1, num_images, weights
         for tensor in list(self._places):
             self._earlier[tensor] = True
         self._places = WeakIdKeyDictionary()
 
-    def follow(self, name: str, args: Any, given: list[Any], result: Any, frame: FrameType | None) -> None:
-        """Follow a call of torch's function ``name``, for which ``frame`` has called the watch.
+    def follow(self, name: str, args: Any, leaves: list[Any], result: Any, frame: FrameType | None) -> None:
+        """Record which numbers the ``result`` of a call of torch's function ``name`` depends on.
 
-        ``given`` are the leaves of all its arguments, ``args`` and those by name.
+        ``args`` are the positional arguments, ``leaves`` the leaves of all arguments, also of those by name. ``frame``
+        is the one that has called torch.
         """
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
-            values = list(self._new_values(name, args, given, result, tensors))
+            values = list(self._new_values(name, args, leaves, result, tensors))
         except Exception:  # all kinds of the user's objects are met here, and no run must fail by a search
             _log.debug("the numbers of a call of %s are not known", name, exc_info=True)
             values = []
+
+        # The result depends on all that the arguments depend on, and on what this line of the user's adds.
         places = frozenset[Place]().union(*(self._places.get(tensor, ()) for tensor in tensors))
         if values and (line := _users_line(frame)):
             place = (self._step, *line)
             self._values.setdefault(place, []).extend(values)
             places |= {place}
+
+        # The arguments are no longer new to this step. What was written into is a result, too.
         for tensor in tensors:
             self._places.setdefault(tensor, frozenset())
         written = args[:1] if name == "__setitem__" else ()
@@ -91,22 +100,25 @@ class LoopNumbers:
                 self._places[leaf] = places
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:
-        """Note that the backward of ``losses`` is called."""
+        """Note that the backward of ``losses`` is called, so that the numbers in them matter."""
         self._in_losses.update(place for loss in losses for place in self._places.get(loss, ()))
 
     def in_losses(self) -> dict[Place, list[float]]:
-        """Return the numbers that the losses since then depend on, but for lines that run once for each image."""
-        counts = {place: len(self._values[place]) for place in self._in_losses}
-        return {
-            (step, Path(file).name, line): [
-                value.item() if isinstance(value, Tensor) else value for value in self._values[step, file, line]
-            ]
-            for (step, file, line), count in counts.items()
-            if count % max(self._num_images, 2)
-        }
+        """Return the numbers in the losses since the last :meth:`forget`, for each place in the order of the calls.
+
+        Files are named without their folders, which may differ between machines. Lines that run once for each image are
+        left out. They are known by their numbers: a multiple of the images, or with one image, of two.
+        """
+        in_losses: dict[Place, list[float]] = {}
+        for step, file, line in self._in_losses:
+            values = self._values[step, file, line]
+            if len(values) % max(self._num_images, 2):
+                numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
+                in_losses[step, Path(file).name, line] = numbers
+        return in_losses
 
     def lines(self) -> dict[tuple[str, int], str]:
-        """Return the lines of these numbers, as a sentence shows them."""
+        """Return the lines of the numbers in the losses, by file and number, as a sentence shows them."""
         return {(Path(file).name, line): line_of(file, line) for _, file, line in self._in_losses}
 
     def forget(self) -> None:
@@ -115,21 +127,31 @@ class LoopNumbers:
         self._in_losses.clear()
 
     def _new_values(
-        self, name: str, args: Any, given: list[Any], result: Any, tensors: Sequence[Tensor]
+        self, name: str, args: Any, leaves: list[Any], result: Any, tensors: Sequence[Tensor]
     ) -> Iterable[float | Tensor]:
-        """Yield the numbers, or digests of tensors, that a call brings in."""
+        """Yield the numbers, or digests of tensors, that a call brings in; the arguments are those of :meth:`follow`.
+
+        ``tensors`` are those of the ``leaves``.
+        """
+        # Python's integers are left out, which are mostly sizes and dimensions. So is the number of this worker's
+        # images, and its inverse: whoever divides by it makes a mean.
         of_images = (self._num_images, 1 / max(self._num_images, 1))
-        for leaf in given:
+        for leaf in leaves:
             if isinstance(leaf, (float, np.floating)) and leaf not in of_images:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
                 yield _digest(torch.as_tensor(np.ascontiguousarray(leaf)))
+
+        # A tensor that is made of numbers counts as these numbers, integers too.
         if name in _FROM_NUMBERS and has_digest(result) and not self._is_of_images(result.shape):
             yield _digest(result)
-        indices = args[1] if name in _INDEXED and isinstance(args[1], tuple) else args[1:2]
-        for index in indices if name in _INDEXED else ():
-            if isinstance(index, list) and len(index) != self._num_images:
-                yield from map(float, (number for number in tree_leaves(index) if isinstance(number, (int, float))))
+
+        # A list as an index, such as [0, 4] in queue[[0, 4]], chooses rows, unless it has a number for each image.
+        if name in _INDEXING:
+            for index in args[1] if isinstance(args[1], tuple) else (args[1],):
+                if isinstance(index, list) and len(index) != self._num_images:
+                    yield from (float(number) for number in tree_leaves(index) if isinstance(number, (int, float)))
+
         for tensor in tensors:
             if self._is_new(tensor):
                 yield _digest(tensor)
@@ -137,24 +159,27 @@ class LoopNumbers:
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether a call gets ``tensor`` from an earlier step, or from NumPy, for the first time in this step.
 
-        An array becomes a tensor without a call that can be seen; only small ones, such as a number for each class, are
-        compared, as larger ones may be images of a loader of the user's own.
+        Weights, tensors with a row for each image, and tensors whose values cannot be added up are never new.
         """
         if tensor in self._places or id(tensor) in self._weights or self._is_of_images(tensor.shape):
             return False
         if not has_digest(tensor):
             return False
-        return tensor in self._earlier or (tensor.is_cpu and tensor.ndim < 2 and tensor.numel() < self._num_images)
+        # An array becomes a tensor without a call that can be seen. Only small ones, such as a number for each class,
+        # are compared, as larger ones may be images of a loader of the user's own.
+        may_be_of_numpy = tensor.is_cpu and tensor.ndim < 2 and tensor.numel() < self._num_images
+        return tensor in self._earlier or may_be_of_numpy
 
     def _is_of_images(self, shape: Sequence[int]) -> bool:
-        """Return whether something of this ``shape`` has a row for each of this worker's images, or for two views."""
+        """Return whether something of this ``shape`` has a row for each of this worker's images, or for two of each."""
         return len(shape) > 0 and shape[0] in (self._num_images, 2 * self._num_images)
 
 
 def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tuple[str, int]]:
-    """Return the lines whose numbers differ between workers, given what :meth:`LoopNumbers.in_losses` says on each.
+    """Return the file and number of each line whose numbers differ between workers, beyond rounding.
 
-    A line that has run more often on one worker than on another is left out: it may be for some images alone.
+    ``numbers`` has what :meth:`LoopNumbers.in_losses` returns on each worker. A line that has run more often on one
+    worker than on another is left out: it may be for some images alone.
 
     Example::
 
@@ -162,7 +187,7 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
     """
     lines: set[tuple[str, int]] = set()
     for place in numbers[0]:
-        rows = [each.get(place, []) for each in numbers]
+        rows = [of_worker.get(place, []) for of_worker in numbers]
         if len({len(row) for row in rows}) == 1:
             pairs = [pair for row in rows[1:] for pair in zip(rows[0], row, strict=True)]
             if not all(math.isclose(*pair, rel_tol=_ROUNDING) or all(map(math.isnan, pair)) for pair in pairs):
@@ -171,13 +196,17 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return a number that changes if ``tensor`` does, on its device, so that the host does not wait for it now."""
+    """Return a number that changes if ``tensor`` does, as a tensor on its device, for which the host need not wait."""
+    # Any weights do that differ, so that a change of one of the four sums cannot make up for that of another.
     return (digest_of_tensors([tensor])[0] * torch.tensor([1.0, 2.0, 3.0, 5.0], device=tensor.device)).sum()
 
 
 def _users_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """Return the file and the line of the user's that has called torch's function, if no library is between."""
-    while frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(_BETWEEN):
+    """Return the file and the number of the user's line that has called torch.
+
+    None if another library has called it. Functions of torch that only wrap the call are skipped.
+    """
+    while frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(_TORCH_WRAPPERS):
         frame = frame.f_back
     if frame is None or not is_of_user(frame.f_code.co_filename):
         return None

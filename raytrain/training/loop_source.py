@@ -23,7 +23,7 @@ from raytrain.errors import file_title
 
 @dataclass(frozen=True)
 class SourceLines:
-    """Lines of the functions in one file, by their numbers. ``title`` is the name of the file in sentences."""
+    """Lines of the functions in one file, by their numbers from 1. ``title`` is the file's name in sentences."""
 
     title: str
     lines: Mapping[int, str]
@@ -34,16 +34,19 @@ NO_SOURCE = OSError, TypeError, IndexError, SyntaxError, TokenError
 
 
 def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
-    """Yield the code of ``function``, and of the user's functions and classes that it refers to, with its global names.
+    """Yield the code of ``function`` and of all of the user's functions and classes that it leads to.
+
+    With each code come the global variables of its module, by name. It leads to what the code names, to its default
+    values, methods and decorated functions, and from there to what these name. A library's code is left out.
 
     Example::
 
         names = {name for code, _ in own_code(lambda run: run.build_model()) for name in code.co_names}
     """
     seen: dict[int, Any] = {}
-    waiting: list[tuple[Any, Mapping[str, Any]]] = [(function, {})]
-    while waiting:
-        thing, namespace = waiting.pop()
+    to_visit: list[tuple[Any, Mapping[str, Any]]] = [(function, {})]
+    while to_visit:
+        thing, namespace = to_visit.pop()
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing  # keeps it alive, so that no other object gets its ID
@@ -66,21 +69,21 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
             referred = [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
         elif callable(thing):
             referred = [type(thing), getattr(thing, "__dict__", {}).get("__wrapped__")]  # as functools.cache keeps it
-        waiting += [(value, namespace) for value in referred]
+        to_visit += [(value, namespace) for value in referred]
 
 
 def source_lines(function: Any) -> dict[str, SourceLines]:
-    """Return the lines of ``function`` and of the user's functions that it refers to, by file.
+    """Return the lines of ``function`` and of the user's functions that it leads to, by file.
 
-    They are whole, so that they can be parsed again: a line such as ``else:`` or ``)`` has no code of its own. The
-    other lines of a cell or a file are left out, because they may hold a secret.
+    Functions are whole, so that they can be parsed again: a line such as ``else:`` or ``)`` has no code of its own. The
+    other lines of a cell or a file are left out, because they may hold a secret. So are lines that are not known here.
     """
     lines: dict[str, dict[int, str]] = {}
     for code, _ in own_code(function):
         numbers = {number for _, _, number in code.co_lines() if number}
         with suppress(*NO_SOURCE):
-            text, first = inspect.getsourcelines(code)
-            numbers.update(range(first, first + len(text)))
+            function_lines, first = inspect.getsourcelines(code)
+            numbers.update(range(first, first + len(function_lines)))
         lines.setdefault(code.co_filename, {}).update(
             (number, text) for number in numbers if (text := linecache.getline(code.co_filename, number))
         )
@@ -88,9 +91,10 @@ def source_lines(function: Any) -> dict[str, SourceLines]:
 
 
 def remember_source_lines(sources: Mapping[str, SourceLines]) -> None:
-    """Let tracebacks of this process show the lines in ``sources``, whose files this machine lacks."""
+    """Let tracebacks of this process show the lines in ``sources``, of those files that this machine lacks."""
     for file, source in sources.items():
         if not linecache.getlines(file):
+            # Lines that did not travel are blank. Without a time of change (None), linecache does not look for the file
+            # again. The last field is the name to show.
             text = [source.lines.get(number, "\n") for number in range(1, max(source.lines) + 1)]
-            # Without a time of change, linecache does not look for the file again. The last field is the name to show.
             linecache.cache[file] = sum(map(len, text)), None, text, source.title

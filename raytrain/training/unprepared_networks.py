@@ -49,7 +49,7 @@ _LONGEST_SEARCHED = 100  # items of a list or a dictionary
 
 @contextmanager
 def _searching() -> Iterator[None]:
-    """Log an exception of this context, in which all kinds of the user's objects are met: no run must fail by it."""
+    """Log an exception in this context and go on: all kinds of the user's objects are met, and no run must fail."""
     try:
         yield
     except Exception:
@@ -69,7 +69,8 @@ class UnpreparedNetworks:
         self._state, self._report = state, report
         self._num_batches = 0
         self._carried = CarriedState(state.holds, state.addresses)
-        self._counters: dict[str, float] = {}  # at the first look at each of them
+        # Values of optimizers' counters and digests of networks' weights, at the first look at each of them.
+        self._counters: dict[str, float] = {}
         self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()
 
     def begin_epoch(self, frame: FrameType | None) -> None:
@@ -78,9 +79,11 @@ class UnpreparedNetworks:
             self._carried.begin_epoch(frame)
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
-        """Report the networks held by the variables of ``frame`` that have changed since the first look at them.
+        """Before a batch, report what the loop has changed and no checkpoint holds; do nothing where no look is due.
 
-        The variable ``run`` is left out, because it holds the prepared networks.
+        That are networks among the variables of ``frame``, counters of optimizers, what the loop carries from epoch to
+        epoch, and a number of a batch by which it decides. ``frame`` asks for the batch. Its variable ``run`` is left
+        out, because it holds the prepared networks.
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1
@@ -89,21 +92,27 @@ class UnpreparedNetworks:
         frame = next(users_frames(frame), None)  # not that of a progress bar, which hands on the batches
         if frame is None:
             return
+
+        # The text of the loop says at once whether it decides by the number of a batch.
         with _searching():
             if self._num_batches == 1 and (number := number_that_decides(frame)):
                 self._report(_NUMBER_NOTE.format(number=number))
+
+        # Compare the weights that no checkpoint holds with those of the first look at their network.
         in_checkpoints = self._state.addresses()
         changed: list[str] = []
         for name, network in _networks_in(frame, run):
             tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if has_digest(tensor)]
-            own = [tensor for tensor in tensors if tensor.data_ptr() not in in_checkpoints]
-            if not own:
+            unprepared = [tensor for tensor in tensors if tensor.data_ptr() not in in_checkpoints]
+            if not unprepared:
                 continue
-            digest = digest_of_tensors(own).tolist()
+            digest = digest_of_tensors(unprepared).tolist()
             if digest != self._digests.setdefault(network, digest):
                 changed.append(name)
         if changed:
             self._report(_NOTE.format(names=some_of(changed)))
+
+        # The same for numbers in attributes of optimizers, and at the start of an epoch, for what the loop carries.
         if counters := self._changed_counters():
             self._report(_COUNTER_NOTE.format(names=some_of(counters)))
         with _searching():
@@ -111,7 +120,10 @@ class UnpreparedNetworks:
                 self._report(_CARRIED_NOTE.format(names=some_of(carried)))
 
     def _changed_counters(self) -> list[str]:
-        """Return the names of numbers in attributes of optimizers that have changed and are in no state_dict."""
+        """Return the numbers in attributes of prepared optimizers that have changed and are in no state_dict, by name.
+
+        An example is ``SAM.num_steps``. Attributes whose names begin with an underscore are left out.
+        """
         changed: list[str] = []
         for number, optimizer in enumerate(self._state.optimizers):
             for name, value in vars(optimizer).items():
@@ -123,13 +135,16 @@ class UnpreparedNetworks:
 
 
 def _networks_in(frame: FrameType, run: object) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the networks among the variables of ``frame``, in their attributes and in their lists, by a name."""
+    """Yield the networks among the variables of ``frame``, in attributes of these, and in lists of both, by name.
+
+    The name is that of the variable, such as ``teacher``, or of its attribute, such as ``ema.model``.
+    """
     for name, value in frame.f_locals.items():
         if value is run or isinstance(value, (type, FunctionType, ModuleType)):
             continue
         attributes = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
-        for where, held in {name: value, **{f"{name}.{key}": held for key, held in attributes.items()}}.items():
+        for path, held in {name: value, **{f"{name}.{key}": held for key, held in attributes.items()}}.items():
             candidates: Any = held.values() if isinstance(held, dict) else held
             if not isinstance(held, (list, tuple, dict)) or len(held) > _LONGEST_SEARCHED:
                 candidates = [held]
-            yield from ((where, candidate) for candidate in candidates if isinstance(candidate, nn.Module))
+            yield from ((path, candidate) for candidate in candidates if isinstance(candidate, nn.Module))
