@@ -59,6 +59,13 @@ class Checkpoint:
         return {name.removeprefix("module."): value for name, value in weights.items() if name != "n_averaged"}
 
 
+class StoredFile(NamedTuple):
+    """A checkpoint file: its path in the store and its content."""
+
+    path: str
+    data: bytes
+
+
 class _Job(NamedTuple):
     """A checkpoint that the thread should write, and a function that it calls before."""
 
@@ -66,15 +73,17 @@ class _Job(NamedTuple):
     before: Callable[[], None]
 
     def is_best(self, best_score: float | None) -> bool:
-        """Return whether this checkpoint was evaluated with the best score so far."""
+        """Return whether this checkpoint was evaluated, and with the best score so far (None before any)."""
         progress = self.checkpoint.progress
-        return progress.evaluated_step == progress.step and progress.score == best_score is not None
+        is_evaluated = progress.evaluated_step == progress.step
+        return is_evaluated and best_score is not None and progress.score == best_score
 
 
 class Checkpoints:
     """The checkpoints in the ``store`` of a run, of which the ``keep`` newest ones and the best are kept.
 
     Args:
+        identity: what a run must have in common with a checkpoint to resume from it; written into each.
         report: called, in any thread, with an event for each checkpoint that was written or left out, or is damaged.
         patience_s: how long training waits for a checkpoint to be written before it leaves one out.
 
@@ -111,7 +120,11 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
 
     def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
-        """Copy ``state``, and write it in the background after ``before()``; raises the error of an earlier write."""
+        """Copy ``state`` to the CPU, and write it in the background after ``before()``.
+
+        If storage is slow, this waits up to ``patience_s``, then gives up the earlier checkpoints that still wait, but
+        for the best, and reports them. Raises the error of an earlier write.
+        """
         self._raise_error()
         job = _Job(Checkpoint(to_cpu(state), progress, self._identity), before)
         with self._changed:
@@ -144,11 +157,14 @@ class Checkpoints:
                     return
 
     def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
-        """Write a checkpoint and its note, after calling ``before``; delete the checkpoints that it replaces."""
+        """Call ``before``, write a checkpoint and its note, delete the checkpoints that it replaces, and report it.
+
+        The note is a small JSON file beside it, so that its score is known without reading the checkpoint.
+        """
         before()
         progress = checkpoint.progress
         path = checkpoint_path(progress.step, self._takeover)
-        if self._is_first:
+        if self._is_first:  # the later ones have the same kinds of state, and the check takes a copy of it
             check_readable(checkpoint.state)
             self._is_first = False
         self.store.put(path, _encode(checkpoint))
@@ -158,14 +174,15 @@ class Checkpoints:
 
         # Delete checkpoints of later steps first, which are damaged or of an earlier owner, because the run has resumed
         # from the newest whole one. Then delete all but the newest ones and the best.
-        steps = {other.path: step_and_takeover(other.path)[0] for other in list_checkpoints(self.store)}
-        self._delete(other for other, step in steps.items() if step > progress.step)
-        earlier = [other for other, step in steps.items() if step <= progress.step]
-        self._delete(set(earlier) - {*earlier[-self._keep :], best_checkpoint(self.store)})
+        steps = {stored.path: step_and_takeover(stored.path)[0] for stored in list_checkpoints(self.store)}
+        self._delete(stored for stored, step in steps.items() if step > progress.step)
+        up_to_now = [stored for stored, step in steps.items() if step <= progress.step]
+        self._delete(set(up_to_now) - {*up_to_now[-self._keep :], best_checkpoint(self.store)})
         self.newest = path
         self._report(CheckpointWritten(path, progress.step))
 
     def _delete(self, paths: Iterable[str]) -> None:
+        """Delete checkpoints and their notes."""
         for path in paths:
             self.store.delete(path)
             self.store.delete(path + ".json")
@@ -181,17 +198,17 @@ class Checkpoints:
             thread.join()
         self._raise_error()
 
-    def read_newest(self) -> tuple[str, bytes] | None:
-        """Return the path and the content of the newest checkpoint that can be read, if any; damaged ones are reported.
+    def read_newest(self) -> StoredFile | None:
+        """Return the newest checkpoint file that can be read; None if there are none. Damaged ones are reported.
 
         Raises UsageError if there are checkpoints, but none can be read: the run must not silently begin anew.
         """
         paths = [checkpoint.path for checkpoint in list_checkpoints(self.store)]
-        damage = ""
+        damage = ""  # of the newest one, for the sentence of the error
         for path in reversed(paths):
             try:
                 _parse(data := self.store.get(path))
-                return path, data
+                return StoredFile(path, data)
             except ValueError as error:
                 damage = damage or str(error)
                 self._report(CheckpointDamaged(path, str(error)))
@@ -203,35 +220,36 @@ class Checkpoints:
         )
 
     def load_newest(self, device: torch.device) -> Checkpoint | None:
-        """Load the newest checkpoint that worker 0 can read on every worker, by collectives on ``device``.
+        """Return, on every worker, the newest checkpoint that worker 0 can read; None if there are none.
 
-        Raises UsageError if it is of another model, other classes or images, or another batch size or seed.
+        The workers get it by collectives on ``device``, so each of them calls this. Raises UsageError if none can be
+        read, or if the newest is of another model, other classes or images, or another batch size or seed.
         """
-        read = _from_first(self.read_newest, device)
-        if read is None:
+        file = _from_first(self.read_newest, device)
+        if file is None:
             return None
-        path, data = read
-        checkpoint = _parse_whole(f"{self.store.url}/{path}", data)
-        self._identity.check(checkpoint.identity, path)
-        self.newest = path
+        checkpoint = _parse_whole(f"{self.store.url}/{file.path}", file.data)
+        self._identity.check(checkpoint.identity, file.path)
+        self.newest = file.path
         return checkpoint
 
     def load_best(self, device: torch.device, step: int) -> Checkpoint | None:
-        """Load the best checkpoint on every worker, by collectives; None if there is none, or it is that of ``step``.
+        """Return the best checkpoint on every worker, by collectives; None if there is none, or it is that of ``step``.
 
-        Call it after :meth:`close`.
+        Each worker calls it, after :meth:`close`. Raises UsageError if the file is damaged.
         """
 
-        def read_best() -> tuple[str, bytes] | None:
+        def read_best() -> StoredFile | None:
             path = best_checkpoint(self.store)
-            is_needed = path is not None and step_and_takeover(path)[0] != step
-            return (path, self.store.get(path)) if path is not None and is_needed else None
+            if path is None or step_and_takeover(path)[0] == step:
+                return None
+            return StoredFile(path, self.store.get(path))
 
-        read = _from_first(read_best, device)
-        return None if read is None else _parse_whole(f"{self.store.url}/{read[0]}", read[1])
+        file = _from_first(read_best, device)
+        return None if file is None else _parse_whole(f"{self.store.url}/{file.path}", file.data)
 
     def _raise_error(self) -> None:
-        """Raise the error that the writing thread has met, once."""
+        """Raise the error that the writing thread has met, once: as it is if it has a sentence, otherwise in one."""
         error, self._error = self._error, None
         if isinstance(error, RaytrainError):
             raise error
@@ -242,43 +260,43 @@ class Checkpoints:
             )
 
 
-def _from_first(read: Callable[[], tuple[str, bytes] | None], device: torch.device) -> tuple[str, bytes] | None:
-    """Have worker 0 read a file; return its path and content on every worker, by collectives on ``device``.
+def _from_first(read: Callable[[], StoredFile | None], device: torch.device) -> StoredFile | None:
+    """Have worker 0 ``read`` a file, and return it on every worker, by collectives on ``device``.
 
-    An exception of worker 0 is raised on all workers, which would wait for ever otherwise.
+    An exception of worker 0 is raised on all workers, which would wait for ever otherwise: on the others as a
+    RaytrainError, if it was none.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
 
     # First send the path and the size, or the error.
-    is_first, data = dist.get_rank() == 0, b""
-    answer: list[Any] = [None]
+    is_first, file = dist.get_rank() == 0, None
+    message: list[Any] = [None]
     failure: Exception | None = None
     try:
-        if is_first and (found := read()) is not None:
-            path, data = found
-            answer = [(path, len(data))]
+        if is_first and (file := read()) is not None:
+            message = [(file.path, len(file.data))]
     except Exception as error:
         failure = error
-        answer = [
+        message = [
             error if isinstance(error, RaytrainError) else RaytrainError(f"Worker 0 cannot read a checkpoint: {error}")
         ]
-    dist.broadcast_object_list(answer, src=0, device=device)
-    if failure is not None or isinstance(answer[0], RaytrainError):
-        raise failure or answer[0]
-    if answer[0] is None:
+    dist.broadcast_object_list(message, src=0, device=device)
+    if failure is not None or isinstance(message[0], RaytrainError):
+        raise failure or message[0]
+    if message[0] is None:
         return None
 
-    # Then send the content, in parts.
-    path, num_bytes = answer[0]
-    content = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_first else torch.empty(num_bytes, dtype=torch.uint8)
-    )
+    # Then send the content, in parts that fit into the device's memory.
+    path, num_bytes = message[0]
+    content = torch.empty(num_bytes, dtype=torch.uint8)
+    if file is not None:
+        content = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
     for part in content.split(_SENT_AT_ONCE_BYTES):
         on_device = part.to(device)
         dist.broadcast(on_device, src=0)
         part.copy_(on_device)
-    return path, content.numpy().tobytes()
+    return StoredFile(path, content.numpy().tobytes())
 
 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:
@@ -311,7 +329,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
 
 
 def _parse(data: bytes) -> Checkpoint:
-    """Return the checkpoint that :func:`_encode` made into ``data``. Raises ValueError with a reason if it is none."""
+    """Return the checkpoint whose bytes :func:`_encode` has made. Raises ValueError with a reason if it is none."""
     if not data.startswith(ZIP):  # torch would try its older formats, which have no CRCs
         raise ValueError("it is no archive as torch.save writes them")
     check_archive(data)
@@ -327,7 +345,10 @@ def _parse(data: bytes) -> Checkpoint:
 
 
 def checkpoint_in(content: Any) -> Checkpoint | None:
-    """Return the checkpoint in the unpickled ``content`` of a file; None if it is something else."""
+    """Return the checkpoint in the unpickled ``content`` of a file; None if it is something else.
+
+    Example: ``checkpoint_in(torch.load("step-000001000.pt", weights_only=True))``
+    """
     try:
         identity = {**content["identity"], "classes": tuple(content["identity"]["classes"])}
         return Checkpoint(content["state"], Progress(**content["progress"]), Identity(**identity))

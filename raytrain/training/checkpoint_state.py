@@ -35,7 +35,7 @@ from raytrain.training.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # options of a group, which schedulers keep there
 _GROUPS_MISSING = (
     "The checkpoint's optimizer has {stored}, and the loop has only {prepared} in its first step after the resume: let "
     "it add the others as soon as their epoch has come or is over, as in `if epoch.number >= 2 and "
@@ -53,7 +53,18 @@ class Stateful(Protocol):
 
 
 class CheckpointState:
-    """All prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added."""
+    """All prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added.
+
+    ``restored`` is the state in the checkpoint from which the run resumes, empty if it begins. ``rank`` is that of this
+    worker.
+
+    Example::
+
+        state = CheckpointState({})
+        state.add("model", network)  # "model"
+        state.add("optimizer", optimizer)  # "optimizer"
+        state.state_dict()  # {"model": …, "optimizer": …, "frozen": …}
+    """
 
     def __init__(self, restored: Mapping[str, StateDict], rank: int = 0) -> None:
         self._rank = rank
@@ -74,7 +85,8 @@ class CheckpointState:
     def add(self, kind: str, thing: Stateful) -> str:
         """Keep ``thing`` under a name, which is returned, and load its state if the run resumes.
 
-        Raises UsageError if it has no state, or if the checkpoint does not fit it.
+        The name is ``kind``, and a number from the second one of this kind on. Raises UsageError if ``thing`` has no
+        state that a checkpoint can hold, if the first epoch has begun, or if the checkpoint does not fit it.
         """
         # Refuse now an object without a state; otherwise the first checkpoint would fail.
         methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
@@ -123,12 +135,13 @@ class CheckpointState:
         Sharpness-aware minimisation and Lookahead, for example, wrap another optimizer.
         """
         asked = [_options_of(group) for group in optimizer.param_groups]
+
         # Find the wrapped optimizers, alone or in lists, and which of their groups are also groups of this one.
         wrapped: dict[str, Optimizer] = {}
         for attribute, value in vars(optimizer).items():
             values = value if isinstance(value, (list, tuple)) else [value]
-            found = [value for value in values if isinstance(value, Optimizer)]
-            wrapped.update({f"{attribute.lstrip('_')} {number}": inner for number, inner in enumerate(found, start=1)})
+            inners = [value for value in values if isinstance(value, Optimizer)]
+            wrapped.update({f"{attribute.lstrip('_')} {number}": inner for number, inner in enumerate(inners, start=1)})
         shared = [
             (inner, inner_index, index)
             for inner in wrapped.values()
@@ -144,12 +157,17 @@ class CheckpointState:
                 self._add_optimizer(f"{attribute} of {name}", inner)
         for inner, inner_index, index in shared:
             inner.param_groups[inner_index] = optimizer.param_groups[index]
+
+        # Set what the user has changed since the checkpoint.
         pairs = zip(asked, optimizer.param_groups, strict=True)
         self._ratios[optimizer] = [_apply_changes(options, group) for options, group in pairs]
         self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
 
     def _add(self, name: str, thing: Stateful) -> None:
-        """Keep ``thing`` under ``name``, and load its state if the run resumes."""
+        """Keep ``thing`` under ``name``, and load its state if the run resumes.
+
+        Raises UsageError if the checkpoint has no such state, or one that does not fit.
+        """
         self._objects[name] = thing
         if not self._resumes:
             return
@@ -159,7 +177,8 @@ class CheckpointState:
                 "order, or start a new run under another --name."
             )
         state = self._restored.pop(name)
-        # torch silently loads the state of another kind of optimizer; compare the names of options to refuse it.
+        # torch silently loads the state of another kind of optimizer. It is refused if each kind has options that the
+        # other lacks; a newer torch may only have added some.
         if isinstance(thing, Optimizer):
             stored_groups = state.get("param_groups", thing.param_groups)  # some optimizers' states have none
             prepared, stored = (set(_options_of(groups[0])) for groups in (thing.param_groups, stored_groups))
@@ -169,6 +188,7 @@ class CheckpointState:
                     f"prepares {type(thing).__name__}, which has {', '.join(sorted(prepared - stored))} in their "
                     "place: take the same optimizer, or start a new run under another --name."
                 )
+        # The loop may add the other groups later: load those that it has by now.
         if isinstance(thing, Optimizer) and len(state.get("param_groups", ())) > len(thing.param_groups):
             self._waiting[thing] = state
             state = _of_first_groups(state, len(thing.param_groups))
@@ -182,7 +202,8 @@ class CheckpointState:
     def load_added_groups(self, optimizer: Optimizer) -> None:
         """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.
 
-        Raises UsageError if the checkpoint has other groups.
+        Nothing happens if the checkpoint had no more groups than were prepared. Raises UsageError if the optimizer has
+        another number of groups by now than in the checkpoint, or they do not fit.
         """
         state = self._waiting.get(optimizer)
         if state is None:
@@ -191,14 +212,16 @@ class CheckpointState:
         if num_stored != num_prepared:
             stored, prepared = (format_count(number, "group") for number in (num_stored, num_prepared))
             raise UsageError(_GROUPS_MISSING.format(stored=f"{stored} of parameters", prepared=prepared))
-        before = [dict(group) for group in optimizer.param_groups]
+        options_before = [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"The checkpoint's optimizer is not the one that the loop prepares: {error}.") from None
-        num_loaded = len(self._groups[optimizer])
-        for index, (options, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
-            if index < num_loaded:  # loaded before, and perhaps changed by a scheduler since
+        # Groups that were prepared keep their present options, which a scheduler may have changed since. Added groups
+        # get those of the checkpoint, but for what the user has changed.
+        num_prepared_at_first = len(self._groups[optimizer])
+        for index, (options, group) in enumerate(zip(options_before, optimizer.param_groups, strict=True)):
+            if index < num_prepared_at_first:
                 group.update({name: value for name, value in options.items() if name != "params"})
             else:
                 _apply_changes(_options_of(options), group)
@@ -207,7 +230,8 @@ class CheckpointState:
     def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
         """Keep an object of ``torchmetrics``, whose state in checkpoints is the joined state of all workers.
 
-        After a resume, worker 0 continues from the joined state, and the others start empty.
+        After a resume, worker 0 continues from the joined state, and the others start empty. While ``is_placeholder()``
+        is true, a batch has no images, and the metric's updates are left out.
         """
         prepare_metric(metric, is_placeholder)
         self._metrics[self.add("state", metric)] = metric
@@ -215,12 +239,15 @@ class CheckpointState:
             metric.reset()
 
     def add_sums(self, name: str, sums: SampleMargins) -> None:
-        """Keep ``sums``, which are added up over the workers for each checkpoint, and load restored ones, if any."""
+        """Keep ``sums`` under ``name``, added up over the workers for each checkpoint; load restored ones, if any."""
         self._sums[name] = sums
         sums.load(self._restored.pop(name, {}))
 
     def check_complete(self) -> None:
-        """Begin the first epoch. Raises UsageError if the checkpoint has the state of what the loop did not prepare."""
+        """Allow no further objects, as the first epoch begins.
+
+        Raises UsageError if the checkpoint has the state of what the loop did not prepare.
+        """
         self._is_complete = True
         if self._restored:
             raise UsageError(
@@ -244,7 +271,10 @@ class CheckpointState:
         return any(getattr(candidate, "optimizer", None) is optimizer for candidate in candidates)
 
     def addresses(self) -> set[int]:
-        """Return the addresses of the tensors of all that is prepared, but optimizers: networks, averages, others."""
+        """Return the memory addresses of the tensors of all that is prepared except for optimizers.
+
+        Those are networks, moving averages, networks in attributes of other objects, and tensors in state_dicts.
+        """
         things = [thing for thing in self._objects.values() if not isinstance(thing, Optimizer)]
         inside = [value for thing in things for value in _attributes(thing) if isinstance(value, nn.Module)]
         networks = [thing for thing in (*things, *inside) if isinstance(thing, nn.Module)]
@@ -255,7 +285,7 @@ class CheckpointState:
         return {tensor.data_ptr() for tensor in (*tensors, *states) if not nn.parameter.is_lazy(tensor)}
 
     def state_dict(self) -> dict[str, StateDict]:
-        """Return the state of every prepared object, by name."""
+        """Return the state of every prepared object, by name, and the names of the weights that do not learn."""
         states = {name: thing.state_dict() for name, thing in self._objects.items()}
         for name, thing in self._objects.items():
             if isinstance(thing, Optimizer) and thing in self._waiting:
@@ -271,14 +301,17 @@ class CheckpointState:
         }
 
     def frozen_differently(self) -> tuple[list[str], list[str]]:
-        """Return the weights that have learned before the resume and are frozen now, and the other way round."""
+        """Return the weights that have learned before the resume and are frozen now, and the other way round.
+
+        Both are empty if the run has not resumed.
+        """
         now, before = self._frozen(), self._restored_frozen
         if before is None:
             return [], []
         pairs = [(now[name], before[name]) for name in now if name in before]
-        is_frozen_now = [key for ours, theirs in pairs for key in ours if key not in theirs]
-        learns_now = [key for ours, theirs in pairs for key in theirs if key not in ours]
-        return is_frozen_now, learns_now
+        newly_frozen = [key for now_frozen, were_frozen in pairs for key in now_frozen if key not in were_frozen]
+        newly_learning = [key for now_frozen, were_frozen in pairs for key in were_frozen if key not in now_frozen]
+        return newly_frozen, newly_learning
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""
@@ -304,7 +337,7 @@ def _attributes(thing: object) -> list[Any]:
 
 
 def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
-    """Return the part of an optimizer's ``state`` that belongs to its first groups."""
+    """Return the part of an optimizer's ``state`` that belongs to its first ``num_groups`` groups."""
     groups = state["param_groups"][:num_groups]
     numbers = {number for group in groups for number in group["params"]}
     return {
@@ -315,7 +348,10 @@ def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
 
 
 def _options_of(group: StateDict) -> StateDict:
-    """Return the options of a ``group``. A rate that is a tensor is copied, because schedulers change it in place."""
+    """Return the options of an optimizer's ``group``: all but its parameters and what is kept under ``asked``.
+
+    A rate that is a tensor is copied, because schedulers change it in place.
+    """
     options = {name: value for name, value in group.items() if name not in ("params", _ASKED)}
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
@@ -323,18 +359,21 @@ def _options_of(group: StateDict) -> StateDict:
 def _apply_changes(asked: StateDict, group: StateDict) -> float:
     """Set the options of a loaded ``group`` that the user has changed; return the ratio of the new rate to the old one.
 
-    Other options stay as in the checkpoint, where a scheduler may have changed them. A changed learning rate multiplies
-    the rate in the group by the ratio of the new to the old one, and so the rates that schedulers keep there.
+    ``asked`` are the options with which this attempt begins; they differ from those kept in the group if the user has
+    changed them. Other options stay as in the checkpoint, where a scheduler may have changed them. A changed learning
+    rate multiplies the rate in the group by the ratio of the new to the old one, and so the rates that schedulers keep
+    there. The ratio is 1 if the rate is unchanged.
     """
     before = group.get(_ASKED, asked)
     changed: StateDict = {}
     for name, value in asked.items():
         if name in before:
             are_tensors = isinstance(before[name], torch.Tensor) and isinstance(value, torch.Tensor)
-            if not torch.equal(before[name], value) if are_tensors else before[name] != value:
+            is_same = torch.equal(before[name], value) if are_tensors else before[name] == value
+            if not is_same:
                 changed[name] = value
     ratio = 1.0
-    if "lr" in changed and float(before["lr"]):
+    if "lr" in changed and float(before["lr"]):  # from a rate of 0, there is no ratio: the new one is set
         ratio = float(changed.pop("lr")) / float(before["lr"])
         group.update({name: group[name] * ratio for name in _RATES if name in group})
     group.update(changed)
@@ -343,13 +382,15 @@ def _apply_changes(asked: StateDict, group: StateDict) -> float:
 
 
 def to_cpu(state: Any) -> Any:
-    """Return a copy of nested state_dicts with every tensor on the CPU; later steps do not change it."""
+    """Return a copy of nested state_dicts with every tensor on the CPU; later steps do not change it.
+
+    NumPy's numbers become Python's, and named tuples plain ones, which can be read without running code.
+    """
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {key: to_cpu(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        # A named tuple becomes a plain tuple, which can be read without running code.
         kind = list if isinstance(state, list) else tuple
         return kind(to_cpu(value) for value in state)
     return state.item() if isinstance(state, np.generic) else copy.copy(state)

@@ -23,7 +23,7 @@ from raytrain.training.weights_source import not_downloaded
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
 
-_ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
+_ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}  # no auxiliary logits beside the others
 OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}  # of torchvision's classifiers
 # Usual names of the arguments of functions that make networks, the likeliest first.
 _CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")
@@ -48,7 +48,8 @@ def build_model(
     - ``package.module:function``, a function or class that returns an nn.Module. It is called with the keywords
       num_classes and channels, as far as it takes them.
 
-    ``options`` are further arguments of the function that makes it, such as ``{"drop_path_rate": 0.1}``.
+    ``options`` are further arguments of the function that makes it, such as ``{"drop_path_rate": 0.1}``. With an
+    ``image_size`` (height, width), lazy layers get their shapes, too.
 
     The same seed gives the same weights, whatever random numbers were drawn before; torch's global generator does not
     change. Raises UsageError if there is no such network, or it does not take the options.
@@ -57,7 +58,8 @@ def build_model(
 
         build_model("resnet18", num_classes=10, channels=3, seed=0)
     """
-    # Modules are imported before the seed is set, since an import may draw random numbers, too.
+    # Find the function that makes the network. Modules are imported before the seed is set, since an import may draw
+    # random numbers, too.
     in_timm, options = timm_name(name), dict(options or {})
     if in_timm is not None:
         make = partial(_build_timm, in_timm, num_classes, channels, image_size, **options)
@@ -65,8 +67,9 @@ def build_model(
         make = _users_function(name, num_classes, channels, options)
     else:
         make = partial(_torchvision_classifier(name), num_classes=num_classes, **{**OPTIONS.get(name, {}), **options})
-    if options and (in_timm is not None or ":" not in name):
+    if options and (in_timm is not None or ":" not in name):  # a user's function explains its own errors
         make = partial(_make_with_options, name, options, make)
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = make()
@@ -84,7 +87,10 @@ def build_model(
 
 
 def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Call ``make``, a library's function for the network ``name``; UsageError if it fails because of ``options``."""
+    """Return what ``make`` does, a library's function for the network ``name`` with the user's ``options``.
+
+    Raises UsageError if it fails, which is taken to be because of the options.
+    """
     shown = " ".join(f"{key}={value!r}" for key, value in options.items())
     try:
         return make()
@@ -95,9 +101,9 @@ def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[],
         if unknown is None:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise UsageError(f"--model {name} cannot be built with --model-option {shown} ({reason}).") from None
-        # The class whose __init__ failed is a global variable of the file that called it.
-        frames = (frame.f_globals for frame, _ in walk_tb(error.__traceback__))
-        kinds = (variables[unknown[1]] for variables in frames if unknown[1] in variables)
+        # The class whose __init__ failed is a global variable of the file that called it: name its own parameters.
+        namespaces = (frame.f_globals for frame, _ in walk_tb(error.__traceback__))
+        kinds = (namespace[unknown[1]] for namespace in namespaces if unknown[1] in namespace)
         known = [parameter for kind in kinds for parameter in inspect.signature(kind).parameters]
         raise UsageError(
             f"--model-option {unknown[2]}: --model {name} has no such argument{did_you_mean(unknown[2], known)}; "
@@ -106,10 +112,10 @@ def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[],
 
 
 def _users_function(name: str, num_classes: int, channels: int, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the user's function or class ``package.module:function`` with its arguments.
+    """Return the user's function or class ``name`` with its arguments: a function of none that makes the network.
 
-    It is called with those of the two numbers for which it has a parameter, or with both if it takes any keywords, and
-    with the ``options``.
+    The arguments are the two numbers, as far as it takes them, and the ``options``. Raises UsageError if it cannot be
+    called with these; what is returned raises one if the user's code fails.
     """
     function = load_function("--model", name)
     if isinstance(function, nn.Module):
@@ -117,17 +123,18 @@ def _users_function(name: str, num_classes: int, channels: int, options: Mapping
             f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
         )
     numbers = network_arguments(function, num_classes, channels)
-    if filled := sorted(numbers.keys() & options.keys()):
-        raise UsageError(f"--model-option {filled[0]}: it is filled in, as {numbers[filled[0]]} here; leave it out.")
+    if filled_in := sorted(numbers.keys() & options.keys()):
+        taken = filled_in[0]
+        raise UsageError(f"--model-option {taken}: it is filled in, as {numbers[taken]} here; leave it out.")
     arguments: dict[str, Any] = {**numbers, **options}
     # Wrong arguments would be a TypeError in the user's code, with a traceback.
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        if (given := re.search(r"unexpected keyword argument '(\w+)'", str(error))) is not None:
+        if (unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error))) is not None:
             known = inspect.signature(function).parameters
             raise UsageError(
-                f"--model-option {given[1]}: {name} has no such parameter{did_you_mean(given[1], known)}; it has "
+                f"--model-option {unknown[1]}: {name} has no such parameter{did_you_mean(unknown[1], known)}; it has "
                 f"{', '.join(known) or 'none'}."
             ) from None
         shown = " and ".join(arguments) or "no arguments"
@@ -139,14 +146,24 @@ def _users_function(name: str, num_classes: int, channels: int, options: Mapping
 
 
 def network_arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
-    """Return those of the two numbers for which ``function``, which makes a network, has a parameter, by its name."""
+    """Return ``num_classes`` and ``channels`` as keyword arguments for ``function``, which makes a network.
+
+    Each number has the first of its usual names that is a parameter of the function, such as ``n_classes``; without
+    such a parameter it is left out.
+
+    Example::
+
+        network_arguments(lambda n_classes, width=64: ..., num_classes=10, channels=3)  # {"n_classes": 10}
+    """
+    # A function of **options only, with no other parameter, gets both.
     parameters = inspect.signature(function).parameters
     if [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
         return {"num_classes": num_classes, "channels": channels}
     arguments: dict[str, int] = {}
-    for names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):
-        known = [key for key in names if key in parameters]
-        arguments.update(dict.fromkeys(known[:1], number))
+    for usual_names, number in ((_CLASSES, num_classes), (_CHANNELS, channels)):
+        name = next((usual for usual in usual_names if usual in parameters), None)
+        if name is not None:
+            arguments[name] = number
     return arguments
 
 
@@ -185,7 +202,7 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
 
 
 def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
-    """Return torchvision's function for the classifier ``name``."""
+    """Return torchvision's function for the classifier ``name``. Raises UsageError if there is none."""
     from torchvision import models  # deferred: the import takes seconds
 
     names = models.list_models(module=models)
@@ -200,7 +217,8 @@ def _build_timm(
     """Return timm's network ``name``: images (B, channels, H, W) -> logits (B, num_classes).
 
     If it takes images of one size only, it is made for ``image_size``, by default its own. ``options`` go to
-    ``timm.create_model``. Raises UsageError if timm is missing, or has no such network.
+    ``timm.create_model``. Raises UsageError if timm is missing or has no such network, or if the network cannot have
+    this image size; the library's own error if there are options of the user's, which may be to blame.
     """
     pretrained = _find_pretrained(name)
     import timm
@@ -210,9 +228,11 @@ def _build_timm(
         options = {**options, "img_size": image_size}
     try:
         return timm.create_model(name, num_classes=num_classes, in_chans=channels, **options)
-    except (AssertionError, ValueError) as error:  # such as an image size that the network cannot have
-        if not options.keys() <= {"img_size", "pretrained"}:
-            raise  # or an option of the user's
+    except (AssertionError, ValueError) as error:
+        # With an option of the user's, _make_with_options explains the error; without one, only the size is to blame.
+        has_users_options = not options.keys() <= {"img_size", "pretrained"}
+        if has_users_options:
+            raise
         wanted, native = (" ".join(map(str, size or ())) for size in (image_size, pretrained.input_size[1:]))
         raise UsageError(
             f"timm cannot build {name} for --image-size {wanted}: {error}; its own size is {native}."
@@ -224,16 +244,17 @@ def timm_arguments(config: TrainConfig, network: nn.Module) -> dict[str, Any]:
 
     Example: ``timm.create_model("resnet18", num_classes=10, **timm_arguments(config, network))``
     """
-    about: Any = getattr(network, "pretrained_cfg", {})
+    pretrained: Any = getattr(network, "pretrained_cfg", {})
     size = config.full_image_size
-    sized = {"img_size": size} if about.get("fixed_input_size") and size != tuple(about["input_size"][1:]) else {}
-    return {"in_chans": config.channels, **sized, **config.model_options}
+    has_other_size = pretrained.get("fixed_input_size") and size != tuple(pretrained["input_size"][1:])
+    return {"in_chans": config.channels, **({"img_size": size} if has_other_size else {}), **config.model_options}
 
 
 def _find_pretrained(name: str) -> PretrainedCfg:
-    """Return timm's description of the weights for its network ``name``, whose tag may be omitted.
+    """Return timm's description of the weights for its network ``name``, whose tag (.a1_in1k) may be omitted.
 
-    Raises UsageError if timm is missing, or has no such network or tag.
+    It is an empty one if timm has no weights for it. Raises UsageError if timm is missing, or has no such network or
+    tag.
     """
     try:
         from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
@@ -257,7 +278,8 @@ def _find_pretrained(name: str) -> PretrainedCfg:
 def preprocessing(name: str, channels: int) -> dict[str, Any]:
     """Return the options that treat images as those were on which the weights of timm's network ``name`` were trained.
 
-    Grey images get the mean over the colours.
+    They are options of a run, such as ``image_size`` and ``mean``, by name. Grey images get the mean over the colours.
+    Raises UsageError if timm is missing, or has no such network.
     """
     pretrained = _find_pretrained(name)
     mean, std = pretrained.mean, pretrained.std
@@ -273,15 +295,18 @@ def preprocessing(name: str, channels: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[int, int] | None) -> None:
-    """Give layers such as nn.LazyLinear their shapes, by a forward of an image. Raises UsageError if that fails."""
+    """Give layers such as nn.LazyLinear their shapes, by a forward of a black image.
+
+    Nothing happens without such layers, or without an image size. Raises UsageError if the forward fails.
+    """
     if not any(is_lazy(parameter) for parameter in model.parameters()) or image_size is None:
         return
-    # In evaluation mode a single image does: batch norm may find no variance in it, and dropout draws no random
-    # numbers.
+    # In evaluation mode, batch norm needs no variance, which a single image may lack, and dropout draws no random
+    # numbers. Afterwards, each layer gets its mode back.
     modes = [(layer, layer.training) for layer in model.modules()]
     try:
-        like = next(model.parameters())  # whose type and device a lazy layer has, too
-        model.eval()(torch.zeros(1, channels, *image_size, dtype=like.dtype, device=like.device))
+        parameter = next(model.parameters())  # a lazy one has a type and a device, too
+        model.eval()(torch.zeros(1, channels, *image_size, dtype=parameter.dtype, device=parameter.device))
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
             f"The network has lazy layers, which an image of {channels}x{image_size[0]}x{image_size[1]} numbers cannot "
@@ -293,8 +318,11 @@ def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[in
 
 @torch.no_grad()
 def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
-    """Raise UsageError if the network cannot take the images that a growing ``--image-size`` starts with."""
-    if not isinstance(config.image_size, str):
+    """Raise UsageError if the network cannot take the images that a growing ``--image-size`` starts with.
+
+    The network is left in evaluation mode if the size grows.
+    """
+    if not isinstance(config.image_size, str):  # "128..224" grows
         return
     # A forward without gradients tells it in milliseconds, before the run has read any image.
     (height, width), _ = first_and_full_size(config.image_size)

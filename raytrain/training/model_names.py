@@ -18,7 +18,13 @@ _REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re
 
 
 def check_model_name(name: str) -> None:
-    """Raise UsageError if there is surely no network called ``name``; only building it finds all mistakes."""
+    """Raise UsageError if there is surely no network called ``name``; only building it finds all mistakes.
+
+    The names of timm's and torchvision's networks are read from their files. For a user's function, its file or package
+    must exist. A network of timm is refused, too, if timm is not installed.
+
+    Example: ``check_model_name("resnet18")``
+    """
     in_timm = timm_name(name)
     if in_timm is not None:
         if importlib.util.find_spec("timm") is None:
@@ -43,7 +49,7 @@ def _classifiers_of(library: str) -> list[str]:
 
 
 def check_optimizer_name(name: str) -> None:
-    """Raise UsageError if an optimizer needs timm, which is not installed."""
+    """Raise UsageError if the optimizer ``name`` is one of timm's, and timm is not installed."""
     if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
         raise missing(f"--optimizer {name}", "timm")
 

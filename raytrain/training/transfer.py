@@ -33,7 +33,7 @@ from raytrain.training.weights_source import (
 ALL = "all"  # in place of a layer's name for ``--freeze``: every layer but the head
 _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")
 """Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
-_SCALE_OF_FIRST_HEAD = 0.01  # not 0: some heads end with a ReLU, which would give no gradient
+_SCALE_OF_NEW_HEAD = 0.01  # not 0: some heads end with a ReLU, which would give no gradient
 _CLASSES_IN = ("classes", "class_names", "class_to_idx")
 """Where training scripts keep the names of the classes beside the weights."""
 
@@ -74,24 +74,25 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
         # Networks are built without an auxiliary classifier here, but the weights of inception_v3 have one.
         plain = {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
         return GivenWeights(plain, name_classes=False)
-    weights, old_classes = _read_weights(config.weights)
+    weights, classes_of_file = _read_weights(config.weights)
 
-    # The head's names are those of a network with as many outputs as the file has classes.
-    num_old = len(classes if old_classes is None else old_classes)
+    # Find the head in a network with as many outputs as the file has classes: layers are found by their outputs.
+    num_outputs = len(classes if classes_of_file is None else classes_of_file)
     model = build_model(
-        config.model, num_old, config.channels, config.seed, config.full_image_size, config.model_options
+        config.model, num_outputs, config.channels, config.seed, config.full_image_size, config.model_options
     )
-    head = _head_weights(model, num_old)
+    head = _head_weights(model, num_outputs)
     weights, note = named_as_in_network(weights, model.state_dict(), head, f"--weights {config.weights}")
-    if old_classes not in (None, tuple(classes)):
+    if classes_of_file not in (None, tuple(classes)):
         weights = {name: value for name, value in weights.items() if name not in head}
-    return GivenWeights(weights, name_classes=old_classes is not None, note=note)
+    return GivenWeights(weights, name_classes=classes_of_file is not None, note=note)
 
 
 def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
-    """Return the weights in a file, and the classes that they were trained for; None if the file does not say.
+    """Return the weights in the file at ``location``, and the classes that they were trained for, None if unknown.
 
-    Raises UsageError if the file holds something else, or only code could read it.
+    Raises UsageError if there is no such file, it holds something else, or only code could read it; StorageError if it
+    cannot be downloaded.
     """
     name, data = read_weights_file(location)
     weights: Any
@@ -120,39 +121,43 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
 
 
 def _find_state_dict(content: Any, location: str) -> dict[str, Tensor]:
-    """Return the weights in the ``content`` of another trainer's file; empty if there are none.
+    """Return the weights in the ``content`` of another trainer's file, by its own names; empty if there are none.
 
-    They may be anywhere in nested dictionaries. Raises UsageError if there are several and none has a usual name.
+    They may be nested in dictionaries of usual names. Without such a name, the only dictionary of tensors in one is
+    taken, or else the tensors that stand among other values. Raises UsageError if there are several dictionaries.
     """
     # Descend until all values are tensors: a file may hold {"model": {"state_dict": ...}}.
-    while isinstance(content, Mapping) and not _holds_tensors(content):
+    while isinstance(content, Mapping) and not _holds_only_tensors(content):
         inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
         if inner is None:
-            several = {name: value for name, value in content.items() if _holds_tensors(value) and value}
-            if len(several) > 1:
+            state_dicts = {name: value for name, value in content.items() if _holds_only_tensors(value) and value}
+            if len(state_dicts) > 1:
                 raise UsageError(
-                    f"--weights {location} holds {len(several)} state_dicts, {some_of(list(map(str, several)))}; save "
-                    "one of them with torch.save."
+                    f"--weights {location} holds {len(state_dicts)} state_dicts, "
+                    f"{some_of(list(map(str, state_dicts)))}; save one of them with torch.save."
                 )
             tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-            inner = next(iter(several.values()), tensors)
+            inner = next(iter(state_dicts.values()), tensors)
         content = inner
     if not isinstance(content, Mapping):
         return {}
     return {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
 
 
-def _holds_tensors(content: Any) -> bool:
+def _holds_only_tensors(content: Any) -> bool:
     """Return whether ``content`` is a dictionary of tensors and nothing else, as a state_dict is."""
     return isinstance(content, Mapping) and all(isinstance(value, Tensor) for value in content.values())
 
 
 def _find_classes(content: Any) -> tuple[str, ...] | None:
-    """Return the classes that another trainer has written beside the weights, in the order of the outputs."""
-    for name in _CLASSES_IN:
-        classes: Any = content.get(name) if isinstance(content, Mapping) else None
+    """Return the classes that another trainer has written beside the weights, in the order of the outputs, or None.
+
+    They are a list of names, or a dictionary such as torchvision's class_to_idx, from each name to its output.
+    """
+    for key in _CLASSES_IN:
+        classes: Any = content.get(key) if isinstance(content, Mapping) else None
         if isinstance(classes, Mapping) and sorted(map(str, classes.values())) == sorted(map(str, range(len(classes)))):
-            by_index = sorted(classes.items(), key=lambda item: int(item[1]))  # torchvision's class_to_idx
+            by_index = sorted(classes.items(), key=lambda item: int(item[1]))
             classes = [class_name for class_name, _ in by_index]
         if isinstance(classes, (list, tuple)) and classes and all(isinstance(name, str) for name in classes):
             return tuple(classes)
@@ -160,7 +165,10 @@ def _find_classes(content: Any) -> tuple[str, ...] | None:
 
 
 def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> list[str]:
-    """Return notes on a run's initial weights: on guessed names, and on a kept head that does not name its classes."""
+    """Return notes on a run's initial weights: on guessed names, and on a kept head whose classes nobody has named.
+
+    There are none for weights that are not :class:`GivenWeights`: the seed or a checkpoint decides them.
+    """
     if not isinstance(weights, GivenWeights):
         return []
     notes = [weights.note] if weights.note else []
@@ -199,7 +207,7 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     if any(name not in weights or weights[name].shape != expected[name].shape for name in head):
         # A head that learns alone begins near 0, where all classes are equally likely. Otherwise some networks of timm,
         # made for a thousand classes, have a loss of 8 for three classes at first, and need the epoch to unlearn it.
-        scale = _SCALE_OF_FIRST_HEAD if config.head_epochs else 1
+        scale = _SCALE_OF_NEW_HEAD if config.head_epochs else 1
         weights = {**weights, **{name: expected[name] * scale for name in head}}
     if difference := _difference(weights, expected):
         raise UsageError(f"--weights {config.weights} do not fit --model {config.model}: {difference}.")
@@ -208,7 +216,7 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
 
 
 def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return a text on the names and shapes in which ``weights`` differ from ``expected``, with advice; or None."""
+    """Return how the names and shapes of ``weights`` differ from ``expected``, with advice, as text; None if equal."""
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     reshaped = [name for name, value in expected.items() if name in weights and weights[name].shape != value.shape]
@@ -282,7 +290,8 @@ def head_parameters(model: nn.Module, num_classes: int, option: str) -> set[Tens
 def hold_body(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
     """Exclude all layers but the head from training, and return their parameters, which :func:`release` takes.
 
-    The layers are in evaluation mode until then, so that batch norm normalises with its running statistics.
+    Parameters that do not learn anyway are not among them. Layers without parameters of the head are in evaluation mode
+    until then, so that batch norm normalises with its running statistics. Raises UsageError if there is no head.
     """
     head = head_parameters(model, num_classes, "--head-epochs")
     held = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in head]
@@ -295,7 +304,10 @@ def hold_body(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
 
 
 def release(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
-    """Let the parameters that :func:`hold_body` has returned be trained again, with all layers in training mode."""
+    """Let the parameters that :func:`hold_body` has returned be trained again, with all layers in training mode.
+
+    They begin without gradients.
+    """
     for parameter in held:
         parameter.requires_grad_(True)
         parameter.grad = None
@@ -324,10 +336,11 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
         model.requires_grad_(False)
         for layer in in_head:
             layer.requires_grad_(True)
-        # A layer that contains the head is not frozen itself; the layers in it are visited one by one.
+        # Batch norm in a layer that contains the head is not frozen with it: the layers in it are visited one by one.
         for layer in model.modules():
             if in_head.isdisjoint(layer.modules()):
                 batchnorm.freeze(layer)
+
     # Freeze the named layers, which may be in the head, too.
     for name in (name for name in names if name != ALL):
         if name not in layers:

@@ -27,9 +27,10 @@ _NOT_SCALED = (
 def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     """Yield sentences about options that the user has changed and ``loop`` does not handle, after its first step.
 
-    An option has no effect if the loop lacks the call that takes it. Mixed images and float16 always have an effect,
-    but need a loss or a gradient scaler that fits.
+    Changed are options with other values than the recipe's. One has no effect if the loop lacks the call that takes it.
+    Mixed images and float16 always have an effect, but need a loss or a gradient scaler that fits.
     """
+    # Find out which options the user has changed.
     config, of_recipe = run.config, RECIPES[run.config.recipe]()
     recipe = of_recipe.scaled_to(run.world_size)
     options = [option.name for option in fields(recipe)]
@@ -38,8 +39,8 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     # first step is not step 1) may have another number of workers, so accept the rate for any whole number.
     if run.progress.step > 1 and isinstance(of_recipe.learning_rate, str):
         num_workers = config.learning_rate / cast("float", of_recipe.scaled_to(1).learning_rate)
-        changed -= {"learning_rate"} if abs(num_workers - round(num_workers)) < 1e-9 else set()
-    names = names_in_code(loop)
+        if abs(num_workers - round(num_workers)) < 1e-9:
+            changed.discard("learning_rate")
 
     for call, without_effect in options_without_effect(run, loop).items():
         if unused := [name for name in without_effect if name in changed]:
@@ -47,6 +48,7 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
             yield f"{flags} {takes} effect in {call}, which the loop does not call"
 
     # Mixed images and float16 take effect in every loop, but its loss or its optimizer must handle them.
+    names = names_in_code(loop)
     mixing = [name for name in ("mixup", "cutmix") if name in changed]
     if mixing and not {"loss", "targets"} & names:
         yield _MIXED.format(options=" and ".join(map(flag, mixing)))
@@ -55,22 +57,25 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
 
 
 def options_without_effect(run: Run, loop: Callable[..., Any]) -> dict[str, list[str]]:
-    """Return the options that have no effect in ``loop``, by the missing call that would take them."""
+    """Return the names of options that have no effect in ``loop``, by the missing call that would take them.
+
+    Example: ``{"run.build_optimizer()": ["momentum", …]}`` for a loop that makes its optimizer itself
+    """
     # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate sets the
     # schedule itself, and a loop for which no learning rate was given has one of its own.
     config, names = run.config, names_in_code(loop)
-    decided = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
+    decided_elsewhere = {"schedule", "learning_rate"} if config.is_range_test else set[str]()
     if not config.learning_rate:
-        decided.add("learning_rate")
+        decided_elsewhere.add("learning_rate")
     return {
-        call: [name for name in taken if name not in names | decided]
-        for call, taken in options_by_call().items()
+        call: [option for option in options if option not in names | decided_elsewhere]
+        for call, options in options_by_call().items()
         if call.rpartition(".")[2] not in names
     }
 
 
 def names_in_code(function: Any) -> set[str]:
-    """Return the names in the code of ``function`` and of the user's functions and classes that it refers to.
+    """Return the global and attribute names in the code of ``function`` and of what it leads to of the user's.
 
     Example::
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,13 +29,21 @@ _WORDS = re.compile(r"[a-z]+")
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v"}  # of attention: same shape, defined in any order
 
 
+class _Pair(NamedTuple):
+    """The name of a tensor, or of a layer, in the file, and that of its counterpart in the network."""
+
+    in_file: str
+    in_network: str
+
+
 def named_as_in_network(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], head: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return the weights of a file by the names of a network's state_dict, and a note if some are unused or guessed.
 
     Without a certain match, they are returned unchanged. The file may lack the tensors ``head``, or have them in other
-    shapes. ``source`` says in messages where the weights come from.
+    shapes. Counters of batches that old files lack are the network's. ``source`` begins each message: where the weights
+    come from.
 
     Raises UsageError if the file has several sets of the network's tensors.
 
@@ -60,28 +69,33 @@ def _with_counters(weights: Mapping[str, Tensor], network: Mapping[str, Tensor])
 def _by_prefix(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], body: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str | None] | None:
-    """Return the weights, and a note, if all names in the file, or all names in the network, have a prefix."""
+    """Return the weights if all names in the file, or all names in the network, have a prefix; None otherwise.
+
+    The note, if any, says which tensors of the file are not used. ``body`` are the network's names without the head.
+    """
+    # A prefix of the file's names: each name of the network occurs in the file with it.
     first = body[0]
-    theirs = [name.removesuffix(first) for name in weights if name.endswith(f".{first}")]
-    theirs = [prefix for prefix in theirs if all(prefix + name in weights for name in body)]
-    if len(theirs) > 1:
+    of_file = [name.removesuffix(first) for name in weights if name.endswith(f".{first}")]
+    of_file = [prefix for prefix in of_file if all(prefix + name in weights for name in body)]
+    if len(of_file) > 1:
         raise UsageError(
-            f"{source} has the network's tensors {len(theirs)} times, with {some_of(theirs)} before their names; save "
-            "those to train on with torch.save."
+            f"{source} has the network's tensors {len(of_file)} times, with {some_of(of_file)} before their names; "
+            "save those to train on with torch.save."
         )
-    ours = [first.removesuffix(name) for name in weights if first.endswith(f".{name}")]
-    ours = [
+    # A prefix of the network's names: each of them occurs in the file without it.
+    of_network = [first.removesuffix(name) for name in weights if first.endswith(f".{name}")]
+    of_network = [
         prefix
-        for prefix in ours
+        for prefix in of_network
         if all(name.startswith(prefix) and name.removeprefix(prefix) in weights for name in body)
     ]
-    if not theirs and not ours:
+    if not of_file and not of_network:
         return None
 
     # The head has the same prefix, or is new.
-    their_name = {name: theirs[0] + name if theirs else name.removeprefix(ours[0]) for name in network}
-    named = {name: weights[other] for name, other in their_name.items() if other in weights}
-    unused = sorted(weights.keys() - set(their_name.values()))
+    name_in_file = {name: of_file[0] + name if of_file else name.removeprefix(of_network[0]) for name in network}
+    named = {name: weights[in_file] for name, in_file in name_in_file.items() if in_file in weights}
+    unused = sorted(weights.keys() - set(name_in_file.values()))
     note = f"{source}: {len(unused):,} of {len(weights):,} tensors are not used, as the network has none such: "
     return _with_counters(named, network), f"{note}{some_of(unused)}." if unused else None
 
@@ -89,44 +103,58 @@ def _by_prefix(
 def _by_order(
     weights: Mapping[str, Tensor], network: Mapping[str, Tensor], head: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], str] | None:
-    """Return the weights, and a note, if order, shapes and layers agree with the network's; None if in doubt."""
+    """Return the weights, and a note, if order, shapes and layers agree with the network's; None if in doubt.
+
+    The three conditions of the module's docstring are checked in turn.
+    """
+    # The file may have no counters of batch norm, and no head.
     has_counters = any(name.endswith(_COUNTER) for name in weights)
-    ours = [name for name in network if has_counters or not name.endswith(_COUNTER)]
-    if len(weights) == len(ours) - len(head):
-        ours = [name for name in ours if name not in head]
+    names_in_network = [name for name in network if has_counters or not name.endswith(_COUNTER)]
+    if len(weights) == len(names_in_network) - len(head):
+        names_in_network = [name for name in names_in_network if name not in head]
     # safetensors sorts the names, so that their order tells nothing.
-    theirs = list(weights)
-    if len(theirs) != len(ours) or theirs == sorted(theirs):
+    names_in_file = list(weights)
+    if len(names_in_file) != len(names_in_network) or names_in_file == sorted(names_in_file):
         return None
 
-    # A head for other classes has another shape, and is left out.
-    pairs = list(zip(theirs, ours, strict=True))
-    same_shape = [weights[other].shape == network[name].shape for other, name in pairs]
-    if any(name not in head and not is_same for (_, name), is_same in zip(pairs, same_shape, strict=True)):
+    # Shapes agree, but for a head for other classes, which is left out.
+    pairs = [_Pair(in_file, name) for in_file, name in zip(names_in_file, names_in_network, strict=True)]
+    fits = {pair: weights[pair.in_file].shape == network[pair.in_network].shape for pair in pairs}
+    if any(not fits[pair] and pair.in_network not in head for pair in pairs):
         return None
-    layers = [(other.rpartition("."), name.rpartition(".")) for other, name in pairs]
-    if any(other[2] != name[2] for other, name in layers):
+
+    # So do the last parts of the names, and a layer begins at the same tensors in both.
+    layers = [_Pair(pair.in_file.rpartition(".")[0], pair.in_network.rpartition(".")[0]) for pair in pairs]
+    if any(pair.in_file.rpartition(".")[2] != pair.in_network.rpartition(".")[2] for pair in pairs):
         return None
-    for before, (other, name) in pairwise(layers):
-        if (other[0] == before[0][0]) != (name[0] == before[1][0]):
+    for before, layer in pairwise(layers):
+        if (layer.in_file == before.in_file) != (layer.in_network == before.in_network):
             return None
 
     # Compare the words in the last part of each layer's name: _depthwise_conv has depthwise and conv.
-    words = [(_words(other[0]), _words(name[0])) for other, name in layers if ".".join(name[::2]) not in head]
-    all_of_ours = {word for _, ours_of_layer in words for word in ours_of_layer}
-    if any((their_words & all_of_ours) - our_words for their_words, our_words in words):
+    words = [
+        (_words(layer.in_file), _words(layer.in_network))
+        for layer, pair in zip(layers, pairs, strict=True)
+        if pair.in_network not in head
+    ]
+    words_of_network = {word for _, in_network in words for word in in_network}
+    if any((in_file & words_of_network) - in_network for in_file, in_network in words):
         return None
 
-    named = {name: weights[other] for (other, name), is_same in zip(pairs, same_shape, strict=True) if is_same}
-    first, last = pairs[0], next(pair for pair in reversed(pairs) if pair[1] in named)
+    fitting = [pair for pair in pairs if fits[pair]]
+    named = {pair.in_network: weights[pair.in_file] for pair in fitting}
+    first, last = pairs[0], fitting[-1]
     note = (
         f"{source}: the names differ, so {len(named):,} of the network's {len(network):,} tensors are taken by order "
-        f"and shape, from {first[0]} as {first[1]} to {last[0]} as {last[1]}."
+        f"and shape, from {first.in_file} as {first.in_network} to {last.in_file} as {last.in_network}."
     )
     return _with_counters(named, network), note
 
 
 def _words(layer: str) -> set[str]:
-    """Return the words in the last part of a layer's name, with short names for the projections of attention."""
+    """Return the words in the last part of a layer's name, with short names for the projections of attention.
+
+    Example: ``_words("blocks.3.attn.query_proj") == {"q", "proj"}``
+    """
     words: list[str] = _WORDS.findall(layer.rpartition(".")[2].lower())
     return {_PROJECTIONS.get(word, word) for word in words}

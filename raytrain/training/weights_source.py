@@ -32,7 +32,7 @@ from raytrain.training.model_names import missing
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT = "DEFAULT"
+DEFAULT = "DEFAULT"  # in place of a location: the weights that torchvision or timm has for the network
 SUFFIX = ".safetensors"
 _CLASSES = "classes"  # key of the class names in the metadata
 _HUB = "hf://"
@@ -50,7 +50,11 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOF
 
 
 def check_weights_source(location: str) -> None:
-    """Raise UsageError if there are no weights at ``location``, as far as this can be told without a connection."""
+    """Raise UsageError if there are no weights at ``location``, as far as this can be told without a connection.
+
+    A file must exist, and an address of Hugging Face must have the right form, and its client be installed. Buckets are
+    not asked.
+    """
     if location.startswith(_HUB):
         _parse_hub(location)
     elif location != DEFAULT and "://" not in location and not expanded_path(location).is_file():
@@ -63,6 +67,7 @@ def check_downloads(model: str, location: str) -> None:
     That is the case if a bucket has no such object, or if they are not kept on this machine and the server from which
     they would be downloaded does not answer. Called before a worker starts, it takes a few seconds at most.
     """
+    # Weights in a repository of Hugging Face.
     if location.startswith(_HUB):
         address = _parse_hub(location)
         names = (address["file"],) if address["file"] else _HUB_FILES
@@ -72,27 +77,28 @@ def check_downloads(model: str, location: str) -> None:
                 f"--weights {location} cannot be downloaded ({silent}), and is not below HF_HOME on this machine; "
                 "check the network connection, or give a file."
             )
+    # A file or an object of a bucket.
     elif location != DEFAULT:
         folder, slash, name = location.rpartition("/")
         if "://" in location and not open_store(folder + slash).exists(name):
             raise _no_file(location)
+    # DEFAULT weights of torchvision. Its files have the names of its networks and a hash (resnet18-f37072fd.pth), so
+    # names are compared by how they begin, without separators; the file of shufflenet_v2_x1_0 lacks the 0 at the end.
     elif ":" not in model:
-        # torchvision's files have the names of its networks and a hash (resnet18-f37072fd.pth), so names are compared
-        # by how they begin.
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         home = Path(os.environ.get("TORCH_HOME") or f"{cache}/torch").expanduser()
-        begins = _letters(model).rstrip("0")
-        is_here = any(_letters(file.name).startswith(begins) for file in home.glob("hub/checkpoints/*"))
+        begins = _without_separators(model).rstrip("0")
+        is_here = any(_without_separators(file.name).startswith(begins) for file in home.glob("hub/checkpoints/*"))
         if not is_here:
             from torchvision.models import get_model_weights  # deferred: it imports torch, which takes seconds
 
             if silent := _silent_server(get_model_weights(model)["DEFAULT"].url):
                 raise not_downloaded("torchvision", model, silent)
+    # DEFAULT weights of timm, in repositories of Hugging Face. Only timm knows which one, and importing it takes
+    # seconds, so it is asked only if the server is silent and any repository is kept on this machine.
     elif (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
         from huggingface_hub import constants
 
-        # Only timm knows the repository of its weights, and its import takes seconds, so it is asked only if any
-        # repository is kept on this machine.
         if any(Path(constants.HF_HUB_CACHE).glob("models--*")):
             from timm.models import get_pretrained_cfg
 
@@ -111,8 +117,8 @@ def not_downloaded(library: str, name: str, reason: object) -> StorageError:
     )
 
 
-def _letters(name: str) -> str:
-    """Return a name without its separators, which differ between networks and their files."""
+def _without_separators(name: str) -> str:
+    """Return a name without dots, hyphens and underscores, which differ between networks and their files."""
     return re.sub(r"[._-]", "", name)
 
 
@@ -131,10 +137,10 @@ def _is_in_hub_cache(repository: str, *names: str) -> bool:
 
 
 def _silent_server(url: str) -> str | None:
-    """Return why the server of ``url`` cannot be reached; None if it answers. The URL is empty if it may not be asked.
+    """Return why the server of ``url`` cannot be reached, within 4 s; None if it answers, even with an error.
 
     The environment's proxies are used. An error of its certificate counts as an answer, because the actual download may
-    trust it.
+    trust it. The URL is empty if the user forbids connections.
     """
     if not url:
         return "HF_HUB_OFFLINE is set"
@@ -144,7 +150,7 @@ def _silent_server(url: str) -> str | None:
         try:
             urlopen(Request(url, method="HEAD"), timeout=_ANSWERS_WITHIN_S).close()
             answer.set_result(None)
-        except HTTPError:
+        except HTTPError:  # it refuses this request, such as one without credentials, but it is there
             answer.set_result(None)
         except Exception as error:
             reason = getattr(error, "reason", error)
@@ -161,7 +167,8 @@ def _silent_server(url: str) -> str | None:
 def read_weights_file(location: str) -> tuple[str, bytes]:
     """Return the name and the content of the file at ``location``. Raises UsageError if there is none.
 
-    Hugging Face's client keeps its downloads below HF_HOME. Raises StorageError if the file cannot be downloaded.
+    If only a repository of Hugging Face is named, it is the first of its usual files. Hugging Face's client keeps its
+    downloads below HF_HOME. Raises StorageError if the file cannot be downloaded.
 
     Example::
 
@@ -195,7 +202,10 @@ def read_weights_file(location: str) -> tuple[str, bytes]:
 
 
 def _parse_hub(location: str) -> re.Match[str]:
-    """Return the repository and the file, if any, in hf://owner/name/file. Raises UsageError for another form."""
+    """Return the match of hf://owner/name/file, with the groups ``repository`` and ``file``, which may be None.
+
+    Raises UsageError for another form, or if Hugging Face's client is not installed.
+    """
     address = _IN_HUB.fullmatch(location)
     if address is None:
         raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
@@ -205,7 +215,7 @@ def _parse_hub(location: str) -> re.Match[str]:
 
 
 def _no_file(location: str) -> UsageError:
-    """Return the error for a ``location`` that is a folder, or does not exist."""
+    """Return the error that says that ``location`` does not exist, or is a folder."""
     is_folder = "://" not in location and expanded_path(location).is_dir()
     problem = "that is a folder" if is_folder else "there is no such file"
     return UsageError(f"--weights {location}: {problem}; give {DEFAULT}, a file, an s3:// object or hf://owner/name.")
@@ -226,7 +236,14 @@ def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> byt
 
 
 def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, ...] | None]:
-    """Return the weights in a safetensors file, None if it is damaged, and their classes, None if it names none."""
+    """Return the weights in a safetensors file, None if it is damaged, and their classes, None if it names none.
+
+    Only classes that :func:`to_safetensors` has written are known.
+
+    Example::
+
+        weights, classes = from_safetensors(Path("weights.safetensors").read_bytes())
+    """
     from safetensors.torch import load
 
     try:
@@ -245,7 +262,7 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, 
 def check_archive(data: bytes) -> None:
     """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged or too large when unpacked.
 
-    torch itself does not check CRCs: it would return weights with a flipped bit.
+    torch itself does not check CRCs: it would return weights with a flipped bit. Data of other formats pass.
     """
     check_unpacked_size(data)
     if data.startswith(ZIP):
@@ -274,7 +291,8 @@ def check_unpacked_size(data: bytes) -> None:
     unpacked = sum(entry.file_size for entry in entries)
     if unpacked > _MAX_RATIO * len(data):
         raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
-    # If there are two fields with sizes of 64 bits, Python may use the last one and torch the first one.
+    # If there are two fields with sizes of 64 bits, Python may use the last one and torch the first one, which may be
+    # larger.
     if any(_count_zip64(entry.extra) > 1 for entry in entries):
         raise ValueError("it is a damaged archive (it says the size of a part twice)")
 
@@ -286,17 +304,19 @@ def _check_directory(data: bytes) -> None:
     archive with a harmless directory in one place and a huge one in the other would pass Python's check and be read by
     torch.
     """
-    # The last two bytes of the last record are the length of a comment after it, which torch does not write.
+    # The last two bytes of the last record are the length of a comment after it, which torch does not write. Size and
+    # offset of the directory are at byte 12.
     end = len(data) - _END_BYTES
     if end < 0 or data[end : end + 4] != _END or data[-2:] != b"\0\0":
         raise ValueError("it is a damaged archive (its end is missing)")
     size, offset = struct.unpack_from("<II", data, end + 12)
-    # Archives of more than 4 GB, and all of some versions of torch, have a larger last record before the small one.
+    # Archives of more than 4 GB, and all of some versions of torch, have a larger last record before the small one, and
+    # between them a locator, whose byte 8 begins the offset of the larger one.
     locator = end - _LOCATOR_BYTES
     if locator >= _END64_BYTES and data[locator : locator + 4] == _LOCATOR:
         end = locator - _END64_BYTES
-        (found,) = struct.unpack_from("<Q", data, locator + 8)
-        if found != end or data[end : end + 4] != _END64:
+        (end_by_locator,) = struct.unpack_from("<Q", data, locator + 8)
+        if end_by_locator != end or data[end : end + 4] != _END64:
             raise ValueError("it is a damaged archive (its last record is not where it says)")
         size, offset = struct.unpack_from("<QQ", data, end + 40)
     if offset + size != end:
@@ -304,10 +324,13 @@ def _check_directory(data: bytes) -> None:
 
 
 def _count_zip64(extra: bytes) -> int:
-    """Return how many of an entry's extra fields hold sizes of 64 bits."""
-    count = at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
+    """Return how many of an entry's extra fields hold sizes of 64 bits.
+
+    A field is its kind and its size, in two bytes each, and ``size`` bytes.
+    """
+    count = position = 0
+    while position + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, position)
         count += kind == _SIZES64
-        at += 4 + size
+        position += 4 + size
     return count
