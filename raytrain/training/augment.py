@@ -50,13 +50,13 @@ class Augment:
         self._buffers = Buffers()
 
     def train(self, images: Tensor, draws: Int64s, epoch: int) -> Tensor:
-        """Augment and normalise the images of ``draws``, int64 (B,), for ``epoch``."""
+        """Return the ``images`` of ``draws``, int64 (B,), as the network's input in ``epoch``, augmented."""
         seed = self.config.seed
         pixels = images.permute(0, 3, 1, 2)  # (B, C, H, W)
 
         if self.crops:
             pixels = crop_and_resize(pixels, draws, epoch, self.config)
-        else:  # a placeholder still has the size of the source images
+        else:  # cropped and resized already, but for a placeholder, which still has the size of the source images
             pixels = _resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs), self.config)
         if self.augmentation:
             pixels = self.augmentation(pixels.round().to(torch.uint8), draws, epoch)
@@ -65,13 +65,14 @@ class Augment:
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
         numbers = uniform(mix(seed, epoch), draws, _NUMBERS_PER_IMAGE)
-        if self.config.flip == "alternating":  # below 0.5 in every second epoch (Jordan 2024)
+        if self.config.flip == "alternating":
+            # An image is flipped if its number is below 0.5: let that be so in every second epoch (Jordan 2024).
             numbers[:, _FLIP] = (uniform(mix(seed), draws, _NUMBERS_PER_IMAGE)[:, _FLIP] + epoch / 2) % 1
         on_device = torch.from_numpy(numbers).to(pixels.device, non_blocking=True)  # without waiting for the GPU
         return self._normalise(*self._flip_and_shift(pixels, on_device))
 
     def evaluate(self, images: Tensor) -> Tensor:
-        """Resize and normalise the images."""
+        """Return ``images`` as the network's input in an evaluation: resized and normalised, not augmented."""
         return self._normalise(_resize(images.permute(0, 3, 1, 2), self.config.full_image_size, self.config))
 
     def _flip_and_shift(self, pixels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,14 +93,18 @@ class Augment:
         return pixels.flatten(2).gather(2, source).view(pixels.shape), inside
 
     def _normalise(self, pixels: Tensor, inside: Tensor | None = None) -> Tensor:
-        """Convert to the network's dtype and memory format; pixels that are not ``inside`` become 0."""
+        """Return ``pixels``, (B, C, H, W), normalised, in the network's dtype and memory format.
+
+        Pixels that are not ``inside``, a mask, become 0. On a CPU, a later batch reuses the memory of the result once
+        nothing refers to it.
+        """
         self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
         # Copy the pixels. On a CPU, the copy reuses the memory of an earlier batch, unless a program is being exported.
         if pixels.device.type != "cpu" or torch.compiler.is_compiling():
             planes = pixels.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
         else:
-            room = self._buffers.take((pixels.numel() * self.dtype.itemsize,))
-            planes = torch.from_numpy(room).view(self.dtype).view(pixels.shape).copy_(pixels)
+            memory = self._buffers.take((pixels.numel() * self.dtype.itemsize,))
+            planes = torch.from_numpy(memory).view(self.dtype).view(pixels.shape).copy_(pixels)
         planes.mul_(self.scale).add_(self.shift)
         if inside is not None:
             planes.mul_(inside)
@@ -107,13 +112,15 @@ class Augment:
 
 
 def _within(index: Tensor, size: int) -> Tensor:
+    """Return which elements of ``index`` are indices into ``size`` elements, as a mask."""
     return (index >= 0) & (index < size)
 
 
 def crop_and_resize(pixels: Tensor, draws: Int64s, epoch: int, config: ResolvedConfig) -> Tensor:
     """Return the images of ``draws``, (B, C, H, W), in the size of ``epoch``; cached images are cropped first.
 
-    A cache has whole images; all others were cropped when they were decoded.
+    A cache has whole images; all others were cropped when they were decoded. Images that need neither are returned
+    unchanged; others as floats from 0 to 255.
     """
     if config.cache_side is not None:
         pixels = _crop(pixels.to(_dtype(config)), crop_numbers(config.seed, epoch, draws), config)
@@ -125,6 +132,7 @@ def _dtype(config: ResolvedConfig) -> torch.dtype:
 
 
 def _resize(pixels: Tensor, size: Size, config: ResolvedConfig) -> Tensor:
+    """Return ``pixels``, (B, C, H, W), in this height and width, as floats from 0 to 255; unchanged if they have it."""
     if pixels.shape[2:] == size:
         return pixels
     return F.interpolate(pixels.to(_dtype(config)), size, mode=config.interpolation, antialias=True).clamp(0, 255)
@@ -134,8 +142,9 @@ def _crop(pixels: Tensor, numbers: Floats, config: ResolvedConfig) -> Tensor:
     """Crop a box that ``numbers`` (B, 4) determine from each image (B, C, H, W), and resize it to the image size."""
     height, width = pixels.shape[2:]
     left, top, right, bottom = crop_boxes((height, width), numbers).T  # (B,) each
+    # An affine matrix for each image maps positions in the result to those in the image. In both, -1 and 1 are edges.
     zero = np.zeros_like(left)
-    across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
+    across = [(right - left) / width, zero, (left + right) / width - 1]
     down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
     boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels, non_blocking=True)  # (B, 2, 3)
     grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.full_image_size], align_corners=False)

@@ -39,6 +39,7 @@ _AUTO, _DEPTHS, _SHARES, _ROTATION, _JITTER, _BLUR, _ERASING = range(7)  # a str
 _SIGMAS = (0.1, 2.0)  # pixels, of a blur
 _AREAS, _ASPECTS, _TRIES = (0.02, 0.33), (0.3, 3.3), 10  # of an erased box
 _NUM_CHAINS, _MAX_DEPTH = 3, 3  # of AugMix
+# Operations that have two directions, such as left and right, or brighter and darker.
 _HAS_SIGN = np.array([Operation.SHEAR_X <= operation <= Operation.SHARPNESS for operation in Operation])
 
 
@@ -46,20 +47,24 @@ _HAS_SIGN = np.array([Operation.SHEAR_X <= operation <= Operation.SHARPNESS for 
 def magnitudes_of(policy: str, size: Size) -> Floats:
     """Return the magnitudes of each operation of a policy for images of this height and width, float64 (14, levels).
 
-    They are equal to torchvision's to the last bit, because a pixel may be just at the threshold of solarize.
+    A row is an :class:`Operation` up to EQUALIZE, a column one of the policy's levels, 10 of AugMix and 31 of the
+    others. They are equal to torchvision's to the last bit, because a pixel may be just at the threshold of solarize.
 
     Example: ``magnitudes_of("rand", (224, 224))[Operation.ROTATE, 9] == 9`` degrees
     """
+    # The largest magnitudes of each policy, as torchvision has them.
     (height, width), num_levels = size, 10 if policy == "augmix" else 31
     shear, across, down, degrees, factor, most_bits, least_bits = {
         "rand": (0.3, 150 / 331 * width, 150 / 331 * height, 30, 0.9, 8, 4),
         "trivial": (0.99, 32, 32, 135, 0.99, 8, 2),
         "augmix": (0.3, width / 3, height / 3, 30, 0.9, 4, 0),
     }[policy]
-    bits = np.round(most_bits - np.arange(num_levels) / ((num_levels - 1) / (most_bits - least_bits)))
+
+    # In the order of Operation: from the identity to SHARPNESS, POSTERIZE, SOLARIZE, and two that have no magnitude.
     from_zero = [_linspace(0, end, num_levels) for end in (0, shear, shear, across, down, degrees, *[factor] * 4)]
-    none = np.zeros(num_levels)
-    return np.stack([*from_zero, bits, _linspace(1, 0, num_levels), none, none])
+    bits = np.round(most_bits - np.arange(num_levels) / ((num_levels - 1) / (most_bits - least_bits)))
+    thresholds, none = _linspace(1, 0, num_levels), np.zeros(num_levels)
+    return np.stack([*from_zero, bits, thresholds, none, none])
 
 
 def _linspace(start: float, end: float, count: int) -> Floats:
@@ -126,28 +131,28 @@ class Augmentation:
         """Return ``images``, uint8 (m, C, H, W) with one or three channels, changed for ``epoch``.
 
         ``samples``, whole numbers (m,), say which images these are; if they are on a GPU, the host waits for them.
-        Raises UsageError for images of another type or shape.
+        Raises UsageError for images of another type or shape, and for samples or an epoch that are no whole numbers.
         """
-        keys, epoch = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples), _whole("epoch", epoch)
-        self._check(images, keys)
+        numbers, epoch = np.asarray(samples.cpu() if isinstance(samples, Tensor) else samples), _whole("epoch", epoch)
+        self._check(images, numbers)
         if not len(images):
             return images
-        keys = keys.astype(np.int64)
+        numbers = numbers.astype(np.int64)
         self._fill = fill = self._fill.to(images.device)
         images = images.contiguous()
         size = images.shape[2], images.shape[3]
 
         # AugMix comes first, then the operations of one after the other step, and erased boxes last.
         if self.auto_augment is not None and self.auto_augment.policy == "augmix":
-            images = self._augmix(images, keys, epoch, self.auto_augment.magnitude)
-        for operations, magnitudes in self.steps(keys, epoch, size):
+            images = self._augmix(images, numbers, epoch, self.auto_augment.magnitude)
+        for operations, magnitudes in self.steps(numbers, epoch, size):
             images = apply_operations(images, operations, magnitudes, fill)
         if self.random_erasing:
-            images = erase(images, self._boxes(keys, epoch, size), fill)
+            images = erase(images, self._boxes(numbers, epoch, size), fill)
         return images
 
-    def _check(self, images: object, keys: npt.NDArray[Any]) -> None:
-        """Raise UsageError if ``images`` or ``keys``, the numbers of their samples, have a wrong type or shape."""
+    def _check(self, images: object, samples: npt.NDArray[Any]) -> None:
+        """Raise UsageError if ``images`` or the numbers of their ``samples`` have a wrong type or shape."""
         if not isinstance(images, Tensor):
             raise UsageError(
                 f"Augmentation got images in a {type(images).__name__}; give a tensor, torch.uint8 (m, C, H, W)."
@@ -162,14 +167,14 @@ class Augmentation:
                 f"Augmentation has a fill of {format_count(len(self._fill), 'number')}, and images of "
                 f"{format_count(images.shape[1], 'channel')}; give one number for each channel, or one for all."
             )
-        if keys.shape != images.shape[:1]:
+        if samples.shape != images.shape[:1]:
             raise UsageError(
-                f"Augmentation got {format_count(len(images), 'image')} and {format_count(keys.size, 'sample')}; give "
-                "one for each."
+                f"Augmentation got {format_count(len(images), 'image')} and {format_count(samples.size, 'sample')}; "
+                "give one for each."
             )
-        if len(images) and keys.dtype.kind not in "iu":
+        if len(images) and samples.dtype.kind not in "iu":
             raise UsageError(
-                f"Augmentation got samples of the type {keys.dtype}; give whole numbers, one for each image."
+                f"Augmentation got samples of the type {samples.dtype}; give whole numbers, one for each image."
             )
 
     def _numbers(self, stream: int, samples: Int64s, epoch: int, count: int) -> Floats:
@@ -179,7 +184,7 @@ class Augmentation:
     def steps(self, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
         """Yield the operations on each of ``samples``, (m,), in ``epoch``, for images of this height and width.
 
-        AugMix and erased boxes are not among them, because they are no such operations.
+        AugMix, which mixes results of operations, and erased boxes are left out.
         """
         if self.auto_augment is not None:
             yield from self._automatic_steps(self.auto_augment, samples, epoch, size)
@@ -190,27 +195,34 @@ class Augmentation:
             numbers = self._numbers(_JITTER, samples, epoch, 6)
             magnitudes = _between(-min(1.0, self.color_jitter), self.color_jitter, numbers[:3])  # (3, m)
             kinds = np.array([Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR])
-            for which in numbers[3:].argsort(axis=0):  # (m,): each image has an order of its own
-                yield kinds[which], np.take_along_axis(magnitudes, which[None], axis=0)[0]
+            for kind in numbers[3:].argsort(axis=0):  # (m,), of 0 to 2: each image has an order of its own
+                yield kinds[kind], np.take_along_axis(magnitudes, kind[None], axis=0)[0]
         if self.blur:
             chance, sigmas = self._numbers(_BLUR, samples, epoch, 2)
             kinds = np.where(chance < self.blur, Operation.BLUR, Operation.IDENTITY)
             yield kinds, _between(*_SIGMAS, sigmas)
 
     def _automatic_steps(self, chosen: AutoAugment, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
-        """Yield the steps of RandAugment, TrivialAugment (Müller and Hutter 2021), or 3-Augment (DeiT III)."""
+        """Yield the steps of RandAugment, TrivialAugment (Müller and Hutter 2021), or 3-Augment (DeiT III).
+
+        There are none of AugMix, which mixes images.
+        """
         if chosen.policy == "augmix":
             return
+
+        # 3-Augment: one of grey, solarize at half of the levels, and blur.
         if chosen.policy == "3-augment":
-            which, strength = self._numbers(_AUTO, samples, epoch, 2)
-            kinds = np.array([Operation.COLOR, Operation.SOLARIZE, Operation.BLUR])[(which * 3).astype(np.int64)]
-            magnitudes = np.where(kinds == Operation.COLOR, -1.0, _between(*_SIGMAS, strength))  # without colours
+            kind, strength = self._numbers(_AUTO, samples, epoch, 2)
+            kinds = np.array([Operation.COLOR, Operation.SOLARIZE, Operation.BLUR])[(kind * 3).astype(np.int64)]
+            magnitudes = np.where(kinds == Operation.COLOR, -1.0, _between(*_SIGMAS, strength))  # -1: without colours
             yield kinds, np.where(kinds == Operation.SOLARIZE, 128 / 255, magnitudes)
             return
+
+        # In each step, any operation up to EQUALIZE. TrivialAugment draws the magnitude, RandAugment has one for all.
         magnitudes = magnitudes_of(chosen.policy, size)
         numbers = self._numbers(_AUTO, samples, epoch, 3 * chosen.num_operations)
-        for which, level, sign in numbers.reshape(chosen.num_operations, 3, -1):
-            operations = (which * Operation.BLUR).astype(np.int64)
+        for kind, level, sign in numbers.reshape(chosen.num_operations, 3, -1):
+            operations = (kind * Operation.BLUR).astype(np.int64)
             levels = (level * magnitudes.shape[1]).astype(np.int64) if chosen.policy == "trivial" else chosen.magnitude
             yield operations, _signed(operations, magnitudes[operations, levels], sign)
 
@@ -218,27 +230,34 @@ class Augmentation:
         """Return images mixed with three chains of one to three operations on each (Hendrycks et al. 2020)."""
         magnitudes = magnitudes_of("augmix", (images.shape[2], images.shape[3]))
 
-        # Random shares that add up to 1: that of the image itself, and that of each chain.
-        own, *parts = self._numbers(_SHARES, samples, epoch, 1 + _NUM_CHAINS)
-        parts = -np.log1p(-np.stack(parts))  # exponential
-        shares = np.stack([own, *((1 - own) * parts / parts.sum(0))]).astype(np.float32)  # (4, m)
-        on_device = torch.from_numpy(shares).to(images.device, non_blocking=True)[..., None, None, None]
+        # Random shares that add up to 1: that of the image itself, and that of each chain. Exponential random numbers,
+        # divided by their sum, are uniformly distributed over all ways to divide the rest among the chains.
+        image_share, *chain_numbers = self._numbers(_SHARES, samples, epoch, 1 + _NUM_CHAINS)
+        exponential = -np.log1p(-np.stack(chain_numbers))
+        chain_shares = (1 - image_share) * exponential / exponential.sum(0)
+        shares = torch.from_numpy(np.stack([image_share, *chain_shares]).astype(np.float32))
+        shares = shares.to(images.device, non_blocking=True)[..., None, None, None]  # (4, m, 1, 1, 1)
 
+        # Each chain has a depth of its own for each image: its further operations are the identity.
         depths = np.floor(_between(1, 1 + _MAX_DEPTH, self._numbers(_DEPTHS, samples, epoch, _NUM_CHAINS)))  # (3, m)
         numbers = self._numbers(_AUTO, samples, epoch, 3 * _NUM_CHAINS * _MAX_DEPTH)
-        mixture = images * on_device[0]
-        for number, chain in enumerate(numbers.reshape(_NUM_CHAINS, _MAX_DEPTH, 3, -1)):
+        mixture = images * shares[0]
+        for chain, chain_operations in enumerate(numbers.reshape(_NUM_CHAINS, _MAX_DEPTH, 3, -1)):
             changed = images
-            for position, (which, level, sign) in enumerate(chain):
-                operations = 1 + (which * (Operation.BLUR - 1)).astype(np.int64)  # all but the identity
-                operations = np.where(position < depths[number], operations, Operation.IDENTITY)
+            for position, (kind, level, sign) in enumerate(chain_operations):
+                operations = 1 + (kind * (Operation.BLUR - 1)).astype(np.int64)  # all but the identity
+                operations = np.where(position < depths[chain], operations, Operation.IDENTITY)
                 chosen = _signed(operations, magnitudes[operations, (level * severity).astype(np.int64)], sign)
                 changed = apply_operations(changed, operations, chosen, self._fill)
-            mixture.add_(changed * on_device[1 + number])
+            mixture.add_(changed * shares[1 + chain])
         return mixture.clamp_(0, 255).to(torch.uint8)
 
     def _boxes(self, samples: Int64s, epoch: int, size: Size) -> Int64s:
-        """Return the box of each image that is erased, int64 (m, 4): top, left, bottom, right; some are empty."""
+        """Return the box of each image that is erased, int64 (m, 4): top, left, bottom, right.
+
+        It is empty for images of which none is erased, and for those into which none of ten tries fits.
+        """
+        # Draw ten areas and aspects for each image, which give ten heights and widths.
         height, width = size
         chance, top, left, *tries = self._numbers(_ERASING, samples, epoch, 3 + 2 * _TRIES)
         areas, aspects = np.stack(tries).reshape(2, _TRIES, -1)
@@ -246,13 +265,12 @@ class Augmentation:
         aspects = np.exp(_between(np.log(_ASPECTS[0]), np.log(_ASPECTS[1]), aspects))
         heights, widths = np.round(np.sqrt(areas * aspects)), np.round(np.sqrt(areas / aspects))  # (10, m)
 
-        # Take the first of the ten boxes that fits into the image.
+        # Take the first of the ten boxes that fits into the image, and place it.
         fits = (heights < height) & (widths < width)
         first = fits.argmax(axis=0)[None]
         is_erased = fits.any(axis=0) & (chance < self.random_erasing)
-        box_heights, box_widths = (
-            np.take_along_axis(of_tries, first, axis=0)[0] * is_erased for of_tries in (heights, widths)
-        )
+        box_heights = np.take_along_axis(heights, first, axis=0)[0] * is_erased  # 0 makes the box empty
+        box_widths = np.take_along_axis(widths, first, axis=0)[0] * is_erased
         top, left = np.floor(top * (height - box_heights + 1)), np.floor(left * (width - box_widths + 1))
         return np.stack([top, left, top + box_heights, left + box_widths], axis=1).astype(np.int64)
 
@@ -274,9 +292,13 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _signed(operations: Operations, magnitudes: Floats, numbers: Floats) -> Floats:
-    """Return the magnitudes of operations, negative for half of the images if the operation has two directions."""
+    """Return the magnitudes of operations, negative for half of the images if the operation has two directions.
+
+    ``numbers`` in [0, 1), one for each image, decide.
+    """
     return np.where(_HAS_SIGN[operations] & (numbers < 0.5), -magnitudes, magnitudes)
 
 
 def _between(low: float, high: float, numbers: Floats) -> Floats:
+    """Return ``numbers`` in [0, 1) stretched to the interval from ``low`` to ``high``."""
     return low + (high - low) * numbers

@@ -23,12 +23,17 @@ from raytrain.training.weight_average import WeightAverage
 
 
 def check_memory(run: Run) -> None:
-    """Try a step. Raise OutOfMemory on all workers if it needs more microbatches, UsageError if not one image fits."""
+    """Try whether a step fits into every worker's memory. Every worker calls this.
+
+    Raises OutOfMemory on all workers if it needs more microbatches than the plan has, UsageError if not one image fits.
+    """
     # Find the fewest microbatches, a power of two, in which this worker can compute its images. If no number suffices,
-    # it ends above the number of images in a batch.
+    # the search ends above the number of images in a batch.
     num_microbatches = 1
     while num_microbatches < 2 * run.plan.batch_size and not _fits(run, num_microbatches):
         num_microbatches *= 2
+
+    # Every worker takes as many as the one that needs most.
     most = torch.tensor(num_microbatches, device=run.device)
     if run.world_size > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -37,10 +42,13 @@ def check_memory(run: Run) -> None:
 
 
 def _fits(run: Run, num_microbatches: int) -> bool:
-    """Return whether this worker's images of the largest of ``num_microbatches`` fit into its memory."""
+    """Return whether a step fits into this worker's memory with its part of the largest of ``num_microbatches``.
+
+    It tries one, and frees the memory again.
+    """
     plan = replace(run.plan, accumulate=num_microbatches)
     partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
-    num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))
+    num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))  # a worker without images has a placeholder
     fits = True
     try:
         _try_step(run, num_images)
@@ -72,7 +80,11 @@ def _try_step(run: Run, num_images: int) -> None:
 
 
 def out_of_memory(run: Run) -> RaytrainError:
-    """Return the error to raise after a step or an evaluation has run out of memory."""
+    """Return the error to raise after a step or an evaluation has run out of memory.
+
+    After a step, it is OutOfMemory, which asks for twice as many microbatches, or UsageError if not one image fits.
+    After an evaluation, which has no microbatches, it is UsageError.
+    """
     if run.evaluating:
         return UsageError(
             "The memory of a worker does not suffice for its images of an evaluation; use a smaller --image-size, or "
@@ -83,7 +95,7 @@ def out_of_memory(run: Run) -> RaytrainError:
 
 def _out_of_memory(run: Run, num_microbatches: int) -> RaytrainError:
     """Return the error that asks for ``num_microbatches``, or for a smaller network if not even a single image fits."""
-    if num_microbatches // 2 >= run.plan.batch_size:  # half as many, of one image each, did not fit
+    if num_microbatches // 2 >= run.plan.batch_size:  # half as many were of one image each, and did not fit
         return UsageError(
             "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
             "--image-size, or a smaller network."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from raytrain.training.device_decoder import DeviceDecoder
 from raytrain.training.mixup import mix_batch
 from raytrain.training.protocols import BatchSource, DecodeReporter
 
-_copy_stream = cache(torch.cuda.Stream)  # one for each GPU, on which images are copied to it
+_copy_stream = cache(torch.cuda.Stream)  # by GPU: one stream for each, on which images are copied to it
 HostTensors = Sequence[Tensor]
 """Images, uint8 (m, H, W, C), labels and samples, int64 (m,), of a local batch on the host; a placeholder has m = 1.
 
@@ -65,12 +65,12 @@ class DeviceBatches:
 
         They are in memory from which the device can copy them, or, if it has decoded them, on the device.
         """
-        ready = partial(on_host, augment=self._augment, device=self._device)
+        augment, device = self._augment, self._device
         batches = self.source.train(first_step)
         if self.decoder is not None:
             batches = map(self.decoder, batches)
-        read = ((local, ready(local)) for local in batches)
-        return Prefetch(read, self._config.prefetch)
+        with_tensors = ((local, on_host(local, augment, device)) for local in batches)
+        return Prefetch(with_tensors, self._config.prefetch)
 
     def prepare(self, local: LocalBatch, tensors: HostTensors) -> Batch:
         """Return a batch of :meth:`read_ahead` on the device, augmented, normalised and mixed.
@@ -97,10 +97,10 @@ class DeviceBatches:
 
 
 def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
-    """Return the tensors of a local batch, in memory from which ``device`` can copy while it computes.
+    """Return images, labels and samples of a local batch, in memory from which ``device`` can copy while it computes.
 
     For a GPU, they are copied to pinned memory, which takes long, so that the thread that reads ahead should call this.
-    Images that the device has decoded stay there.
+    Images that the device has decoded stay there. A batch without images becomes a placeholder.
     """
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
     tensors = [
@@ -122,7 +122,7 @@ def to_batch(
     label_sets: Tensor | None = None,
     tensors: HostTensors | None = None,
 ) -> Batch:
-    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there.
+    """Return a local batch on the device: its images moved as uint8, augmented (if ``training``), and normalised.
 
     ``label_sets``, (K, C) of 0 and 1, has the classes of each label; None if a label is a class. ``tensors`` is the
     result of :func:`on_host`, if it was called before.
@@ -139,18 +139,18 @@ def to_batch(
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
-    """Return images, labels and samples of a placeholder: one black image in place of an empty slice."""
+    """Return images, labels and samples of a placeholder: one black image of class 0, in place of an empty slice."""
     return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
 def _to_device(tensors: HostTensors, device: torch.device) -> HostTensors:
-    """Move tensors to the device; to a GPU, they are copied while it still computes the step before."""
+    """Return tensors on the device; to a GPU, they are copied while it still computes the step before."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    computing.wait_stream(copying)
+    computing.wait_stream(copying)  # the GPU waits, not the host
     for copy in copies:
         copy.record_stream(computing)  # otherwise the next copy could get this memory while it is still read
     return copies

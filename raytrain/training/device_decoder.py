@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,20 @@ _NUM_CPU_DECODERS = 4  # at the same time, for each worker
 _SUPPORT: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}  # pixels on each side within a filter's reach
 
 
+class _Span(NamedTuple):
+    """A row or a column of pixels, of which the interval from ``first`` to ``last`` becomes ``new_length`` pixels."""
+
+    first: float
+    last: float
+    length: int
+    new_length: int
+
+
 def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) -> list[Tensor]:
-    """Return the pixels of JPEGs, turned upright, uint8 (C, h, w) each, on ``device``; RuntimeError if it can't.
+    """Return the pixels of JPEGs, turned upright, uint8 (C, h, w) each, on ``device``.
+
+    Raises RuntimeError if it cannot decode all of them, ImportError or OSError if torchcodec or its libraries are
+    missing.
 
     Example: ``decode_jpegs([Path("cat.jpg").read_bytes()], 3, torch.device("cuda"))``
     """
@@ -61,9 +73,10 @@ def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) ->
 
 
 class DeviceDecoder:
-    """Decodes the files of local batches on a device. ``source`` knows the images' keys, for ``reporter``.
+    """Decodes the files of local batches on a device.
 
-    Raises UsageError if the device can't decode a small JPEG.
+    ``reporter`` gets the images that nobody can read, by the keys that ``source`` knows, and the number of those that
+    the CPU has decoded. Raises UsageError if the device cannot decode a small JPEG.
 
     Example:
         >>> decoder = DeviceDecoder(config, source, torch.device("cuda"), reporter)
@@ -96,23 +109,27 @@ class DeviceDecoder:
         self._processes.close()
 
     def __call__(self, local: LocalBatch) -> LocalBatch:
-        """Return a batch of files with their pixels, uint8 (m, H, W, C), on the device; without unreadable images."""
+        """Return a batch of files with their pixels, uint8 (m, H, W, C), on the device; without unreadable images.
+
+        A batch of pixels, or without images, is returned unchanged.
+        """
         if not isinstance(local.images, Files) or not len(local.labels):
             return local
         files, crops = local.images.contents(), self._cropping.crops(local.draws, local.batch.epoch)
 
-        # Find the files that the CPU has to decode. It begins at once, and works at the same time as the device.
+        # Find the files that the CPU has to decode, and why. It begins at once, and works at the same time as the
+        # device. Of the others, keep the sizes in their headers.
         sizes: dict[int, Size] = {}
-        kinds: dict[int, str] = {}
+        kinds_on_cpu: dict[int, str] = {}
         for row, file in enumerate(files):
             size = plain_jpeg_size(file)
-            if isinstance(size, str):
-                kinds[row] = size
+            if isinstance(size, str):  # it says which kind of file this is
+                kinds_on_cpu[row] = size
             elif math.prod(size) * self._shape.channels > MAX_DEVICE_BYTES:
-                kinds[row] = "JPEG of too many pixels for a GPU"
+                kinds_on_cpu[row] = "JPEG of too many pixels for a GPU"
             else:
                 sizes[row] = size
-        on_cpu = {row: self._threads.submit(self._decode_on_cpu, files[row], crops[row]) for row in kinds}
+        on_cpu = {row: self._threads.submit(self._decode_on_cpu, files[row], crops[row]) for row in kinds_on_cpu}
 
         # Decode all others on the device, in chunks, and give the CPU those that the device refuses.
         unreadable: dict[int, str] = {}
@@ -121,7 +138,7 @@ class DeviceDecoder:
             for rows in _chunks(sizes, self._shape.channels):
                 images = self._decode({row: files[row] for row in rows}, sizes)
                 for row in (row for row in rows if row not in images):
-                    kinds[row] = "JPEG that nvJPEG refuses"
+                    kinds_on_cpu[row] = "JPEG that nvJPEG refuses"
                     on_cpu[row] = self._threads.submit(self._decode_on_cpu, files[row], crops[row])
                 if images:
                     boxes = [crops[row](sizes[row], self._shape.size) for row in images]
@@ -141,7 +158,7 @@ class DeviceDecoder:
                 self._stream.synchronize()  # this thread may wait: it hands over finished pixels
 
         # Report what the CPU decoded, and leave out images that it could not read, either.
-        for kind, count in Counter(kind for row, kind in kinds.items() if row not in unreadable).items():
+        for kind, count in Counter(kind for row, kind in kinds_on_cpu.items() if row not in unreadable).items():
             self._reporter.decoded_on_cpu(count, kind)
         is_unreadable = np.isin(np.arange(len(files)), list(unreadable))
         if unreadable:
@@ -150,7 +167,7 @@ class DeviceDecoder:
         return replace(local.without(is_unreadable), images=pixels)
 
     def _decode(self, files: dict[int, bytes], sizes: dict[int, Size]) -> dict[int, Tensor]:
-        """Return the images that the device decodes, by row, if they have the sizes in their headers.
+        """Return the images that the device decodes, by row; not those whose size differs from that in their header.
 
         If the device refuses one image, it refuses the whole call: then each is tried alone.
         """
@@ -166,12 +183,19 @@ class DeviceDecoder:
         return {row: image for row, image in zip(files, decoded, strict=True) if image.shape[1:] == sizes[row]}
 
     def _decode_on_cpu(self, file: bytes, crop: Crop) -> Pixels:
+        """Return the pixels of a file, which another process decodes, cuts and resizes. Raises BadImage if it cannot.
+
+        Runs in a thread.
+        """
         with self._processes.one() as process:
             return process.decode(file, crop)
 
 
 def _chunks(sizes: dict[int, Size], channels: int) -> Iterator[list[int]]:
-    """Yield lists of rows: the images of each list, by ``sizes``, fit together into CHUNK_BYTES of memory."""
+    """Yield lists of rows whose images, of the ``sizes`` given by row, fit together into CHUNK_BYTES of memory.
+
+    An image that does not fit is alone in its list.
+    """
     chunk: list[int] = []
     height = width = 0
     for row, size in sizes.items():
@@ -198,65 +222,65 @@ def cut_and_resize(images: Sequence[Tensor], boxes: Sequence[CropBox], size: Siz
     device, channels, interpolation = images[0].device, images[0].shape[0], boxes[0].interpolation
 
     # Cut out the whole pixels that the boxes touch, and move the boxes accordingly.
-    seen: list[Tensor] = []
-    spans: list[list[tuple[float, float, int, int]]] = [[], []]  # of columns, and of rows: from, to, length, new length
+    parts: list[Tensor] = []
+    row_spans: list[_Span] = []
+    column_spans: list[_Span] = []
     for image, box in zip(images, boxes, strict=True):
         height, width = image.shape[1:]
         left, top = max(0, math.floor(box.left)), max(0, math.floor(box.top))
         part = image[:, top : min(height, math.ceil(box.bottom)), left : min(width, math.ceil(box.right))]
-        seen.append(part)
+        parts.append(part)
         _, height, width = part.shape
-        spans[0].append((max(0.0, box.left - left), min(box.right - left, width), width, box.width))
-        spans[1].append((max(0.0, box.top - top), min(box.bottom - top, height), height, box.height))
-    longest_row, longest_column = (max(length for _, _, length, _ in span) for span in spans)
+        row_spans.append(_Span(max(0.0, box.left - left), min(box.right - left, width), width, box.width))
+        column_spans.append(_Span(max(0.0, box.top - top), min(box.bottom - top, height), height, box.height))
+    longest_row, longest_column = (max(span.length for span in spans) for spans in (row_spans, column_spans))
 
     # The rows of the first table are columns of images, padded to the same length: (n·w, C·h).
     table = torch.zeros((len(images), longest_row, channels, longest_column), device=device)
-    for place, part in zip(table.unbind(), seen, strict=True):
-        place[: part.shape[2], :, : part.shape[1]] = part.permute(2, 0, 1)
-    rows_resized = _resize(table, spans[0], size[1], interpolation)  # (n, W, C, h)
+    for padded, part in zip(table.unbind(), parts, strict=True):
+        padded[: part.shape[2], :, : part.shape[1]] = part.permute(2, 0, 1)
+    rows_resized = _resize(table, row_spans, size[1], interpolation)  # (n, W, C, h)
     table = rows_resized.permute(0, 3, 2, 1).contiguous()  # (n, h, C, W)
-    resized = _resize(table, spans[1], size[0], interpolation)  # (n, H, C, W)
+    resized = _resize(table, column_spans, size[0], interpolation)  # (n, H, C, W)
     return resized.permute(0, 1, 3, 2).to(torch.uint8)
 
 
-def _resize(
-    table: Tensor, spans: Sequence[tuple[float, float, int, int]], length: int, interpolation: Interpolation
-) -> Tensor:
+def _resize(table: Tensor, spans: Sequence[_Span], length: int, interpolation: Interpolation) -> Tensor:
     """Resize the second dimension of a table (n, l, C, o) to ``length``, rounded to whole numbers from 0 to 255.
 
-    The span of image i is (first, last, number of pixels, new number of pixels): the interval from first to last of
-    its pixels is resized to the new number; both sides of it are filled up with 0 to ``length``.
+    The interval of each image's span becomes the span's new length. If that is less than ``length``, zeros fill up both
+    sides.
     """
     # As in Pillow's precompute_coeffs: the middle of each new pixel, and how far the filter reaches from it.
     first, last, lengths, new_lengths = torch.tensor(spans, dtype=torch.float64).T.to(table.device)[..., None]  # (n, 1)
     scale = (last - first) / new_lengths
     widened = scale.clamp(min=1.0)
-    place = torch.arange(length, device=table.device) - ((length - new_lengths) / 2).floor()  # (n, L)
-    middle = first + (place + 0.5) * scale
+    position = torch.arange(length, device=table.device) - ((length - new_lengths) / 2).floor()  # (n, L)
+    middle = first + (position + 0.5) * scale
     reach = _SUPPORT[interpolation] * widened
     start = (middle - reach + 0.5).floor().clamp(min=0)
     stop = torch.minimum((middle + reach + 0.5).floor(), lengths)
 
-    # The taps of each new pixel, as many as the widest filter needs, and their weights, whose sum is 1.
-    widest = max((to - begin) / new for begin, to, _, new in spans)
+    # The taps of each new pixel, as many as the widest filter needs, and their weights, whose sum is 1. New pixels
+    # outside of the interval get no weight.
+    widest = max((span.last - span.first) / span.new_length for span in spans)
     num_taps = 2 * math.ceil(_SUPPORT[interpolation] * max(1.0, widest)) + 1
     taps = start[..., None] + torch.arange(num_taps, device=table.device)  # (n, L, K)
     weights = _filter((taps - middle[..., None] + 0.5) / widened[..., None], interpolation)
-    is_seen = (place >= 0) & (place < new_lengths)
-    weights = torch.where((taps < stop[..., None]) & is_seen[..., None], weights, 0.0)
-    weights = weights / weights.sum(2, keepdim=True).where(is_seen[..., None], 1.0)
+    is_inside = (position >= 0) & (position < new_lengths)
+    weights = torch.where((taps < stop[..., None]) & is_inside[..., None], weights, 0.0)
+    weights = weights / weights.sum(2, keepdim=True).where(is_inside[..., None], 1.0)
 
-    # Row t of image i is row i·l + t of the table.
-    of_image = torch.arange(len(spans), device=table.device)[:, None, None] * table.shape[1]
-    rows = of_image + torch.minimum(taps, lengths[..., None] - 1).long()
+    # Row t of image i is row i·l + t of the table. Taps beyond the image have no weight, and stay in its rows.
+    first_rows = torch.arange(len(spans), device=table.device)[:, None, None] * table.shape[1]
+    rows = first_rows + torch.minimum(taps, lengths[..., None] - 1).long()
     flat = table.flatten(2).flatten(0, 1)
     new = F.embedding_bag(rows.flatten(0, 1), flat, per_sample_weights=weights.flatten(0, 1).to(flat.dtype), mode="sum")
     return (new + 0.5).floor().clamp(0, 255).view(len(spans), length, *table.shape[2:])
 
 
 def _filter(distance: Tensor, interpolation: Interpolation) -> Tensor:
-    """Return Pillow's weights for taps at these distances from the middle of a new pixel."""
+    """Return Pillow's weights for taps at these distances, in units of the filter, from the middle of a new pixel."""
     distance = distance.abs()
     if interpolation == "bilinear":
         return (1 - distance).clamp(min=0)

@@ -36,7 +36,10 @@ _NUM_TRIED = 2  # images; some networks cannot take a batch of one
 
 
 def evaluate_prepared(run: Run) -> dict[str, float]:
-    """Measure the first network that the loop has prepared, or its weight average, over the views of --test-views."""
+    """Return the metrics of the first network that the loop has prepared, or of its weight average.
+
+    Its logits are averaged over the views of ``--test-views``. Every worker calls this.
+    """
     network = with_views(run.models.evaluated, run.config.test_views)
     return evaluate(run, network) if run.label_sets is None else evaluate_labels(run, network)
 
@@ -46,7 +49,7 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
 
     Metrics that ``--metrics``, ``--best`` or ``--until`` name are measured, too. Each image counts once: sums are
     reduced over the workers, not means, and no image is padded or repeated. All metrics are NaN if no image could be
-    used.
+    used. Every worker calls this. The run's gallery gets the images, too.
 
     Example::
 
@@ -54,16 +57,17 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
     """
     num_classes = run.num_classes
     loss = torch.zeros(1, dtype=torch.float64, device=run.device)
-    counts = torch.zeros(3, num_classes, dtype=torch.float64, device=run.device)  # right, truth and predicted images
+    # Images by class: of which the prediction is right, that have the class, and that are predicted to have it.
+    counts = torch.zeros(3, num_classes, dtype=torch.float64, device=run.device)
     named = _named_metrics(run)
     for batch in run.evaluation_batches():
         logits = model(batch.images)  # (m, C)
         run.show(batch, logits)
-        answers, one = logits.argmax(dim=1), torch.ones_like(batch.labels, dtype=torch.float64)
+        predictions, ones = logits.argmax(dim=1), torch.ones_like(batch.labels, dtype=torch.float64)
         loss += F.cross_entropy(logits, batch.labels, reduction="sum").double()
-        counts[0].index_add_(0, answers, one * (answers == batch.labels))  # bincount would wait for the device
-        counts[1].index_add_(0, batch.labels, one)
-        counts[2].index_add_(0, answers, one)
+        counts[0].index_add_(0, predictions, ones * (predictions == batch.labels))  # bincount would wait for the device
+        counts[1].index_add_(0, batch.labels, ones)
+        counts[2].index_add_(0, predictions, ones)
         if named is not None:
             named.add(logits.double().softmax(dim=1), batch.labels)
 
@@ -84,10 +88,11 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
     """Measure ``model`` on the validation images, each image once, and choose the threshold of each class by its F1.
 
     Returns accuracy (over all images and classes) and macro F1 at a threshold of 0.5, the mean binary cross entropy,
-    the mean average precision, and the metrics that the options name. All are NaN if no image could be used.
+    the mean average precision, and the metrics that the options name. All are NaN if no image could be used. The chosen
+    thresholds are set as ``run.thresholds``. Every worker calls this. Raises UsageError for logits of another shape.
     """
     num_classes = run.num_classes
-    rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]
+    rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]  # for a worker without images
     named = _named_metrics(run)
     for batch in run.evaluation_batches():
         logits = model(batch.images)  # (m, C)
@@ -101,13 +106,13 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
 
     # Precisions and thresholds depend on the order of the scores of all images, so every worker gets all rows.
     scores, truth, losses = np.split(run.gather(torch.cat(rows)).cpu().numpy(), [num_classes, 2 * num_classes], axis=1)
-    answers, truth = scores >= DEFAULT_THRESHOLD, truth > 0
+    predicted, truth = scores >= DEFAULT_THRESHOLD, truth > 0
     run.thresholds = tuple(best_thresholds(scores, truth).tolist())
     return {
-        "accuracy": float((answers == truth).mean()) if len(truth) else float("nan"),
+        "accuracy": float((predicted == truth).mean()) if len(truth) else float("nan"),
         "loss": float(losses.mean()) if len(losses) else float("nan"),
         "mean_average_precision": mean_of_known(average_precisions(scores, truth)),
-        "macro_f1": macro_f1((answers & truth).sum(axis=0), truth.sum(axis=0), answers.sum(axis=0)),
+        "macro_f1": macro_f1((predicted & truth).sum(axis=0), truth.sum(axis=0), predicted.sum(axis=0)),
         **({} if named is None else named.values(run.total, run.gather, run.world_size)),
     }
 
@@ -119,7 +124,10 @@ def _named_metrics(run: Run) -> NamedMetrics | None:
 
 
 def with_views(network: Network, views: Collection[TestView]) -> Network:
-    """Return ``network`` with its logits averaged over mirrored (``flip``) or shifted (``shift``) images, or both."""
+    """Return ``network`` with its logits averaged over mirrored (``flip``) or shifted (``shift``) images, or both.
+
+    Without views, that is ``network`` itself.
+    """
     flipped = partial(flip_test, network) if "flip" in views else network
     return partial(shift_test, flipped) if "shift" in views else flipped
 
@@ -160,7 +168,8 @@ def check_evaluation(run: Run) -> None:
     so that the network does not change. All networks are in evaluation mode meanwhile, because a replaced ``forward``
     may still call the original.
     """
-    if run.own_evaluation is not None or run.config.is_range_test or run.microbatch is None:
+    has_built_in_evaluation = run.own_evaluation is None and not run.config.is_range_test
+    if not has_built_in_evaluation or run.microbatch is None:
         return
     run.config.check_metrics(measured_metrics(run.config))
 
@@ -173,7 +182,7 @@ def check_evaluation(run: Run) -> None:
     try:
         with torch.no_grad(), run.models.evaluating():
             logits: object = network(images)
-    except torch.OutOfMemoryError:  # then it cannot be checked
+    except torch.OutOfMemoryError:  # there is no room for a copy's forward: the run itself may do without
         return
     except Exception as error:
         problem = f"raises {describe(error)}"
@@ -194,7 +203,10 @@ def check_evaluation(run: Run) -> None:
 
 
 def _try_named_metrics(run: Run, logits: Tensor) -> None:
-    """Raise UsageError, in the first step, if the metrics that the options name cannot measure such ``logits``."""
+    """Raise UsageError, in the first step, if the metrics that the options name cannot measure such ``logits``.
+
+    The same goes for a metric of ``--best`` or ``--until`` that does not say whether a smaller value is better.
+    """
     named = _named_metrics(run)
     if named is None:
         return
@@ -203,5 +215,7 @@ def _try_named_metrics(run: Run, logits: Tensor) -> None:
         named.add(logits.double().softmax(dim=1), labels % run.num_classes)
     else:
         named.add(logits.double().sigmoid(), run.label_sets[labels % len(run.label_sets)].double())
-    for name in filter(None, (run.config.best_metric, run.config.target and run.config.target[0])):
-        is_lower_better(name, run.config)
+    target_metric = run.config.target[0] if run.config.target else None
+    for name in (run.config.best_metric, target_metric):
+        if name:
+            is_lower_better(name, run.config)  # raises UsageError if it is not known

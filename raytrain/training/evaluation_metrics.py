@@ -21,16 +21,15 @@ CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 LABEL_METRICS = ("accuracy", "loss", "mean_average_precision", "macro_f1")
 """Metrics of the built-in evaluation if an image may have several classes."""
 
-
 NUM_BINS = 15
 """Intervals of the probabilities, for the calibration error."""
 
 
 def measured_metrics(config: TrainConfig, *, runs_here: bool = True) -> tuple[str, ...]:
-    """Return the metrics that the built-in evaluation of a run with these options measures.
+    """Return the names of the metrics that the built-in evaluation of a run with these options measures.
 
-    Raises UsageError for a metric that it cannot measure, as far as that can be checked without torch. If the run does
-    not train on this machine (``runs_here``), torchmetrics need not be installed.
+    Raises UsageError for a metric that it cannot measure, as far as that can be checked without torch, and for two of
+    one name. If the run does not train on this machine (``runs_here``), torchmetrics need not be installed.
     """
     named: list[str] = []
     for name in config.named_metrics:
@@ -73,7 +72,7 @@ def is_lower_better(name: str, config: TrainConfig) -> bool:
     return "loss" in name or "error" in name
 
 
-DEFAULT_THRESHOLD = 0.5
+DEFAULT_THRESHOLD = 0.5  # of the probability from which on an image has a class, if it may have several
 
 Counts = npt.NDArray[np.floating] | npt.NDArray[np.integer]  # (C,), images of each class
 Scores = npt.NDArray[np.float64]
@@ -92,7 +91,11 @@ def balanced_accuracy(right: Counts, truth: Counts) -> float:
 
 
 def macro_f1(right: Counts, truth: Counts, predicted: Counts) -> float:
-    """Return the mean F1, 2·right / (truth + predicted), over the classes that have images; NaN without images."""
+    """Return the mean F1, 2·right / (truth + predicted), over the classes that have images; NaN without images.
+
+    ``right`` counts the images of a class that are predicted right, ``truth`` those that have it, ``predicted`` those
+    that are predicted to have it.
+    """
     present = truth > 0
     f1 = 2 * right[present] / (truth + predicted)[present]
     return float(f1.mean()) if present.any() else float("nan")
@@ -140,13 +143,14 @@ def calibration_error(bins: Scores) -> float:
 def best_thresholds(scores: Scores, truth: Truth) -> Scores:
     """Return the threshold of each class with the highest F1, (C,); 0.5 for classes without images.
 
-    The threshold lies halfway between two scores, so that rounding does not matter.
+    The threshold lies halfway between the lowest score of a prediction and the next lower one, or 0, so that rounding
+    does not matter. ``scores`` and ``truth`` are (n, C).
     """
     best = np.full(scores.shape[1], DEFAULT_THRESHOLD)
     for column in np.flatnonzero(truth.any(axis=0)):
-        thresholds, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
+        different_scores, num_predicted, num_right = _curve(scores[:, column], truth[:, column])
         index = int(np.argmax(2 * num_right / (num_predicted + truth[:, column].sum())))
-        best[column] = (thresholds[index] + [*thresholds, 0.0][index + 1]) / 2
+        best[column] = (different_scores[index] + [*different_scores, 0.0][index + 1]) / 2
     return best
 
 

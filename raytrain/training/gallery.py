@@ -38,20 +38,33 @@ class _Examples(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, logits: Tensor) -> _Examples:
-        """Return all images of a ``batch``, for which the network has returned ``logits``."""
+        """Return all images of a ``batch``, for which the network has returned ``logits``.
+
+        A loss of NaN counts as infinite, so that such an image is among the worst.
+        """
         logits = logits.detach().float()
         losses = F.cross_entropy(logits, batch.labels, reduction="none").nan_to_num(torch.inf)
         return cls(batch.images, batch.labels, logits, batch.samples, losses)
 
     def worst(self, other: _Examples | None = None) -> _Examples:
-        """Return the images with the largest losses among these and the ``other`` ones, the largest first."""
+        """Return the 16 images with the largest losses among these and the ``other`` ones, the largest first."""
         both = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
         worst = both.losses.topk(min(_NUM_IMAGES, len(both.losses))).indices
         return _Examples(*(column[worst] for column in both))
 
 
 class Gallery:
-    """Collects the batches that a loop shows, and writes the document of the gallery in the background."""
+    """Collects the batches that a loop shows, and writes the document of the gallery in the background.
+
+    ``report`` gets an event if storage does not take the document.
+
+    Example::
+
+        gallery = Gallery(config, classes, store, reporter.event)
+        gallery.add(batch, logits)  # for each batch of an evaluation
+        gallery.write(step=100, rank=0, world_size=1)
+        gallery.close()
+    """
 
     def __init__(
         self, config: ResolvedConfig, classes: tuple[str, ...], store: Store, report: Callable[[Event], None]
@@ -70,7 +83,10 @@ class Gallery:
         self._latest = (batch, logits.detach())
 
     def add(self, batch: Batch, logits: Tensor) -> None:
-        """Add a batch of an evaluation, for which the network has returned ``logits``, (m, classes)."""
+        """Count the confusions in a batch of an evaluation, and keep its worst images, until :meth:`write`.
+
+        ``logits``, (m, classes), are what the network has returned for it.
+        """
         self._worst = _Examples.of(batch, logits).worst(self._worst)
         num_classes = len(self._classes)
         if num_classes <= _MAX_CLASSES:
@@ -80,29 +96,33 @@ class Gallery:
             self._confusions.index_add_(0, cells, torch.ones_like(cells))  # bincount would wait for the device
 
     def write(self, step: int, rank: int, world_size: int) -> None:
-        """Join the images and confusions added since the last call; worker 0 writes them. Every worker calls this."""
-        # Gather this worker's worst images, and only the cells with confusions: [label, prediction, count] each.
+        """Join the images and confusions added since the last call; worker 0 writes them. Every worker calls this.
+
+        Nothing is written if no worker has added an image. ``step`` is the number of completed steps.
+        """
+        # Gather this worker's worst images, and those cells of the matrix that are not 0: [label, prediction, count].
         cells: list[list[int]] = []
         if self._confusions is not None:
             counts, num_classes = self._confusions.cpu(), len(self._classes)
             filled = counts.nonzero()[:, 0]
             cells = torch.stack([filled // num_classes, filled % num_classes, counts[filled]], dim=1).tolist()
-        local = (cells, [] if self._worst is None else self._described(self._worst))
-        gathered: list[Any] = [local] * world_size
+        of_worker = (cells, [] if self._worst is None else self._described(self._worst))
+        of_all: list[Any] = [of_worker] * world_size
         if world_size > 1:
-            dist.all_gather_object(gathered, local)
+            dist.all_gather_object(of_all, of_worker)
         self._worst = self._confusions = None
-        if rank > 0 or not any(examples for _, examples in gathered):
+        if rank > 0 or not any(images for _, images in of_all):
             return
 
         # Choose the worst images of all workers, and the most frequent confusions.
-        worst = sorted((image for _, images in gathered for image in images), key=lambda image: -image["loss"])
+        worst = sorted((image for _, images in of_all for image in images), key=lambda image: -image["loss"])
         totals: Counter[tuple[int, int]] = Counter()
-        for worker_cells, _ in gathered:
+        for worker_cells, _ in of_all:
             for label, prediction, count in worker_cells:
                 totals[label, prediction] += count
         confusion = [[*cell, count] for cell, count in totals.most_common(_MAX_CONFUSIONS)]
 
+        # Add the first images of the latest training batch.
         latest: list[dict[str, Any]] = []
         if self._latest is not None and self._latest[0].num_used:
             latest = self._described(_Examples(*(column[:_NUM_IMAGES] for column in _Examples.of(*self._latest))))
@@ -113,7 +133,7 @@ class Gallery:
         self._writer.shutdown()
 
     def _described(self, examples: _Examples) -> list[dict[str, Any]]:
-        """Return the examples on the host: pixels as uint8 (H, W, C), and plain numbers."""
+        """Return a dictionary for each example, on the host: pixels as uint8 (H, W, C), and plain numbers."""
         examples = _Examples(*(column.cpu() for column in examples))  # so that the host waits for a GPU only here
         probabilities, predictions = examples.logits.softmax(dim=1).max(dim=1)
         columns = {
@@ -129,7 +149,10 @@ class Gallery:
     def _write_document(
         self, step: int, worst: list[dict[str, Any]], batch: list[dict[str, Any]], confusion: list[list[int]]
     ) -> None:
-        """Write the document of an evaluation, its images as PNGs in data URLs. Runs in a thread of its own."""
+        """Write the document of an evaluation, its images as PNGs in data URLs; report it if storage does not take it.
+
+        Runs in a thread of its own.
+        """
         for example in (*worst, *batch):
             example["image"] = png_url(example["image"])
         document = {"step": step, "classes": self._classes, "worst": worst, "batch": batch, "confusion": confusion}

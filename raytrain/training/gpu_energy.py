@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_MILLI = 1000.0
+_MILLI = 1000.0  # millijoules in a joule, and milliwatts in a watt: the driver counts in these
 
 
 class GpuEnergy:
@@ -27,9 +27,9 @@ class GpuEnergy:
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._gpu: Any = None
-        self._first: float | None = None  # joules since the driver was loaded
-        self._by_power = 0.0
-        self._asked_at = clock()
+        self._first: float | None = None  # joules since the driver was loaded; None if it does not count them
+        self._by_power = 0.0  # joules
+        self._asked_at = clock()  # seconds
         if device.type == "cuda":
             with suppress(Exception):  # without a driver, this raises many kinds of exceptions
                 import pynvml
@@ -39,7 +39,7 @@ class GpuEnergy:
                 self._first = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / _MILLI
 
     def joules(self) -> float | None:
-        """Return the energy that the GPU has used since the start of the meter; None if it is not known."""
+        """Return the energy in joules that the GPU has used since this object was created; None if it is not known."""
         if self._gpu is None:
             return None
         with suppress(Exception):

@@ -61,7 +61,7 @@ _BLUR_REACH = 12  # pixels: farther away, a Gaussian of 2 pixels is below the ro
 
 
 def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnitudes: Floats, fill: Tensor) -> Tensor:
-    """Apply one operation to each image, of the given magnitude.
+    """Return the images, uint8 (m, C, H, W), with one operation applied to each, of the given magnitude.
 
     Args:
         images: uint8 (m, C, H, W) with one or three channels, contiguous; they are not changed.
@@ -74,13 +74,13 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
     """
     order = np.argsort(operations, kind="stable")
     kinds = operations[order]
-    if not kinds[-1]:
+    if kinds[-1] == Operation.IDENTITY:  # the last in order, so all of them
         return images
 
     # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
     numbers = torch.from_numpy(_numbers(kinds, magnitudes[order], (images.shape[2], images.shape[3])))
     numbers = numbers.to(images.device, non_blocking=True)  # (m, 6, 1, 1, 1)
-    rows, back = torch.from_numpy(np.stack([order, np.argsort(order)])).to(images.device, non_blocking=True)
+    rows, rows_back = torch.from_numpy(np.stack([order, np.argsort(order)])).to(images.device, non_blocking=True)
     by_operation = images.index_select(0, rows)
 
     # Images with the same function are adjacent now. Their results, float32 or uint8, replace them. On a CPU, a
@@ -91,18 +91,19 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
     starts = [start for first, end in pairwise(edges) for start in range(first, end, most_rows)]
     sizes = np.diff([*starts, len(kinds)]).tolist()
     groups = zip(starts, by_operation.split(sizes), numbers.split(sizes), strict=True)
-    for start, group, of_group in groups:
+    for start, group, group_numbers in groups:
         if apply := _FUNCTIONS[functions[start]]:
-            group.copy_(apply(group, of_group, fill))
-    return by_operation.index_select(0, back)
+            group.copy_(apply(group, group_numbers, fill))
+    return by_operation.index_select(0, rows_back)
 
 
 def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
-    """Replace a box of each image by the colour ``fill``, float32 (C, 1, 1), on their device.
+    """Return the images, uint8 (m, C, H, W), with a box of each replaced by a colour.
 
     Args:
-        images: uint8 (m, C, H, W).
+        images: uint8 (m, C, H, W); they are not changed.
         boxes: int64 (m, 4), on the host: top, left, bottom and right, in pixels; a box may be empty.
+        fill: float32 (C, 1, 1), the colour, on the device of the images.
     """
     top, left, bottom, right = torch.from_numpy(boxes).to(images.device, non_blocking=True).T[:, :, None]  # (m, 1) each
     y = torch.arange(images.shape[2], device=images.device)
@@ -114,12 +115,13 @@ def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
 def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
     """Return the numbers that the function of each image's operation takes, float32 (m, 6, 1, 1, 1).
 
-    They are an affine matrix, two weights, or a single number, followed by zeros.
+    They are an affine matrix, two weights, or a single number, followed by zeros. ``kinds`` are the operations.
     """
     numbers = np.zeros((len(kinds), _NUM_NUMBERS))
     height, width = size
 
-    # An affine matrix maps the position of a pixel in the result to its position in the image, both from the middle.
+    # An affine matrix maps the position of a pixel in the result to its position in the image, both from the middle:
+    # x is a·x + b·y + c in the image, and y is d·x + e·y + f. The six columns are views: setting them sets `numbers`.
     a, b, c, d, e, f = numbers.T
     x_sheared, y_sheared = kinds == Operation.SHEAR_X, kinds == Operation.SHEAR_Y
     a[kinds <= Operation.ROTATE] = e[kinds <= Operation.ROTATE] = 1
@@ -141,6 +143,10 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
     a[kinds == Operation.SOLARIZE] = np.ceil((255 * magnitudes[kinds == Operation.SOLARIZE]).astype(np.float32))
     a[kinds == Operation.BLUR] = magnitudes[kinds == Operation.BLUR]
     return numbers.astype(np.float32)[:, :, None, None, None]
+
+
+# The functions of the operations follow, all with the same arguments: images, uint8 (n, C, H, W), their numbers,
+# (n, 6, 1, 1, 1), and the fill colour. They return float32 or uint8 (n, C, H, W). _blend and _grey help them.
 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
@@ -174,14 +180,17 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _brightness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    """Blend each image with black."""
     return images.float().mul_(weights[:, 0]).clamp_(0, 255)
 
 
 def _color(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    """Blend each image with its brightness, in grey; grey images stay as they are."""
     return images if images.shape[1] == 1 else _blend(images, _grey(images), weights)
 
 
 def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
+    """Blend each image with its mean brightness."""
     mean = _grey(images).mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()  # the sum is exact
     return _blend(images, mean, weights)
 
@@ -189,8 +198,9 @@ def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
 def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     """Blend each inner pixel with the mean of its 3 × 3 neighbourhood, in which the pixel itself counts five times."""
     height, width = images.shape[2:]
-    if min(height, width) <= 2:
+    if min(height, width) <= 2:  # there is no inner pixel
         return images
+    # Add up three rows, and then three columns of these sums, into the inner pixels of the result, which are views.
     result = images.float()
     inner = result[..., 1:-1, 1:-1]
     rows = result.narrow(2, 0, height - 2) + result.narrow(2, 1, height - 2)
@@ -202,10 +212,12 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, masks: Tensor, fill: Tensor) -> Tensor:
+    """Keep only the bits of each level that the image's mask has."""
     return images & masks[:, 0].to(torch.uint8)
 
 
 def _solarize(images: Tensor, thresholds: Tensor, fill: Tensor) -> Tensor:
+    """Invert all levels from the image's threshold on."""
     return torch.where(images >= thresholds[:, 0].to(torch.uint8), ~images, images)
 
 
@@ -219,9 +231,13 @@ def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
-    """Replace each level by the share of the channel's pixels that are below it, as Pillow does."""
+    """Replace each level by the share of the channel's pixels that are below it, as Pillow does.
+
+    A channel of an image is a plane here. One with a single level stays as it is.
+    """
+    # Count the pixels of each level in each plane. Plane i has the indices from 256·i on.
     num_planes, num_pixels = images.shape[0] * images.shape[1], images.shape[2] * images.shape[3]
-    dtype = torch.int64 if images.is_cuda else torch.int32  # of an index into all levels: each plane has 256
+    dtype = torch.int64 if images.is_cuda else torch.int32
     first = torch.arange(0, 256 * num_planes, 256, dtype=dtype, device=images.device)[:, None]
     levels = (images.view(num_planes, num_pixels) + first).view(-1)
     if images.is_cuda:  # there, bincount would make the host wait
@@ -232,9 +248,10 @@ def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     counts = counts.view(num_planes, 256)
     up_to = counts.cumsum(1)
 
-    # The brightest level that occurs is the only level that has pixels and up to which all pixels are counted.
-    of_brightest = (counts * (up_to == num_pixels)).sum(1, keepdim=True)
-    step = (num_pixels - of_brightest).div_(255, rounding_mode="floor")
+    # A step is the number of pixels for one new level: all but those of the brightest level, divided by 255. The
+    # brightest level that occurs is the only level that has pixels and up to which all pixels are counted.
+    num_brightest = (counts * (up_to == num_pixels)).sum(1, keepdim=True)
+    step = (num_pixels - num_brightest).div_(255, rounding_mode="floor")
     below = (up_to - counts).add_(step.div(2, rounding_mode="floor"))
     table = below.div_(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
     unchanged = torch.arange(256, device=images.device)
@@ -246,12 +263,14 @@ def _blur(images: Tensor, sigmas: Tensor, fill: Tensor) -> Tensor:
     reach = min(min(images.shape[2:]) // 10, _BLUR_REACH)  # pixels to each side
     if not reach:
         return images
-    # Exponentials are computed in float64, because their last bit depends on the position in a tensor, and is then
-    # rounded off.
+    # The weights of the Gaussian, by the distance from the pixel. Exponentials are computed in float64, because their
+    # last bit depends on the position in a tensor, and is then rounded off.
     distances = torch.arange(reach + 1, dtype=torch.float64, device=images.device)
     weights = distances.div(sigmas[:, 0, 0, 0]).square_().mul_(-0.5).exp_()  # (n, reach + 1)
     weights.div_(2 * weights.sum(1, keepdim=True) - 1)  # all weights but the middle one count twice
     middle, *others = weights.float()[..., None, None, None].unbind(1)  # (n, 1, 1, 1) each
+
+    # Along each axis, add up the pixel and the pairs of pixels that have the same distance from it.
     pixels = images.float()
     for axis, padding in ((2, (0, 0, reach, reach)), (3, (reach, reach, 0, 0))):
         padded, side = F.pad(pixels, padding, mode="reflect"), pixels.shape[axis]
@@ -268,4 +287,4 @@ _FUNCTIONS: list[_Function | None] = [
     *(_posterize, _solarize, _auto_contrast, _equalize, _blur),
 ]
 _FUNCTION_OF = np.array([0] + [1] * 5 + list(range(2, 11)))
-"""Index in ``_FUNCTIONS`` of each operation's function, which gets images, their numbers, and the fill colour."""
+"""Index in ``_FUNCTIONS`` of each operation's function: none for the identity, the same for the five affine ones."""

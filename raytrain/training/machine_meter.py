@@ -16,7 +16,13 @@ from raytrain.training.gpu_energy import GpuEnergy
 
 
 class MachineMeter:
-    """Counts the images of a worker, and gives ``report`` their rate and the machine's load every few seconds."""
+    """Counts the images of a worker, and gives ``report`` their rate and the machine's load every few seconds.
+
+    Example::
+
+        meter = MachineMeter(rank=0, device=torch.device("cpu"), report=print)
+        meter.step(num_images=32, wait_s=0.01, completed=0)  # in each step
+    """
 
     def __init__(self, rank: int, device: torch.device, report: Callable[[MachineUse], None]) -> None:
         self._rank = rank
@@ -28,14 +34,16 @@ class MachineMeter:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
+        """Count from here on what the next measurement will report."""
         self._since = time.monotonic()
         self._num_images = 0
         self._wait_s = 0.0
 
     def step(self, num_images: int, wait_s: float, completed: int) -> None:
-        """Count a step of ``num_images``; measure if the last measurement is some seconds old.
+        """Count a step of ``num_images``; measure and report if the last measurement is some seconds old.
 
-        ``wait_s`` is the time that the step waited for its images, ``completed`` the number of steps before it.
+        ``wait_s`` is the time in seconds that the step waited for its images, ``completed`` the number of steps that
+        were completed before it.
         """
         self._num_images += num_images
         self._wait_s += wait_s

@@ -41,6 +41,8 @@ _Version = tuple[int, int]  # size in bytes, and time of the last change in nano
 class RunFiles:
     """The folder of one worker's loop. Only worker 0's is kept.
 
+    ``report`` gets a note that the files are kept, and an event for each file that is lost or not fetched.
+
     Example:
         >>> files = RunFiles(store, rank=0, report=reporter.event)
         >>> torch.save(model.state_dict(), files.folder / "best.pt")
@@ -59,11 +61,14 @@ class RunFiles:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._sending: Future[None] = Future()  # done while nothing is sent
         self._sending.set_result(None)
-        self._using = threading.RLock()
+        self._using = threading.RLock()  # held by whoever sends changes or removes the folder
 
     @cached_property
     def folder(self) -> Path:
-        """The folder, made at its first use. Raises StorageError if files in a bucket cannot be read after a resume."""
+        """The folder, made at its first use, with the files of earlier attempts.
+
+        Raises StorageError if files in a bucket cannot be read after a resume.
+        """
         if self._is_kept:
             self._report(Note(f"files that the loop writes into run.folder are kept with the run, in {FILES}"))
         if self._is_kept and self._store.cloud is None:
@@ -78,13 +83,21 @@ class RunFiles:
         return folder
 
     def keep_changes(self) -> None:
-        """Start to send the files that have changed, if that is due. To be called between two batches."""
+        """Start to send the files that have changed, at most every half minute, and not while others are being sent.
+
+        To be called between two batches, when the loop is not in the middle of writing a file. Raises the exception
+        that has ended the thread's last call, if any.
+        """
         with self._using:
             if self._temporary is not None and self._sending.done() and self._throttle.due("send", _SEND_EVERY_S):
                 self._send_changes(self._temporary.path)
 
     def send_rest(self, within_s: float | None = None) -> None:
-        """Send the remaining changes. Waits at most ``within_s`` seconds, if given. May be called from any thread."""
+        """Send the remaining changes, and wait for them. May be called from any thread.
+
+        If ``within_s`` is given, it waits at most so many seconds for what is being sent, and so many again for the
+        rest. What storage has not taken by then is reported as lost.
+        """
         with self._using:
             if self._temporary is None:
                 return
@@ -94,7 +107,7 @@ class RunFiles:
                 self._report(DocumentLost(FILES, f"storage did not take all of it within {within_s:g} s"))
 
     def close(self, within_s: float | None = None) -> None:
-        """Send the remaining changes, and remove the temporary folder. Waits at most ``within_s`` seconds, if given."""
+        """Send the remaining changes as :meth:`send_rest` does, and remove the temporary folder."""
         with self._using:
             if self._temporary is None:
                 return
@@ -104,7 +117,7 @@ class RunFiles:
             self._temporary = None
 
     def _fetch(self, folder: Path) -> None:
-        """Copy the files in the bucket into ``folder``."""
+        """Copy the files in the bucket into ``folder``. Those whose names cannot be files there are reported."""
         for stored in self._store.list(FILES):
             name = stored.path.removeprefix(FILES)
             file = folder / name
@@ -122,20 +135,21 @@ class RunFiles:
             status = file.stat()
             self._stored[name] = status.st_size, status.st_mtime_ns
 
-    def _send_changes(self, parent: Path) -> None:
-        """Copy the files that have changed beside the folder, and start to send the copies.
+    def _send_changes(self, copies_folder: Path) -> None:
+        """Copy all files that have changed into ``copies_folder``, and start to send the copies in the thread.
 
-        Raises the exception that has ended the thread's last call, if any.
+        Copies are sent, because the loop may go on and write into the files. Files that it has removed are deleted from
+        the bucket. This first waits until the thread's last call has ended, and raises its exception, if any.
         """
         self._sending.result()
         if not self._is_kept:
             return
-        found = dict(_regular_files(self.folder))
+        versions = dict(_regular_files(self.folder))
         copies: dict[str, tuple[Path, _Version]] = {}
-        for name, version in found.items():
+        for name, version in versions.items():
             if self._stored.get(name) == version:
                 continue
-            copy = parent / f"copy-{len(copies)}"
+            copy = copies_folder / f"copy-{len(copies)}"
             try:
                 shutil.copyfile(self.folder / name, copy)
             except FileNotFoundError:  # a thread of the loop's has removed it
@@ -144,11 +158,15 @@ class RunFiles:
                 self._note_lost(name, error.strerror or str(error))
                 continue
             copies[name] = copy, version
-        removed = self._stored.keys() - found.keys()
+        removed = self._stored.keys() - versions.keys()
         self._sending = self._sender.submit(self._send, copies, removed)
 
     def _send(self, copies: dict[str, tuple[Path, _Version]], removed: set[str]) -> None:
-        """Put copies into the bucket, and delete ``removed`` files from it. Runs in a thread."""
+        """Put copies into the bucket, and delete ``removed`` files from it. Runs in a thread.
+
+        ``copies`` are the paths and versions of the copies, by the names of the files. What storage refuses is
+        reported, and tried again with the next changes.
+        """
         for name, (copy, version) in copies.items():
             try:
                 self._store.put_file(FILES + name, copy)
@@ -167,7 +185,7 @@ class RunFiles:
             del self._stored[name]
 
     def _note_lost(self, name: str, reason: str) -> None:
-        """Report a file that storage does not have as the loop left it, the first time."""
+        """Report, once for each file, that storage does not have it as the loop left it, and why."""
         if name not in self._lost:
             self._lost.add(name)
             self._report(DocumentLost(FILES + name, reason))

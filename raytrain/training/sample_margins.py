@@ -61,20 +61,28 @@ class SampleMargins:
 
     @classmethod
     def of(cls, config: TrainConfig, num_samples: int, num_classes: int, worker: Worker) -> SampleMargins:
-        """Return the sums of a run, for 0 images if they have no margins or are too many."""
+        """Return the sums of a run with these options.
+
+        They are for 0 images, so that nothing is counted, if the images have no margins, or if they or the epochs are
+        too many.
+        """
         has_margins = not (margins_missing(config) or config.is_range_test)
         fits = num_samples <= _MOST_SAMPLES and config.epochs * num_classes < 2**31
         return cls(num_samples if has_margins and fits else 0, num_classes, worker)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the sums of a checkpoint, if it has any. Only worker 0 does, as they are of all workers."""
-        own = {"sums": self._sums, "rivals": self._rivals}
-        if self._worker.rank == 0 and all(name in state and state[name].shape == own[name].shape for name in own):
-            for name, values in own.items():
-                values.copy_(state[name])
+        """Continue with the sums in the ``state`` of a checkpoint, if it has any that fit.
+
+        Only worker 0 does: they are the sums of all workers, and would count once for each of them.
+        """
+        tensors = {"sums": self._sums, "rivals": self._rivals}
+        fits = all(name in state and state[name].shape == tensor.shape for name, tensor in tensors.items())
+        if self._worker.rank == 0 and fits:
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
 
     def begin(self, batch: Batch) -> None:
-        """Assign logits from now on to the images of ``batch``, unless it has none."""
+        """Assign logits from now on to the images of ``batch``; to none, if it has none or nothing is counted."""
         self._batch = batch if batch.num_used and len(self._rivals) else None
         self._is_counted = np.zeros(batch.num_used, bool)
 
@@ -82,7 +90,8 @@ class SampleMargins:
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count the draws to which ``logits``, (m, C), and ``labels``, (m,), belong, unless they are counted already.
 
-        If probabilities, (m, C), come in place of labels, the loop has mixed the images, so the batch is not counted.
+        Nothing is counted if the labels are not those of the batch or a slice of them. If probabilities, (m, C), come
+        in place of labels, the loop has mixed the images, so this batch will not be counted any more.
         """
         if self._batch is None or not (_is_plain(logits) and _is_plain(labels)):
             return
@@ -97,25 +106,29 @@ class SampleMargins:
         # Add the margin and the cross entropy of each image. Values that overflow in float16 count as 0.
         scores = logits.detach()[:, : self._num_classes].float()
         index = labels[:, None]
-        own = scores.gather(1, index)[:, 0]
-        best, rival = scores.scatter(1, index, -torch.inf).max(dim=1)
-        values = torch.stack([torch.ones_like(own), own - best, scores.logsumexp(dim=1) - own])  # (3, m)
+        of_label = scores.gather(1, index)[:, 0]
+        of_rival, rival = scores.scatter(1, index, -torch.inf).max(dim=1)
+        margins, losses = of_label - of_rival, scores.logsumexp(dim=1) - of_label
+        values = torch.stack([torch.ones_like(of_label), margins, losses])  # (3, m)
         samples = self._batch.samples[rows]
         self._sums.index_add_(1, samples, values.nan_to_num(0.0, 0.0, 0.0))
         self._rivals[samples] = (self._batch.epoch * self._num_classes + rival).to(torch.int32)
 
     def joined_state(self) -> dict[str, Tensor]:
-        """Return the sums of all workers' draws for a checkpoint, if there are any. Every worker calls this."""
+        """Return the sums of all workers' draws for a checkpoint; nothing if none was counted. Every worker calls this.
+
+        The host waits for the device.
+        """
         state = self._joined()
         return state if (state["rivals"] >= 0).any() else {}
 
     def _joined(self) -> dict[str, Tensor]:
-        """Return the sums of all workers' draws. Every worker calls this."""
+        """Return the sums of all workers' draws, and the rivals of the latest draws. Every worker calls this."""
         sums, rivals = self._sums, self._rivals
         if self._worker.world_size > 1 and len(rivals):
             sums, rivals = sums.clone(), rivals.clone()
             dist.all_reduce(sums)
-            dist.all_reduce(rivals, dist.ReduceOp.MAX)
+            dist.all_reduce(rivals, dist.ReduceOp.MAX)  # of the latest epoch, which is the larger number
         return {"sums": sums, "rivals": rivals}
 
     def lowest(self, most: int) -> tuple[SuspiciousLabel, ...]:
@@ -149,7 +162,10 @@ def lowest_margins(state: Mapping[str, Tensor], num_classes: int, most: int) -> 
 
 
 def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
-    """Return the slice of a batch's labels, (M,), whose memory ``labels`` use; None if they are other labels."""
+    """Return the slice of a batch's labels ``of_batch``, whose memory ``labels`` use; None if they are others.
+
+    A mere copy, or labels in another order, are others.
+    """
     if labels is of_batch:
         return slice(0, len(labels))
     if labels.ndim != 1 or labels.dtype != of_batch.dtype or labels.stride() != (1,):
@@ -161,6 +177,6 @@ def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether ``tensor`` has values, which it lacks while torch.compile or torch.func traces."""
+    """Return whether ``tensor`` is a plain one with values, which it lacks while torch.compile or torch.func traces."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
     return type(tensor) is Tensor and not is_wrapped and not torch.compiler.is_compiling()

@@ -13,7 +13,7 @@ from raytrain.data.plan.permutation import Int64s
 from raytrain.runs.documents import TRACE
 from raytrain.storage.store import Store
 
-_LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
+_LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")  # in the name of a file: FIRST-LAST-RANK.parquet
 
 
 class SampleTrace:
@@ -21,6 +21,12 @@ class SampleTrace:
 
     A file is written before the checkpoint that completes its steps. Files of steps after the newest checkpoint belong
     to steps that a failure has undone; worker 0 deletes them when the run resumes after ``first_step`` steps.
+
+    Example::
+
+        trace = SampleTrace(store, rank=0, first_step=0)
+        trace.add(1, np.array([17, 4]))
+        trace.write()
     """
 
     def __init__(self, store: Store, rank: int, first_step: int) -> None:
@@ -37,7 +43,7 @@ class SampleTrace:
         self._steps.append((step, samples))
 
     def write(self) -> None:
-        """Write the steps since the last call."""
+        """Write a file of the steps since the last call; none if there were none."""
         if not self._steps:
             return
         steps = np.repeat([step for step, _ in self._steps], [len(samples) for _, samples in self._steps])

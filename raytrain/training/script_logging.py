@@ -21,21 +21,11 @@ from logging.handlers import QueueHandler
 from typing import Any, NamedTuple
 
 _LIBRARIES = frozenset(
-    {
-        *(
-            "aiobotocore",
-            "aiohttp",
-            "asyncio",
-            "azure",
-            "boto3",
-            "botocore",
-            "filelock",
-            "fsspec",
-            "google",
-            "httpcore",
-        ),
-        *("httpx", "huggingface_hub", "matplotlib", "PIL", "ray", "raytrain", "s3fs", "s3transfer", "torch", "urllib3"),
-    }
+    [
+        *("aiobotocore", "aiohttp", "asyncio", "azure", "boto3", "botocore", "filelock", "fsspec", "google"),
+        *("httpcore", "httpx", "huggingface_hub", "matplotlib", "PIL", "ray", "raytrain", "s3fs", "s3transfer"),
+        *("torch", "urllib3"),
+    ]
 )
 """First parts of the names of loggers of libraries that the run itself uses, whose settings are left alone."""
 
@@ -51,9 +41,9 @@ class PrintingHandler:
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """Settings of one logger that are sent to the workers. ``file_level``: of its handlers that write to files, if any.
+    """Settings of one logger that are sent to the workers.
 
-    The lowest one, if they differ.
+    ``file_level`` is the lowest level of its handlers that write to files; None if there are none.
     """
 
     level: int
@@ -63,7 +53,10 @@ class LoggerSettings:
 
 
 class LoggedRecord(NamedTuple):
-    """A record that a worker has logged for the files of the driver's logger ``logger``; its attributes are plain."""
+    """A record that a worker has logged for the files of the driver's logger ``logger``.
+
+    ``attributes`` are those of the ``LogRecord`` that are texts, numbers or None.
+    """
 
     rank: int
     logger: str
@@ -73,16 +66,19 @@ class LoggedRecord(NamedTuple):
 def logging_here() -> dict[str, LoggerSettings]:
     """Return the settings of the loggers that somebody has set up in this process, by name; the root's name is empty.
 
+    Loggers of libraries that the run itself uses are left out.
+
     Example: ``{"": LoggerSettings(20, True, (PrintingHandler(0, formatter, "stderr"),))}`` after
     ``logging.basicConfig(level=logging.INFO)``
     """
-    named = [*logging.Logger.manager.loggerDict.items()]
-    loggers = {"": logging.getLogger(), **{name: found for name, found in named if isinstance(found, logging.Logger)}}
+    # The manager also has placeholders, for the parents of loggers that nobody has asked for.
+    loggers = {"": logging.getLogger()}
+    for name, logger in [*logging.Logger.manager.loggerDict.items()]:
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] not in _LIBRARIES:
+            loggers[name] = logger
     settings: dict[str, LoggerSettings] = {}
     for name, logger in loggers.items():
-        if name.partition(".")[0] in _LIBRARIES:
-            continue
-        printing = tuple(found for handler in logger.handlers if (found := _printing(handler)) is not None)
+        printing = tuple(filter(None, map(_printing_settings, logger.handlers)))
         files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
         file_level = min((handler.level for handler in files), default=None)
         unset_level = logging.NOTSET if name else logging.WARNING
@@ -94,8 +90,10 @@ def logging_here() -> dict[str, LoggerSettings]:
 def log_as(settings: Mapping[str, LoggerSettings], rank: int, send: Callable[[LoggedRecord], object]) -> None:
     """Set up the loggers of this process, worker ``rank``, by ``settings`` of :func:`logging_here` in the driver.
 
-    ``send`` passes a record on to the driver. A logger that has handlers already keeps them: the file of the loop has
-    set it up here, too.
+    ``send`` passes a record on to the driver. A logger that has handlers already is left as it is: the file of the loop
+    has set it up here, too. Ray's own handlers are removed.
+
+    Example: ``log_as(settings, rank=1, send=reporter.logged)``
     """
     # Ray prints all records of level INFO, also those of libraries, and basicConfig in a loop would change nothing.
     root = logging.getLogger()
@@ -141,14 +139,14 @@ class _SendingHandler(QueueHandler):
 
 
 def write_record(logged: LoggedRecord) -> None:
-    """Have the handlers of the driver that write to files write a record of a worker's."""
+    """Have the handlers of the driver that write to files write a record of a worker's, if it has their level."""
     record = logging.makeLogRecord(logged.attributes)
     for handler in logging.getLogger(logged.logger).handlers:
         if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
             handler.handle(record)
 
 
-def _printing(handler: logging.Handler) -> PrintingHandler | None:
+def _printing_settings(handler: logging.Handler) -> PrintingHandler | None:
     """Return the settings of ``handler``; None if it does not print, but writes to a file or keeps its records."""
     prints = isinstance(handler, logging.StreamHandler) or hasattr(handler, "console")  # rich's handler has a console
     stream = getattr(handler, "stream", None)

@@ -59,7 +59,7 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
 def options_without_effect(run: Run, loop: Callable[..., Any]) -> dict[str, list[str]]:
     """Return the names of options that have no effect in ``loop``, by the missing call that would take them.
 
-    Example: ``{"run.build_optimizer()": ["momentum", …]}`` for a loop that makes its optimizer itself
+    Example: ``{"run.build_optimizer": ["momentum", …]}`` for a loop that makes its optimizer itself
     """
     # An option takes effect in its call, or where the loop reads run.config.NAME. A search for a learning rate sets the
     # schedule itself, and a loop for which no learning rate was given has one of its own.

@@ -28,6 +28,8 @@ _KEY = 2  # keeps these random numbers apart from those of other augmentation
 class UserTransforms:
     """The user's transforms, made by ``own`` (see :func:`own_transforms`), with the cropping and resizing before them.
 
+    Raises UsageError if they cannot be made.
+
     Example:
         >>> transforms = UserTransforms(config, lambda: v2.RandomInvert(0.5))
         >>> images = transforms(images, draws, epoch=0)
@@ -39,7 +41,10 @@ class UserTransforms:
         self._generators = held_generators(self._transforms)
 
     def __call__(self, images: Images, draws: Int64s, epoch: int) -> Images:
-        """Return the ``images`` of ``draws``, (n,), as ``epoch`` sees them: cropped, resized and transformed."""
+        """Return the ``images`` of ``draws``, (n,), as ``epoch`` sees them: cropped, resized and transformed.
+
+        They stay uint8 (n, H, W, C). Raises UsageError if a transform fails, or changes the shape or the type.
+        """
         seed = self._config.seed
         source = torch.from_numpy(np.require(images, requirements=["C", "W"])).permute(0, 3, 1, 2)
         pixels = crop_and_resize(source, draws, epoch, self._config)
@@ -57,21 +62,20 @@ def subject(config: ResolvedConfig) -> str:
 def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transforms:
     """Return the user's transforms as one function; ``own``, the function of ``--transforms``, makes them.
 
-    It returns a transform or a list of them, or is a transform itself. Raises UsageError if something is no transform.
+    ``own`` returns a transform or a list of them, or is a transform itself. Raises UsageError if it fails, or returns
+    what is no transform.
     """
     with in_one_sentence(f"{subject(config)} cannot be made"):
-        # A module of torchvision, or a function that needs an argument, is a transform itself.
-        parameters = signature(own).parameters.values()
-        needed = [
-            parameter
-            for parameter in parameters
-            if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-        ]
-        made = own if isinstance(own, torch.nn.Module) or needed else own()
+        # A module of torchvision, or a function that needs a positional argument, the image, is a transform itself.
+        needs_image = any(
+            parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+            for parameter in signature(own).parameters.values()
+        )
+        made = own if isinstance(own, torch.nn.Module) or needs_image else own()
     chain = list(made) if isinstance(made, (list, tuple)) else [made]
-    if unfit := [transform for transform in chain if not callable(transform)]:
+    if not_callable := [transform for transform in chain if not callable(transform)]:
         raise UsageError(
-            f"{subject(config)} returns {unfit[0]!r:.50}, which is no transform; return a function of "
+            f"{subject(config)} returns {not_callable[0]!r:.50}, which is no transform; return a function of "
             "an image, uint8 (C, H, W), such as one of torchvision.transforms.v2, or a list of them."
         )
     if len(chain) == 1:
@@ -84,7 +88,7 @@ def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transform
 def transform_each(
     transforms: Transforms, images: Tensor, draws: Int64s, seed: int, epoch: int, generators: Sequence[Any] = ()
 ) -> Tensor:
-    """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), of the ``draws``, int64 (B,).
+    """Return each of ``images``, uint8 (B, C, H, W), of the ``draws``, int64 (B,), as ``transforms`` change it.
 
     While an image is transformed, the random numbers of torch, NumPy and Python, and of the ``generators`` that the
     transforms hold, depend on ``seed``, ``epoch`` and the draw alone, so that it looks the same in any batch and on any
@@ -108,7 +112,7 @@ def transform_each(
 
 
 def _kind(image: object) -> str:
-    """Return the type and the shape of ``image`` as text, such as uint8 (3, 32, 32)."""
+    """Return the type and the shape of ``image`` as text, such as uint8 (3, 32, 32); of no tensor, its class."""
     if not isinstance(image, Tensor):
         return f"type {type(image).__module__}.{type(image).__qualname__}"
     return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"

@@ -20,6 +20,8 @@ _OVERRIDES = "torch/overrides.py"  # calls the watch for functions of torch that
 def warnings_at_callers(file: str) -> Iterator[None]:
     """Have a warning that names ``file``, whose ``__torch_function__`` calls torch for others, name their line instead.
 
+    It replaces ``warnings.showwarning`` in this context.
+
     Example: ``with mode, warnings_at_callers(__file__): loop(batch)``
     """
     show_before = warnings.showwarning
@@ -35,11 +37,12 @@ def warnings_at_callers(file: str) -> Iterator[None]:
         if filename != file or (caller := _caller(file)) is None:
             show_before(message, category, filename, lineno, output, line)
             return
-        # Warn again, as of the caller's line: the caller's module knows which warnings it has shown already.
-        names = caller.f_globals
-        registry = names.setdefault("__warningregistry__", {})
-        place = caller.f_code.co_filename, caller.f_lineno
-        warnings.warn_explicit(message, category, *place, names.get("__name__"), registry)
+        # Warn again, as of the caller's line. The registry in the caller's module has the warnings that were shown
+        # there already.
+        module = caller.f_globals
+        registry = module.setdefault("__warningregistry__", {})
+        caller_file, caller_line = caller.f_code.co_filename, caller.f_lineno
+        warnings.warn_explicit(message, category, caller_file, caller_line, module.get("__name__"), registry)
 
     warnings.showwarning = show
     try:
@@ -51,12 +54,14 @@ def warnings_at_callers(file: str) -> Iterator[None]:
 
 def _caller(file: str) -> FrameType | None:
     """Return the frame of the code for which ``file`` calls torch at present; None if it does not."""
+    # Go up the stack, from the code that warns to the watch.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (file, "__torch_function__"):
         frame = frame.f_back
     if frame is None:
         return None
-    # A function that is written in Python has called the watch from its own first lines.
+    # Go on to the caller. A function of torch that is written in Python has called the watch from its own first lines,
+    # through torch/overrides.py: skip both.
     function_code = getattr(frame.f_locals.get("func"), "__code__", None)
     frame = frame.f_back
     while frame is not None and (frame.f_code.co_filename.endswith(_OVERRIDES) or frame.f_code is function_code):
