@@ -37,7 +37,7 @@ from importlib import import_module
 from itertools import count, cycle
 from multiprocessing import Pipe, get_context, reduction
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ It returns when the worker's reporter has the report: only then may others use t
 """
 
 _THREADS = 8  # of a process; more would wait for the interpreter
-_END, _HEARD = "end", "heard"
+_END, _HEARD = "end", "heard"  # messages of the worker, besides blocks to read
 _MAX_DECODERS = 32  # threads for a worker; this many decode more photographs than a GPU can use
 
 
@@ -92,17 +92,17 @@ class DecoderKilled(Exception):
 
 
 def num_decoders() -> int:
-    """Return the number of threads that decode for each of this machine's workers.
+    """Return the number of threads that decode for each of this machine's workers: its share of the cores, up to 32.
 
     Raises UsageError if LOCAL_WORLD_SIZE, the number of these workers, is no positive number.
     """
-    given = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not given.isdecimal() or int(given) == 0:
+    num_workers = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not num_workers.isdecimal() or int(num_workers) == 0:
         raise UsageError(
-            f"LOCAL_WORLD_SIZE is {given!r} in the environment, and is the number of processes on this machine that "
-            "train together; set it as torchrun does, or leave it out."
+            f"LOCAL_WORLD_SIZE is {num_workers!r} in the environment, and is the number of processes on this machine "
+            "that train together; set it as torchrun does, or leave it out."
         )
-    return max(1, min(_MAX_DECODERS, cores() // int(given)))
+    return max(1, min(_MAX_DECODERS, cores() // int(num_workers)))
 
 
 class NewProcess:
@@ -127,15 +127,24 @@ class NewProcess:
 
 
 def start_processes(imports: Sequence[str], threads_per_process: int = _THREADS) -> list[NewProcess]:
-    """Start as many processes as it takes to use this machine's cores, each with some threads, for :class:`Decoders`.
+    """Start the processes that decode for this worker, for :class:`Decoders`: as many as its threads need.
 
-    The processes begin at once to import the modules ``imports``.
+    They begin at once to import the modules ``imports``, and wait for :meth:`Decoders.start`.
 
     Example:
         >>> processes = start_processes(["raytrain.loader.machine_batches"])
         >>> with Decoders(reporter, block_bytes, processes) as decoders:
     """
-    return [NewProcess(imports) for _ in range(-(-num_decoders() // threads_per_process))]
+    num_processes = -(-num_decoders() // threads_per_process)  # rounded up
+    return [NewProcess(imports) for _ in range(num_processes)]
+
+
+class _AskedBlock(NamedTuple):
+    """A block that a process has been asked for: its future, the memory that it will be in, and its draws."""
+
+    future: Future[Block]
+    pixels: Pixels
+    draws: Int64s
 
 
 class Decoders(AbstractContextManager["Decoders"]):
@@ -157,9 +166,9 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._reporter = reporter
         self._new_processes = processes
         self._memory = SharedMemory(block_bytes)
-        self._numbers = count()
-        self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
-        self._broken: Exception | None = None
+        self._numbers = count()  # of the blocks that are asked for
+        self._waiting: dict[int, _AskedBlock] = {}  # blocks without an answer yet, by number
+        self._broken: Exception | None = None  # what has ended the decoding
         self._connections: list[Connection] = []
         self._sending = threading.Lock()  # several threads send through the same pipe
 
@@ -170,6 +179,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         ``read_ahead``. If processes are forked, call this before this process uses a GPU and, if possible, before it
         has threads.
         """
+        # Divide the threads evenly among the processes.
         num_threads = num_decoders()
         num_processes = -(-num_threads // _THREADS) if self._new_processes is None else len(self._new_processes)
         waits: list[Callable[[], int | None]] = []  # each waits for a process to end, and returns its exit code
@@ -184,10 +194,11 @@ class Decoders(AbstractContextManager["Decoders"]):
             with suppress(OSError):  # the process has ended, which the thread that receives its answers will notice
                 new.connection.send((threads, self._memory.part_bytes, open_readers))
                 reduction.send_handle(new.connection, self._memory.fileno(), new.process.pid)
-        # Start no thread before the last fork.
+
+        # Start the threads that receive answers, none before the last fork. Blocks go to the processes in turn.
         for connection, wait in zip(self._connections, waits, strict=True):
             threading.Thread(target=self._receive, args=(connection, wait), daemon=True, name="decoded").start()
-        self._next = cycle(self._connections)
+        self._next_connection = cycle(self._connections)
 
     def _fork(self, num_threads: int, open_readers: OpenReaders) -> Callable[[], int | None]:
         """Fork a process of ``num_threads`` threads; return a function that waits for it and returns its exit code."""
@@ -208,16 +219,23 @@ class Decoders(AbstractContextManager["Decoders"]):
 
         return wait
 
-    def read(self, which: int, draws: Int64s, epoch: int, images: npt.NDArray[np.uint8] | None = None) -> Future[Block]:
-        """Have reader number ``which`` make a block of ``draws``, from the pixels ``images``, uint8, if given."""
+    def read(
+        self, reader: int, draws: Int64s, epoch: int, images: npt.NDArray[np.uint8] | None = None
+    ) -> Future[Block]:
+        """Have reader number ``reader`` of a process make a block of ``draws`` for ``epoch``; return its future.
+
+        If pixels ``images``, uint8, are given, they are copied into the memory that the reader gets. The future has an
+        exception of the reader, or the one that has ended the decoding.
+        """
         number, future = next(self._numbers), Future[Block]()
         with self._sending:
             part, pixels = self._memory.take()
             if images is not None:
                 pixels[: images.size].reshape(images.shape)[:] = images
-            self._waiting[number] = future, pixels, draws
+            self._waiting[number] = _AskedBlock(future, pixels, draws)
             with suppress(OSError):  # the process has ended, which the thread that receives its answers will notice
-                next(self._next).send((number, which, draws, epoch, part))
+                next(self._next_connection).send((number, reader, draws, epoch, part))
+        # If the decoding has ended meanwhile, perhaps nobody has given the exception to this future.
         if self._broken and self._waiting.pop(number, None):
             future.set_exception(self._broken)
         return future
@@ -232,7 +250,10 @@ class Decoders(AbstractContextManager["Decoders"]):
             raise self._broken
 
     def _receive(self, connection: Connection, wait: Callable[[], int | None]) -> None:
-        """Run in a thread: receive all messages of a process, until it ends."""
+        """Receive all messages of a process until it ends, and then end the decoding; runs in a thread.
+
+        ``wait`` waits for the end of the process, and returns its exit code.
+        """
         while True:
             try:
                 number, answer = connection.recv()
@@ -244,28 +265,32 @@ class Decoders(AbstractContextManager["Decoders"]):
             try:
                 if number is None:
                     self.report(*answer)
-                elif waiting := self._waiting.pop(number, None):
-                    future, pixels, draws = waiting
+                elif asked := self._waiting.pop(number, None):
+                    pixels = asked.pixels
                     match answer:
                         case Exception():
-                            future.set_exception(answer)
+                            asked.future.set_exception(answer)
                         case starts, lengths, labels:
-                            future.set_result(Block(Files(pixels, starts, lengths), labels, draws))
+                            asked.future.set_result(Block(Files(pixels, starts, lengths), labels, asked.draws))
                         case shape, labels:
-                            future.set_result(Block(pixels[: int(np.prod(shape))].reshape(shape), labels, draws))
+                            images = pixels[: int(np.prod(shape))].reshape(shape)
+                            asked.future.set_result(Block(images, labels, asked.draws))
             except Exception as error:  # what the reporter raises
                 self._fail(error)
             if number is None:
                 with self._sending, suppress(OSError):
                     connection.send(_HEARD)
 
-        # The process has ended. If this process had not ended it, a signal that killed a fork ends this one, too.
+        # The process has ended; if nothing is broken yet, not because this one has told it to. A negative exit code is
+        # the signal that has killed it, which ends this process, too, if the other one was its fork.
         exit_code = wait() or 0
         if self._broken is None:
             if exit_code < 0 and self._new_processes is None:
                 os.kill(os.getpid(), -exit_code)
-            killed = exit_code < 0 and DecoderKilled(signal.Signals(-exit_code).name)
-            self._fail(killed or RuntimeError(f"a process that decodes has ended with {exit_code}"))
+            if exit_code < 0:
+                self._fail(DecoderKilled(signal.Signals(-exit_code).name))
+            else:
+                self._fail(RuntimeError(f"a process that decodes has ended with {exit_code}"))
 
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
         """Pass a report of another process, or of this one, on to the reporter: the :data:`Report` of this process."""
@@ -277,10 +302,10 @@ class Decoders(AbstractContextManager["Decoders"]):
     def _fail(self, error: Exception) -> None:
         """Give ``error`` to whoever waits for a block, or asks for one from now on."""
         self._broken = error
-        with suppress(KeyError):  # none is left
+        with suppress(KeyError):  # none is left; other threads may take some at the same time
             while True:
-                _, (future, _, _) = self._waiting.popitem()
-                future.set_exception(error)
+                _, asked = self._waiting.popitem()
+                asked.future.set_exception(error)
 
     def __exit__(self, *exception: object) -> None:
         # From now on, asking for a block raises an exception.
@@ -292,7 +317,7 @@ class Decoders(AbstractContextManager["Decoders"]):
 
 
 class _Server:
-    """The loop of a process beside a worker: it reads the blocks that the worker asks for, and sends the labels."""
+    """The loop of a process beside a worker: it reads the blocks that the worker asks for, and sends the answers."""
 
     def __init__(self, connection: Connection, memory: SharedMemory, open_readers: OpenReaders) -> None:
         self._connection, self._memory = connection, memory
@@ -301,7 +326,10 @@ class _Server:
         self._readers = open_readers(self._report)
 
     def serve(self, num_threads: int) -> None:
-        """Read the blocks that the worker asks for, in ``num_threads`` threads, until it sends ``_END``, or ends."""
+        """Read the blocks that the worker asks for, in ``num_threads`` threads, until it sends ``_END``, or ends.
+
+        As many other threads read ahead what is to be kept. Then this process ends.
+        """
         keep_freed_memory()
         for _ in range(num_threads):
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
@@ -315,13 +343,17 @@ class _Server:
         os._exit(0)  # without waiting for threads
 
     def _read_ahead(self) -> None:
+        """Read all that is to be kept, in a thread."""
         for reader in self._readers:
             reader.read_ahead()
 
-    def _read(self, number: int, which: int, draws: Int64s, epoch: int, part: int) -> None:
-        """Read a block into its part of the memory, in a thread, and send the answer."""
+    def _read(self, number: int, reader: int, draws: Int64s, epoch: int, part: int) -> None:
+        """Read a block into its part of the memory, in a thread, and send the answer, or the exception.
+
+        The arguments are the message of :meth:`Decoders.read`.
+        """
         try:
-            block = self._readers[which].read(draws, epoch, self._memory.part(part))
+            block = self._readers[reader].read(draws, epoch, self._memory.part(part))
         except Exception as error:
             answer: Any = error
             try:
@@ -331,8 +363,8 @@ class _Server:
                 answer = RuntimeError(describe(error))
         else:
             images = block.images
-            where = (images.starts, images.lengths) if isinstance(images, Files) else (images.shape,)
-            answer = *where, block.labels
+            layout = (images.starts, images.lengths) if isinstance(images, Files) else (images.shape,)
+            answer = *layout, block.labels
         self._send(number, answer)
 
     def _report(self, skipped: list[SkippedImage], num_retries: int) -> None:
@@ -352,10 +384,12 @@ class _Server:
 class SharedMemory:
     """Memory that this process shares with those beside it, in parts of one size, which are used again when free.
 
-    ``file`` is the descriptor of another process's shared memory.
+    ``part_bytes`` is the least size of a part. ``file`` is the descriptor of another process's shared memory; without
+    it, new memory is made.
     """
 
     def __init__(self, part_bytes: int, file: int | None = None) -> None:
+        # The system maps whole pages, so round up to them.
         self.part_bytes = -(-max(part_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         # Not a file in /dev/shm, which is small in containers. macOS has no memfd, so take a temporary file there.
         if file is not None:
@@ -372,10 +406,13 @@ class SharedMemory:
         return self._file.fileno()
 
     def take(self) -> tuple[int, Pixels]:
-        """Return the number and the bytes of a free part, uint8 (n,), with undefined content. Not thread-safe."""
+        """Return the number and the bytes of a free part, uint8 (n,), with undefined content. Not thread-safe.
+
+        The memory grows if no part is free. A part is free again once nobody refers to its bytes.
+        """
         try:
             number = self._free.pop()
-        except IndexError:
+        except IndexError:  # none is free; asking first would race with the thread that frees one
             number = len(self._parts)
             self._file.truncate((number + 1) * self.part_bytes)
         return number, lend(self.part(number), partial(self._free.append, number))

@@ -59,14 +59,15 @@ class ImageCache:
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
-    """Choose the images that this machine keeps, and make their folder, which is removed when ``opened`` is closed.
+    """Return the cache of this machine, with its folder, which is removed when ``opened`` is closed.
 
-    On Linux, the files of kept images have no names, so that the system frees them with the last process that has them
-    open, even if all are killed. Other processes open them through links in the folder to this process's descriptors.
+    The cache is that of :func:`choose_cache`, which may raise UsageError. On Linux, the files of kept images have no
+    names, so that the system frees them with the last process that has them open, even if all are killed. Other
+    processes open them through links in the folder to this process's descriptors.
     """
     parent, memory_bytes = image_memory()
     cache = choose_cache(config, data, first_step, memory_bytes, MACHINE_BLOCK_BYTES)
-    if not os.path.isdir("/proc/self/fd"):
+    if not os.path.isdir("/proc/self/fd"):  # not on Linux
         return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
     folder = opened.enter_context(TemporaryFolder())
     for name, order in (("train", cache.train), ("validation", cache.validation)):
@@ -80,9 +81,17 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
 def choose_cache(
     config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int, block_bytes: int = BLOCK_BYTES
 ) -> ImageCache:
-    """Choose the images that are kept in blocks of ``block_bytes``, if a machine has ``memory_bytes`` for decoded ones.
+    """Return the cache of a run: which images are kept in memory, and whether the files of a bucket are on a disk.
 
-    Raises UsageError if that is too little for ``--cache memory``, or if ``--cache disk`` is impossible.
+    With ``--cache auto``, that depends on what fits and on what is used again: nothing may be kept.
+
+    Args:
+        first_step: of this attempt. Images are kept in the order in which it needs them, and streamed if it will use
+            them only once.
+        memory_bytes: what one machine has for the images that are kept in memory.
+        block_bytes: the most bytes of a block in memory; a block is read as a whole.
+
+    Raises UsageError if the memory is too small for ``--cache memory``, or if ``--cache disk`` is impossible.
     """
     train_bytes, validation_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
@@ -90,6 +99,7 @@ def choose_cache(
             f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e9:.2f} GB there while a "
             f"machine has {memory_bytes / 1e9:.2f} GB for them; use --cache auto."
         )
+    # The orders in which images would be kept, in blocks of as many rows as fit.
     plan = data.plan(config)
     as_files = data.train_format.as_files
     rows = data.train.rows_per_block(data.train_format.shape, as_files=as_files, most_bytes=block_bytes)
@@ -103,13 +113,14 @@ def choose_cache(
     if config.cache != "auto":
         return ImageCache(train, validation) if config.cache == "memory" else ImageCache()
 
-    # Keep training images if they are used in more than one epoch, and are decoded in the same way in each.
+    # Keep training images if they are used in more than one epoch, and are the same in each: files are, and pixels
+    # unless another crop is decoded each time.
     room_bytes = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
     stays_same = as_files or not config.crops_originals
     keeps_train = used_again and stays_same and train_bytes + validation_bytes <= room_bytes
 
-    # Otherwise keep their files on the disk, if any is read twice. A packed shard is, as several blocks need it.
+    # Otherwise keep their files on the disk, if any is read twice. A packed shard is, because several blocks need it.
     read_again = used_again or data.train.packing is not None
     disk = None
     if read_again and not keeps_train:
@@ -119,7 +130,7 @@ def choose_cache(
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
-    """Return the cache that ``--cache disk`` asks for; raise UsageError if it cannot be used on this machine."""
+    """Return the cache that ``--cache disk`` asks for, whose folder is made; UsageError if it cannot be used here."""
     # Only files of a bucket are kept, in a folder of this user's.
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
@@ -127,7 +138,7 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     try:
         if not make_folder(folder):
             raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=folder).close()  # raises OSError if nothing can be written there
     except OSError as error:
         raise UsageError(
             f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
@@ -147,7 +158,10 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
 
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
-    """Return True if runs that train on the same images at once share them, decoded, in ``memory_bytes``."""
+    """Return whether runs that train on the same images at once, such as trials of a sweep, share them in memory.
+
+    ``memory_bytes`` is what one machine has for them.
+    """
     stays_same = data.train_format.as_files or not config.crops_originals
     fits = stays_same and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
     return config.cache == "memory" or (config.cache == "auto" and fits)

@@ -2,7 +2,7 @@
 
 The images reach each process in the same way, and through the same code, as a worker of a run:
 
-1. One process lists the images, and the others get its manifest (:func:`_open_together`).
+1. One process lists the images, and the others get its manifest (:func:`_list_together`).
 2. The plan says which samples are in which global batch, and each process has a contiguous slice of it. So all of them
    together read the same batches, whatever their number, and the number of the next step is all of a loader's state.
 3. Processes beside this one fetch and decode (:mod:`raytrain.loader.decoders`), and keep what fits, once for all
@@ -58,7 +58,10 @@ _OTHER_OPTIONS = (  # of other sections than those of the data and of the augmen
 )
 _ENDLESS = 1_000_000  # epochs, if the user gives no number
 # Attributes with processes, pipes and threads, which cannot be copied or pickled.
-_OPEN = ("_processes", "_batches", "_reading", "_ahead", "_ahead_step", "_opened", "_opened_by", "_close")
+_OPEN_RESOURCES = (
+    *("_processes", "_batches", "_ahead", "_ahead_step"),
+    *("_open_resources", "_reading", "_opened_by", "_close_resources"),
+)
 
 
 class ImageLoader:
@@ -130,7 +133,7 @@ class ImageLoader:
         # Start the processes, and list the images meanwhile. A failure on one process is raised on all.
         self._reset_open_resources()
         try:
-            self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._opened))
+            self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._open_resources))
             self._config, self._data = _list_together(asked, self._group)
             self._plan = training_plan(self._config, self._data.train)
             if not len(self):
@@ -145,7 +148,7 @@ class ImageLoader:
         # The state of the loops over this loader, and the other parts of the images.
         self._next_step = 0  # in the plan
         self._resumes = False  # a state was loaded, and no epoch has begun since
-        self._loops = 0  # number of loops so far, and of loaded states; only the newest loop may go on
+        self._loops = 0  # number of loops begun so far, and of loaded states; only the newest loop may go on
         self._skipped = _SkippedImages(self._config, self._data.num_images)
         self.validation = HeldOutImages(self, "validation")
         """This process's slice of the validation images: an iterable of batches, each image on one process."""
@@ -153,19 +156,26 @@ class ImageLoader:
         """The same of the test images; None if the images have two parts."""
 
     def _reset_open_resources(self) -> None:
-        """Set the attributes of a loader that has no open processes and reads nothing ahead yet."""
-        self._processes: list[NewProcess] = []  # that wait for the first batch
+        """Give the loader empty resources: no processes are started yet, and nothing is read ahead."""
+        # Processes that were started when the loader was made, and that do nothing until the first batch is wanted.
+        self._processes: list[NewProcess] = []
+        # From the first batch on: the source of batches on the device.
         self._batches: DeviceBatches | None = None
+        # The thread that reads training images ahead, if any, and the step of the batch that it will give next.
         self._ahead: Prefetch[tuple[LocalBatch, HostTensors]] | None = None
-        self._ahead_step = 0  # that the next item of it is for
-        self._opened, self._opened_by = ExitStack(), os.getpid()
-        self._close = weakref.finalize(self, _close_own, self._opened, self._opened_by)
+        self._ahead_step = 0
+        # What `close`, or the end of the loader, has to close; and, of that, what reads ahead, which is closed first.
+        self._open_resources, self._reading = ExitStack(), ExitStack()
+        # The process that has opened it all: a fork of it must not close what it has inherited.
+        self._opened_by = os.getpid()
+        self._close_resources = weakref.finalize(self, _close_own, self._open_resources, self._opened_by)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without open resources, for a copy or another process, which opens its own."""
-        return {name: value for name, value in vars(self).items() if name not in _OPEN}
+        return {name: value for name, value in vars(self).items() if name not in _OPEN_RESOURCES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Continue from the ``state`` of another loader, at the same step, with resources of its own."""
         vars(self).update(state)
         self._reset_open_resources()
         # A shallow copy would read held-out images by the processes of the original, and report skipped images to it.
@@ -203,15 +213,20 @@ class ImageLoader:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, including those before a resume."""
-        plan = self._plan
-        return plan.steps_per_epoch - (self._drop_last and plan.last_batch_size < plan.batch_size)
+        drops_last = self._drop_last and self._plan.last_batch_size < self._plan.batch_size
+        return self._plan.steps_per_epoch - (1 if drops_last else 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the next epoch; after :meth:`load_state_dict` in the middle of one, the rest of it."""
-        # After a loop that has left an epoch early, begin the next epoch.
+        """Yield the batches of the next epoch; after :meth:`load_state_dict` in the middle of one, the rest of it.
+
+        Raises UsageError if the option ``epochs`` has no more of them, or if another loop has begun meanwhile.
+        """
+        # Go on in the middle of an epoch only after a loaded state. After a loop that has left an epoch early, begin
+        # the next one: its number is rounded up.
         per_epoch = self._plan.steps_per_epoch
         epoch = self._next_step // per_epoch if self._resumes else -(-self._next_step // per_epoch)
-        self._next_step = self._next_step if self._resumes else epoch * per_epoch
+        if not self._resumes:
+            self._next_step = epoch * per_epoch
         self._resumes = False
         if epoch >= self._config.epochs:
             raise UsageError(f"epochs is {self._config.epochs}, and the loop asks for another one; give more epochs.")
@@ -281,9 +296,11 @@ class ImageLoader:
         """Return the batch of ``step``, which has been read ahead, unless a state was loaded or a loop left early."""
         batches = self._start()
         try:
+            # Pass over the shorter batch of the step before, which drop_last leaves out.
             if self._ahead is not None and self._ahead_step == step - 1:
-                next(self._ahead)  # the shorter batch that drop_last leaves out
+                next(self._ahead)
                 self._ahead_step = step
+            # If another batch would come next, or none, read ahead anew, from this step on.
             if self._ahead is None or self._ahead_step != step:
                 self._reading.close()
                 self._ahead, self._ahead_step = batches.read_ahead(step), step
@@ -296,11 +313,15 @@ class ImageLoader:
         return batches.prepare(local, tensors)
 
     def _start(self) -> DeviceBatches:
-        """Start reading, unless it has begun, and return the source of batches; all processes call this together."""
-        if not self._close.alive:
+        """Start reading, unless it has begun, and return the source of batches; all processes call this together.
+
+        Raises UsageError if the loader is closed, if the device does not exist, or if the processes differ in their
+        options, images or steps.
+        """
+        if not self._close_resources.alive:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
         if self._opened_by != os.getpid():  # a fork: the threads and the ends of the pipes are in the other process
-            self._close.detach()
+            self._close_resources.detach()
             self._reset_open_resources()
         if self._batches is not None:
             return self._batches
@@ -315,11 +336,11 @@ class ImageLoader:
         group.everywhere(lambda: _check_gpu_exists(device))
 
         # Compare the processes: any difference would give them different batches, or different numbers of batches.
-        digests = {part: images.digest for part, (_, images, _) in data.parts.items()}
-        own = self._transforms if callable(self._transforms) else None
-        own_name = None if own is None else getattr(own, "__qualname__", type(own).__qualname__)
-        others = config.to_json(), digests, self._drop_last, own_name
-        group.check_equal("a loader of other images or options", *others)
+        digests = {part: manifest.digest for part, (_, manifest, _) in data.parts.items()}
+        transform = self._transforms if callable(self._transforms) else None
+        transform_name = None if transform is None else getattr(transform, "__qualname__", type(transform).__qualname__)
+        facts = config.to_json(), digests, self._drop_last, transform_name
+        group.check_equal("a loader of other images or options", *facts)
         group.check_equal("its loader at another step", self._next_step)
         if (config.mixup or config.cutmix) and world_size > 1 and not group.can_talk:
             raise UsageError(
@@ -336,25 +357,33 @@ class ImageLoader:
             opened.enter_context(images)
 
             # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.
-            own = own or load_optional("transforms", config.transforms)
-            source = opened.enter_context(transformed(images, config, own, _log.warning))
-            augment = Augment(config, crops=own is None)
+            transform = transform or load_optional("transforms", config.transforms)
+            source = opened.enter_context(transformed(images, config, transform, _log.warning))
+            augment = Augment(config, crops=transform is None)
             sets = data.train.label_sets
             label_sets = None if sets is None else torch.from_numpy(sets).to(device)
             batches = DeviceBatches(config, source, augment, device, len(self.classes), label_sets, self._skipped)
             opened.callback(batches.close)
-            self._reading = opened.enter_context(ExitStack())  # what reads ahead, which ends before its source
-            self._opened.enter_context(opened.pop_all())
+
+            # Resources are closed in the reverse order: what reads ahead before its source. Nothing has failed, so hand
+            # all of them over to the loader.
+            self._reading = opened.enter_context(ExitStack())
+            self._open_resources.enter_context(opened.pop_all())
         self._batches = batches
         return batches
 
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
-        """Return options and images with the decoder decided, in the same way in all processes."""
+        """Return options and images with the decoder decided, in the same way in all processes.
+
+        Raises UsageError if it is to be the GPU, and that cannot decode in one of them.
+        """
         config, data, asked = self._config, self._data, self._asked_decoder
         if asked == "cpu":
             return config, data
         problem = "transforms change images on the CPU" if self._transforms is not None else None
-        problem = problem or next(filter(None, self._group.gather(gpu_decoder_problem(device.type))), None)
+        if problem is None:
+            problems = self._group.gather(gpu_decoder_problem(device.type))
+            problem = next((problem for problem in problems if problem is not None), None)
         if asked == "gpu" and problem is not None:
             raise UsageError(f"decoder is gpu, and {problem}; omit decoder.")
         config = dataclasses.replace(config, decoder="cpu" if problem else "gpu")
@@ -362,7 +391,7 @@ class ImageLoader:
 
     def close(self) -> None:
         """End the processes beside this one, and free the kept images. That also happens when this process ends."""
-        self._close()
+        self._close_resources()
         self._batches = self._ahead = None  # they hold the kept images
 
     def __enter__(self) -> ImageLoader:
@@ -373,7 +402,7 @@ class ImageLoader:
 
 
 class HeldOutImages:
-    """Held-out images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
+    """Validation or test images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
 
     Example::
 
@@ -383,22 +412,22 @@ class HeldOutImages:
     def __init__(self, loader: ImageLoader, part: Part) -> None:
         self._loader = loader
         self._part: Part = part
-        self._images = loader._data.parts[part][1]
+        self._manifest = loader._data.parts[part][1]
 
     def __len__(self) -> int:
         """Return the number of batches, some of which may have no image for this process, and are left out."""
         _, world_size = self._loader._group.rank_and_size()
-        return evaluation_plan(self._images, world_size).num_steps
+        return evaluation_plan(self._manifest, world_size).num_steps
 
     @property
     def num_images(self) -> int:
         """Number of images, of all processes together."""
-        return len(self._images)
+        return len(self._manifest)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this process's batches, resized and normalised."""
         yield from self._loader._start().held_out(self._part)
-        images_of_tensors.expect_nothing()
+        images_of_tensors.expect_nothing()  # the next batch may be from another loader
 
 
 def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:
@@ -408,9 +437,9 @@ def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | 
     if rank is None or world_size is None:
         raise UsageError("ImageLoader has only one of rank and world_size; give both, or neither.")
     if isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex):  # also whole numbers of NumPy's
-        place = index(rank), index(world_size)
-        if 0 <= place[0] < place[1]:
-            return place
+        rank, world_size = index(rank), index(world_size)
+        if 0 <= rank < world_size:
+            return rank, world_size
     raise UsageError(
         f"ImageLoader has rank {rank!r} and world_size {world_size!r}; the ranks of N processes are 0 to N-1, whole "
         "numbers."
@@ -439,7 +468,7 @@ def _close_own(opened: ExitStack, process: int) -> None:
 
 
 def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, Any]) -> TrainConfig:
-    """Return the options of a loader. Raise UsageError for an option that is not about images or augmentation."""
+    """Return the options of a loader as those of a run. Raise UsageError for a wrong one, or one of other sections."""
     # Options of a run that say nothing about images are unknown here.
     sections = DataOptions, AugmentationOptions
     known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
@@ -465,7 +494,11 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
 
 
 def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:
-    """List the images on process 0, and return the resolved options and the images on all processes."""
+    """List the images on process 0, and return the resolved options and the images on all processes.
+
+    Raises UsageError on all processes if their options differ, or if process 0 finds a mistake in them, and
+    StorageError if it cannot reach the images.
+    """
     group.check_equal("a loader of other options", options.to_json())
 
     def list_images() -> tuple[ResolvedConfig, Dataset]:
@@ -500,7 +533,7 @@ class _SkippedImages:
                 continue  # it was reported in an earlier epoch
             self.by_key[image.key] = image
             count = len(self.by_key)
-            if count & (count - 1) == 0:
+            if count & (count - 1) == 0:  # a power of two: log less and less often
                 _log.warning("Images left out so far: %d, the last one %s (%s).", count, image.key, image.reason)
         num_images = self._num_images
         if len(self.by_key) > self._config.max_bad_fraction * num_images:
@@ -513,7 +546,7 @@ class _SkippedImages:
     def decoded_on_cpu(self, num_images: int, reason: str) -> None:
         """Count images that the CPU decoded because a GPU cannot, and log the count each time it has doubled."""
         before, self.num_decoded_on_cpu = self.num_decoded_on_cpu, self.num_decoded_on_cpu + num_images
-        if before.bit_length() < self.num_decoded_on_cpu.bit_length():
+        if before.bit_length() < self.num_decoded_on_cpu.bit_length():  # a power of two lies between them
             _log.warning("Images decoded on the CPU so far: %d, the last one a %s.", self.num_decoded_on_cpu, reason)
 
     def retried(self, num_requests: int) -> None:

@@ -26,18 +26,25 @@ _MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use, within the limit of the container, as Ray counts."""
+    """Return the number of CPU cores that this process may use, at least 1, within the limit of the container.
+
+    It is the number that Ray counts, too.
+    """
     number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for paths in _CPU_LIMITS:
         if all(os.access(path, os.R_OK) for path in paths):
-            quota, period = " ".join(Path(path).read_text() for path in paths).split()
+            quota, period = " ".join(Path(path).read_text() for path in paths).split()  # version 2 has both in one file
             if quota.isdecimal():  # without a limit it is "max", or -1
                 number = min(number, max(1, int(quota) // int(period)))
     return number
 
 
 def image_memory() -> tuple[str, int]:
-    """Return the folder for files of decoded images, and the number of bytes that they may take."""
+    """Return the folder for files of decoded images, and the number of bytes that they may take.
+
+    It is the folder for shared memory, or the one for temporary files if that has more room, as in a container whose
+    shared memory is small. Without room in either, the number is 0.
+    """
     wanted_bytes = int(_CACHE_FRACTION * available_bytes())
     best_folder, most_bytes = _SHARED_MEMORY, -1
     for folder in (_SHARED_MEMORY, tempfile.gettempdir()):  # the faster one first, which is taken among equals
@@ -51,7 +58,7 @@ def image_memory() -> tuple[str, int]:
 
 def available_bytes() -> int:
     """Return the bytes of memory that are available without swapping, and within the limit of the container."""
-    # The container's limit, from cgroups of version 2 or 1; "max" if there is none.
+    # The container's limit is that of cgroups of version 2 or 1; "max" if there is none.
     limits = [Path(path).read_text().strip() for path in _MEMORY_LIMITS if os.access(path, os.R_OK)]
     return min([psutil.virtual_memory().available, *(int(limit) for limit in limits if limit.isdecimal())])
 
@@ -66,23 +73,25 @@ def gpu_decoder_problem(device: str) -> str | None:
     if device != "cuda":
         return "the device is a CPU"
 
-    # Read which version of torchcodec there is.
+    # Read which version of torchcodec there is, from the text of its file version.py, as of torch's.
     try:
-        torch, torchcodec = (
+        torch_text, torchcodec_text = (
             Path(str(distribution(name).locate_file(f"{name}/version.py"))).read_text()
             for name in ("torch", "torchcodec")
         )
     except (PackageNotFoundError, OSError):
         return f"torchcodec is not installed (install {extra('gpu-decoder')})"
-    version = re.search(r"(\d+)\.(\d+)[^'\"]*", torchcodec)
+    version = re.search(r"(\d+)\.(\d+)[^'\"]*", torchcodec_text)
     if version is None or (int(version[1]), int(version[2])) < _TORCHCODEC:
         return f"torchcodec {version and version[0]} decodes no images (install {extra('gpu-decoder')})"
 
-    # Both packages are built for a version of CUDA, whose first number must be the same.
-    ours, theirs = re.search(r"^cuda\b.*?(\d+)", torch, re.M), re.search(r"\+cu(\d+)\d\b", torchcodec)
-    if ours is None or theirs is None or ours[1] != theirs[1]:
+    # Both packages are built for a version of CUDA, whose first number must be the same. It is 12 in torch's line
+    # cuda = "12.6" and in torchcodec's version 0.16.0+cu126.
+    of_torch = re.search(r"^cuda\b.*?(\d+)", torch_text, re.M)
+    of_torchcodec = re.search(r"\+cu(\d+)\d\b", torchcodec_text)
+    if of_torch is None or of_torchcodec is None or of_torch[1] != of_torchcodec[1]:
         return (
-            f"torchcodec {version[0]} is built for {f'CUDA {theirs[1]}' if theirs else 'CPUs'}, and torch for "
-            f"{f'CUDA {ours[1]}' if ours else 'CPUs'} (install both from one index of PyTorch)"
+            f"torchcodec {version[0]} is built for {f'CUDA {of_torchcodec[1]}' if of_torchcodec else 'CPUs'}, and "
+            f"torch for {f'CUDA {of_torch[1]}' if of_torch else 'CPUs'} (install both from one index of PyTorch)"
         )
     return None

@@ -42,8 +42,9 @@ class SharedBlocks:
 
     They are in one file, which each process maps into its memory. The file has the labels of all samples, int64, the
     lengths of their files, int64, their pixels or files, and then a byte for each block, which is 1 once the block has
-    been written. A lock for each block decides which process reads it. ``sizes_bytes`` is the room for each sample's
-    file, int64 (samples,), in the order of the manifest; without it, pixels are kept, and the lengths are unused.
+    been written. A lock for each block decides which process reads it. ``read`` reads a block. ``sizes_bytes`` is the
+    room for each sample's file, int64 (samples,), in the order of the manifest; without it, pixels are kept, and the
+    lengths are unused.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class SharedBlocks:
         self._read = read
         self._as_files = sizes_bytes is not None
 
-        # Every process computes the same layout, whoever creates the file.
+        # Every process computes the same layout, whoever creates the file. The rows of the file are in the order of the
+        # blocks.
         num_samples, num_blocks = order.plan.num_samples, len(order)
         row_bytes = np.full(num_samples, shape.num_bytes, np.int64)
         if sizes_bytes is not None:
             row_bytes[order.row_of_sample()] = sizes_bytes
         ends = np.cumsum(row_bytes)
-        self._starts = ends - row_bytes  # (samples,) of each row, from the first one's
+        self._starts = ends - row_bytes  # (samples,): bytes from the first image to that of each row
         folder.mkdir(exist_ok=True)
         self._file = os.open(folder / "images", os.O_RDWR | os.O_CREAT, 0o600)
         # The system frees the images once no process has their file open. Closing it any earlier than this object goes
@@ -91,12 +93,16 @@ class SharedBlocks:
     def read_ahead(self) -> None:
         """Read, in order, the blocks that nobody has read or is reading; called by several threads and processes."""
         for number in range(len(self.order)):
-            # Another thread reads this block; or it cannot be read, which whoever needs it will find out.
+            # An exception is no fault here: another thread is reading this block, or it cannot be read, which whoever
+            # needs it will find out.
             with suppress(Exception):
                 self._write(number, wait=False)
 
     def _write(self, number: int, wait: bool) -> None:
-        """Read block ``number`` into the file unless it is there; while another one does, wait or BlockingIOError."""
+        """Read block ``number`` into the file, unless it is there.
+
+        While another thread or process reads it, wait, or raise BlockingIOError if not ``wait``.
+        """
         with acquire(self._folder / f"{number}.lock", wait=wait):
             if self._written[number]:
                 return
@@ -111,7 +117,7 @@ class SharedBlocks:
             _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
 
     def _rows(self, number: int) -> slice:
-        """Return which rows of the data set block ``number`` has."""
+        """Return which rows of the file block ``number`` has."""
         start = number * self.order.rows_per_block
         return slice(start, start + self.order.rows_per_block)
 
@@ -126,7 +132,7 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 
 @dataclass(frozen=True)
 class PartImages:
-    """The images of one part of a data set, and how a process reads them. Can be pickled for new processes.
+    """The images of one part of a data set, and how a process reads them; it can be pickled for new processes.
 
     ``kept_in`` is the order in which the images are kept in a file of ``folder``; None if they are streamed.
     """
@@ -145,7 +151,7 @@ class PartImages:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes into which any streamed block fits. Of files, few are so large that they need all of them."""
+        """Bytes into which any streamed block fits: for files, as if each were as large as the largest."""
         if self.reader.as_files:
             return self.rows_per_block * int(self.manifest.sizes_bytes.max())
         return self.rows_per_block * self.reader.shape.num_bytes
@@ -162,7 +168,10 @@ class PartReader:
             self.kept = SharedBlocks(images.folder, images.kept_in, self._reader.shape, self.read, sizes_bytes)
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Read the images of ``draws`` for ``epoch`` in this process, and report those that could not be read."""
+        """Return the images of ``draws`` for ``epoch``, read in this process, and report those that could not be read.
+
+        They are in the memory ``pixels``, if given.
+        """
         block, skipped = self._reader.read_draws(self._manifest, draws, epoch, pixels)
         self._report(skipped, take_num_retries())
         return block
@@ -174,7 +183,10 @@ class PartReader:
 
 
 def open_readers(parts: Sequence[PartImages], report: Report) -> list[PartReader]:
-    """Return a reader for each of the ``parts`` in this process."""
+    """Return a reader for each of the ``parts`` in this process.
+
+    Example: ``decoders.start(partial(open_readers, parts))``
+    """
     return [PartReader(images, report) for images in parts]
 
 
@@ -183,6 +195,12 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
 
     It forks the processes when it is made, or takes the new ``processes`` (see :class:`Decoders`), and ends them when
     it is closed. ``loads`` are the shares of all workers. ``isolated``: an image that kills its decoder is skipped.
+
+    Example::
+
+        with MachineBatches(data, plan, 0, [1.0], ImageCache(), reporter, isolated=False) as batches:
+            for local in batches.train(first_step=0):
+                ...
     """
 
     def __init__(
@@ -203,20 +221,22 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
             PartImages(ImageReader(store, *format, isolated), manifest, cache.order(part), folder / part)
             for part, (store, manifest, format) in data.parts.items()
         ]
-        plans = (plan, *(evaluation_plan(each.manifest, len(loads)) for each in self._parts[1:]))
-        self._partitions = [Partition(each, rank, loads) for each in plans]
+        # The first part is that of the training images.
+        evaluation_plans = (evaluation_plan(images.manifest, len(loads)) for images in self._parts[1:])
+        self._partitions = [Partition(plan_of_part, rank, loads) for plan_of_part in (plan, *evaluation_plans)]
 
         # The same processes decode the images of all parts, so the parts of their memory have room for the largest
         # block. Some of their threads fill the kept blocks, while others wait for blocks that the loop needs.
         self._decoders = Decoders(reporter, max(images.room_bytes for images in self._parts), processes)
-        # This process may have to read kept blocks itself. If it is somebody else's, decode them in another process,
+
+        # This process may have to read kept blocks itself. If somebody else has started it, decode these in isolation,
         # because an image may kill a decoder.
-        own = self._parts
+        parts_here = self._parts
         if processes is not None:
-            own = [replace(each, reader=replace(each.reader, isolated=True)) for each in own]
+            parts_here = [replace(images, reader=replace(images.reader, isolated=True)) for images in parts_here]
         self._caches = [
             None if kept is None else CachedBlocks(partial(self._kept_block, kept), kept.order)
-            for kept in (reader.kept for reader in open_readers(own, self._decoders.report))
+            for kept in (reader.kept for reader in open_readers(parts_here, self._decoders.report))
         ]
         self._decoders.start(partial(open_readers, self._parts))
 
@@ -224,36 +244,45 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         self._decoders.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """Yield the batches of training images from ``first_step`` on."""
         return self._batches(0, first_step)
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        """Yield the batches of validation or test images."""
         return self._batches(PARTS.index(part), 0)
 
     def key(self, sample: int) -> str:
+        """Return the key of a training image."""
         return self._parts[0].manifest.keys[sample].as_py()
 
-    def _batches(self, which: int, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of part number ``which`` from ``first_step`` on."""
-        partition, cache = self._partitions[which], self._caches[which]
+    def _batches(self, part: int, first_step: int) -> Iterator[LocalBatch]:
+        """Return the batches of part number ``part`` from ``first_step`` on: from the kept blocks, if there are any."""
+        partition, cache = self._partitions[part], self._caches[part]
         if cache is not None:
             return batches_from_cache(partition, cache, first_step)
-        images = self._parts[which]
+        images = self._parts[part]
         order = WorkerOrder(partition, first_step, images.rows_per_block)
-        blocks = self._stream(which, order, images.room_bytes)
+        blocks = self._stream(part, order, images.room_bytes)
         return batches_from_stream(partition, blocks, first_step)
 
     def _kept_block(self, kept: SharedBlocks, number: int) -> Block:
-        """Return kept block ``number``; raise the exception that has ended the decoding, if any."""
+        """Return kept block ``number``; raise the exception that has ended the decoding, if any.
+
+        That is asked after the block is there: see :meth:`Decoders.check`.
+        """
         block = kept(number)
         self._decoders.check()
         return block
 
-    def _stream(self, which: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
-        """Yield the blocks of ``order``, and read a few of them ahead."""
+    def _stream(self, part: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
+        """Yield the blocks of part number ``part`` in ``order``, and read some of them ahead.
+
+        Those are one for each thread, and up to four more, if they fit into 64 MB by ``block_bytes``.
+        """
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
         reading: deque[Future[Block]] = deque()
         for number in range(len(order)):
-            reading.append(self._decoders.read(which, order.draws(number), order.epoch(number)))
+            reading.append(self._decoders.read(part, order.draws(number), order.epoch(number)))
             if len(reading) > num_ahead:
                 yield reading.popleft().result()
         while reading:

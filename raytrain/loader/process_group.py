@@ -24,7 +24,11 @@ class ProcessGroup:
         self._given = given
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes, as they are known now."""
+        """Return the rank of this process and the number of processes, as they are known now.
+
+        They are those that were given, or of ``torch.distributed``, or of RANK and WORLD_SIZE in the environment;
+        without all of these, 0 and 1. Raises UsageError if the environment has other values.
+        """
         if self._given is not None:
             return self._given
         if self.can_talk:
@@ -43,7 +47,10 @@ class ProcessGroup:
         return self._given is None and dist.is_available() and dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of each process, by rank; only that of this process if they cannot talk."""
+        """Return the ``value`` of each process, by rank; only that of this process if they cannot talk.
+
+        All processes call this together.
+        """
         if not self.can_talk:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -51,36 +58,48 @@ class ProcessGroup:
         return values
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on process 0, and return its result on all processes, or raise its exception on all."""
+        """Call ``make`` on process 0, and return its result on all processes. All call this together.
+
+        If they cannot talk, each calls ``make`` itself. A RaytrainError of process 0 is raised on all. Any other
+        exception is raised on process 0 alone: the others wait until its end breaks their connection, or torch's limit
+        for the group has passed.
+        """
         if not self.can_talk:
             return make()
-        made: list[Any] = [None]
+        message: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                made = [make()]
+                message = [make()]
             except RaytrainError as error:
-                made = [error]
-        dist.broadcast_object_list(made)
-        if isinstance(made[0], RaytrainError):
-            raise made[0]
-        return made[0]
+                message = [error]
+        dist.broadcast_object_list(message)
+        if isinstance(message[0], RaytrainError):
+            raise message[0]
+        return message[0]
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on all processes, and return its result; if it fails on one, raise that exception on all."""
-        made: T | RaytrainError
+        """Call ``make`` on all processes, and return this process's result. All call this together.
+
+        A RaytrainError on one of them is raised on all. Any other exception is raised on that process alone: the others
+        wait as in :meth:`from_first`.
+        """
+        result: T | RaytrainError
         try:
-            made = make()
+            result = make()
         except RaytrainError as error:
-            made = error
-        for failed in self.gather(made if isinstance(made, RaytrainError) else None):
-            if failed is not None:
-                raise failed
-        assert not isinstance(made, RaytrainError)
-        return made
+            result = error
+        for error_of_process in self.gather(result if isinstance(result, RaytrainError) else None):
+            if error_of_process is not None:
+                raise error_of_process
+        assert not isinstance(result, RaytrainError)
+        return result
 
     def check_equal(self, difference: str, *values: Any) -> None:
-        """Raise UsageError on all processes if one of them has other ``values``; ``difference`` says what they are."""
+        """Raise UsageError on all processes if one of them has other ``values``; ``difference`` says what they are.
+
+        All call this together. Example: ``group.check_equal("a loader of other options", options.to_json())``
+        """
         gathered = self.gather(values)
-        for rank, other in enumerate(gathered):
-            if other != gathered[0]:
+        for rank, values_of_process in enumerate(gathered):
+            if values_of_process != gathered[0]:
                 raise UsageError(f"Process {rank} has {difference} than process 0; give all processes the same.")

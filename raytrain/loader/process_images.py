@@ -27,13 +27,14 @@ def machine_cache(
 ) -> ImageCache:
     """Return the cache of this machine, which the first of its processes chooses for all of them.
 
-    Processes that cannot talk to each other each get a cache of their own.
+    Processes that cannot talk to each other each get a cache of their own. All processes of the group call this
+    together. Closing ``opened`` removes the folder of a cache that this process has chosen.
     """
-    rank, _ = group.rank_and_size()
+    # The names of all processes' machines, by rank; only this one's if the processes cannot talk.
     machines = group.gather(socket.gethostname())
-    leader = machines.index(machines[rank]) if len(machines) > 1 else 0
-    chooses = len(machines) == 1 or leader == rank
-    chosen = group.everywhere(lambda: image_cache(config, data, first_step, opened) if chooses else None)
+    rank = group.rank_and_size()[0] if len(machines) > 1 else 0
+    leader = machines.index(machines[rank])
+    chosen = group.everywhere(lambda: image_cache(config, data, first_step, opened) if rank == leader else None)
     cache = group.gather(chosen)[leader]
     assert cache is not None
     return cache
@@ -61,7 +62,8 @@ def _imports(data: str) -> list[str]:
 class ProcessImages:
     """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
-    If an image has killed a decoder, all images are decoded again, in isolation. ``loads`` are the shares of all
+    If an image has killed a decoder, new processes go on after the batches read so far, and decode in isolation, so
+    that the next such image is skipped. ``loads`` are the shares of all
     processes. ``isolated``: decode in isolation from the start. ``reporter`` gets the images that cannot be read.
     ``processes`` are those of :func:`start_decoding`.
     """
@@ -105,18 +107,22 @@ class ProcessImages:
         self._batches.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """Yield the batches of training images from ``first_step`` on."""
         return self._read(lambda batches, num_read: batches.train(first_step + num_read))
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
+        """Yield the batches of validation or test images."""
         return self._read(lambda batches, num_read: islice(batches.held_out(part), num_read, None))
 
     def key(self, sample: int) -> str:
+        """Return the key of a training image."""
         return self._data.train.keys[sample].as_py()
 
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
         """Yield all local batches, even if an image kills a decoder: then go on after the batches read so far.
 
-        ``open_batches(source, n)`` returns the batches of ``source`` without the first n.
+        ``open_batches(source, n)`` returns the batches of ``source`` without the first n. Raises DecoderKilled if an
+        image kills a decoder in isolation, too.
         """
         num_read = 0
         while True:

@@ -53,10 +53,10 @@ def transformed(
     own: Callable[..., Any] | None,
     report: Callable[[str], object] | None = None,
 ) -> Iterator[BatchSource]:
-    """Yield a source whose training images are changed by the transforms that ``own`` returns; ``source`` without it.
+    """Yield a source whose training images are changed by the transforms that ``own`` makes; ``source`` without it.
 
-    ``report`` gets a sentence if they draw from generators that are not seeded. Raises UsageError if they cannot be
-    made, or cannot be sent to another process.
+    ``report`` gets a sentence, from another thread, if they draw from generators that are not seeded. Raises UsageError
+    if they cannot be made, or cannot be sent to another process. The processes end with this context.
 
     Example:
         >>> with transformed(source, config, v2.RandomInvert) as source:
@@ -73,7 +73,10 @@ def transformed(
 
 
 class TransformedBatches:
-    """A source of batches whose training images are transformed in processes, which end when this is closed."""
+    """A source of batches whose training images are transformed in processes, which end when this is closed.
+
+    ``own`` makes the transforms: see :func:`raytrain.training.user_transforms.own_transforms`.
+    """
 
     def __init__(self, source: BatchSource, config: ResolvedConfig, own: Callable[..., Any]) -> None:
         self._source, self._config = source, config
@@ -92,17 +95,18 @@ class TransformedBatches:
         self._decoders.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of the source, transformed."""
+        """Yield the batches of the source from ``first_step`` on, transformed."""
         under_way: deque[tuple[LocalBatch, list[Future[Block]]]] = deque()
-        num_pieces = 0
+        num_pieces = 0  # in all batches that are under way
         for local in self._source.train(first_step):
-            # Cut the batch into pieces, at least one for each process.
+            # Cut the batch into pieces, one for each process if the batch has as many images.
             num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
-            parts = [slice(start, start + num_rows) for start in range(0, len(local.draws), num_rows)]
+            slices = [slice(start, start + num_rows) for start in range(0, len(local.draws), num_rows)]
             epoch = local.batch.epoch
-            pieces = [self._decoders.read(0, local.draws[rows], epoch, local.images[rows]) for rows in parts]
+            pieces = [self._decoders.read(0, local.draws[rows], epoch, local.images[rows]) for rows in slices]
             under_way.append((local, pieces))
             num_pieces += len(pieces)
+            # Wait for the oldest batch once more than two pieces for each process are under way.
             while num_pieces > 2 * self._num_processes and len(under_way) > 1:
                 num_pieces -= len(under_way[0][1])
                 yield _joined_batch(*under_way.popleft())
@@ -118,19 +122,25 @@ class TransformedBatches:
         return self._source.key(sample)
 
     def try_twice(self, report: Callable[[str], object]) -> None:
-        """Report if the transforms turn the same noise into two different results, in two processes if possible."""
+        """Report if the transforms turn the same noise into two different results, in two processes if possible.
+
+        Nothing is reported if they fail, because the first batch will fail in the same way.
+        """
         noise = np.random.default_rng(0).integers(0, 256, (_NUM_TRIED, *self._shape), np.uint8)
         tries = [self._decoders.read(0, np.arange(_NUM_TRIED), 0, noise) for _ in range(2)]
         try:
-            first, second = (each.result().images for each in tries)
+            first, second = (future.result().images for future in tries)
         except Exception:
-            return  # the first batch fails in the same way
+            return
         if not np.array_equal(first, second):
             report(f"{subject(self._config)} {_UNSEEDED}")
 
 
 def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
-    """Return a batch with the transformed images of its pieces; wait for them."""
+    """Return ``local`` with the transformed images of its ``pieces``; wait for them. One without images stays as it is.
+
+    Raises the exception of a transform.
+    """
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local
 
@@ -154,7 +164,10 @@ def _open_readers(config: ResolvedConfig, pickled: bytes, files: Mapping[str, st
 
 
 class _Reader:
-    """Transforms images in place, in memory that is shared with the worker."""
+    """Transforms images in place, in memory that is shared with the worker: a ``BlockReader`` that reads nothing.
+
+    ``pickled`` are the user's transforms, ``files`` those of the user's files that they need.
+    """
 
     def __init__(self, config: ResolvedConfig, pickled: bytes, files: Mapping[str, str]) -> None:
         torch.set_num_threads(1)
@@ -163,16 +176,21 @@ class _Reader:
         self._transforms: UserTransforms | None = None
 
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
-        """Transform the images of ``draws``, at the beginning of ``pixels``, and replace them by the results."""
-        assert pixels is not None
+        """Transform the images of ``draws``, which the worker has written to the beginning of ``pixels``.
+
+        Return a block whose images are in the same memory, in place of the others. Its labels, all 0, mean nothing: the
+        worker has those of the batch.
+        """
+        assert pixels is not None  # the worker always sends images
         if self._transforms is None:  # only now, so that an exception of the user's code is sent to the worker
             import_missing_files(self._files)
             self._transforms = UserTransforms(self._config, pickle.loads(self._pickled))
         images = pixels[: len(draws) * int(np.prod(self._shape))].reshape(-1, *self._shape)
-        result = self._transforms(images, draws, epoch)
-        place = pixels[: result.size].reshape(result.shape)
-        place[:] = result
-        return Block(place, np.zeros(len(draws), np.int64), draws)
+        transformed_images = self._transforms(images, draws, epoch)
+        # They may be smaller, as images that grow from epoch to epoch are at first.
+        output = pixels[: transformed_images.size].reshape(transformed_images.shape)
+        output[:] = transformed_images
+        return Block(output, np.zeros(len(draws), np.int64), draws)
 
     def read_ahead(self) -> None:
         """Do nothing: there is nothing to read."""
