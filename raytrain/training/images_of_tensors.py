@@ -24,17 +24,20 @@ class LocalImages:
     step: int = 0  # counted from 0
 
 
-_of_tensor: Any = WeakIdKeyDictionary()
+_of_tensor: Any = WeakIdKeyDictionary()  # LocalImages of each tensor that was remembered
 _expected: list[LocalImages] = []  # at most one: the images that a network will get next
 
 
 def remember(images: Tensor, local: LocalImages) -> None:
-    """Remember which images the tensor ``images`` holds, as long as it lives."""
+    """Remember that the tensor ``images`` holds the images ``local``, as long as the tensor lives."""
     _of_tensor[images] = local
 
 
 def expect(images: Tensor) -> None:
-    """From now on, take any tensor with as many rows for ``images``: a loop may copy them to a GPU, or mix them."""
+    """From now on, take an unknown tensor with as many rows for ``images``: a loop may copy them to a GPU, or mix them.
+
+    If ``images`` are unknown themselves, no other tensor is taken for them.
+    """
     _expected[:] = [_of_tensor[images]] if images in _of_tensor else []
 
 
@@ -44,12 +47,15 @@ def expect_nothing() -> None:
 
 
 def known(images: Tensor | None) -> LocalImages | None:
-    """Return which of this worker's images the tensor ``images`` holds; None if it does not come from a batch."""
+    """Return which of this worker's images the tensor ``images`` holds; None if it is not that of a batch itself."""
     return None if images is None else _of_tensor.get(images)
 
 
 def known_or_expected(images: Tensor | None, num_rows: int) -> LocalImages | None:
-    """Return which images the tensor ``images`` holds; if it is unknown but has as many rows, the expected ones."""
+    """Return which images the tensor ``images`` holds; if it is unknown, the expected ones, if these have ``num_rows``.
+
+    None if it is neither.
+    """
     local = known(images)
     if local is None and _expected and _expected[0].num_rows == num_rows:
         return _expected[0]

@@ -121,15 +121,23 @@ _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the o
 class LoopWatch:
     """Finds out in the first steps of an attempt's first epochs whether the loop depends on the number of workers.
 
-    ``report`` gets a note, on all workers, for each sign that any of them has found.
+    ``report`` gets a note, on all workers, for each sign that any of them has found. A run of one worker, or one with
+    ``--compile``, is not watched.
+
+    Example::
+
+        watch = LoopWatch(config, worker, models, print)
+        with watch.step(batch, sys._getframe(), run):
+            ...  # the loop's step
+        watch.compare()
     """
 
     def __init__(
         self, config: ResolvedConfig, worker: Worker, models: PreparedModels, report: Callable[[str], None]
     ) -> None:
         self._config, self._worker, self._models, self._report = config, worker, models, report
-        self._notes: set[str] = set()  # of this worker
-        self._draws = False  # True if this worker draws numbers that others do not, or for all images the same
+        self._notes: set[str] = set()  # that this worker has found
+        self._draws = False  # True if this worker draws random numbers that others do not, or for all images the same
         self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = _Calls(self._notes.add, config.batch_size)
         self._num_steps_left = 0  # that are watched in this epoch
@@ -141,6 +149,8 @@ class LoopWatch:
         """Watch a step of the loop in this context; ``frame`` is the frame of the function that loops over the batches.
 
         Its variable ``run`` is left out in the search for generators, because the run seeds its own for each image.
+        Steps that are not to be watched pass as they are. Raises UsageError, within the step, for a batch norm over
+        this worker's images alone.
         """
         if batch.epoch != self._epoch and self._num_epochs_left:
             self._num_epochs_left -= 1
@@ -161,13 +171,15 @@ class LoopWatch:
         self._calls.begin(batch, set(map(id, weights)))
         with self._calls, warnings_at_callers(__file__):
             yield
-        # A generator for each image draws for it alone.
+
+        # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
+        # With fewer, one of them has drawn for several images.
         draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
         if draws_for_all or list(map(state_of, generators)) != states:
             self._notes.add(_NOTES["generator"])
             self._draws = True
 
-        # The run has seeded the libraries' own generators for this step.
+        # The run has seeded the libraries' own generators for this step. One that is not as it was has been used.
         seed = mix(self._config.seed, batch.step, self._worker.rank)
         if libraries := used_generators(seed, self._worker.device):
             self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
@@ -176,7 +188,7 @@ class LoopWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop watching in this context, in which the run itself computes."""
+        """Do not watch calls of torch in this context, in which the run itself computes."""
         before, self._calls.is_paused = self._calls.is_paused, True
         try:
             yield
@@ -184,9 +196,10 @@ class LoopWatch:
             self._calls.is_paused = before
 
     def compare(self) -> None:
-        """Report the notes of all workers, and numbers outside of buffers that differ between their networks.
+        """Report what any worker has found in the steps that were watched since the last call.
 
-        All workers call it after the same step.
+        That are its notes, numbers in the losses that differ between the workers, and numbers in attributes of the
+        networks' layers that do. Nothing happens if no step was watched. All workers call it after the same step.
         """
         if not self._has_news:
             return
@@ -205,7 +218,8 @@ class LoopWatch:
         for note in sorted({note for notes, *_ in gathered for note in notes}):
             self._report(note)
 
-        # Numbers that a worker draws differ, too, which has a note of its own.
+        # Report lines whose numbers differ. If a worker draws random numbers, these may be such numbers, which have a
+        # note of their own.
         lines = self._calls.numbers.lines()
         self._calls.numbers.forget()
         if not any(draws for *_, draws in gathered):
@@ -220,7 +234,10 @@ class LoopWatch:
 
 
 class _Calls(TorchFunctionMode):
-    """Follows the tensors that are computed from the batch through the calls of torch that a loop makes."""
+    """Follows the tensors that are computed from the batch through the calls of torch that a loop makes.
+
+    ``report`` gets the note on a sign as soon as it is found, ``batch_size`` is that of the global batch.
+    """
 
     def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
         super().__init__()
@@ -244,6 +261,7 @@ class _Calls(TorchFunctionMode):
         self.seeds.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_paused:
             return func(*args, **kwargs)
@@ -262,6 +280,7 @@ class _Calls(TorchFunctionMode):
         result = func(*args, **kwargs)
         given = tree_leaves((args, kwargs))  # each call is followed twice, and this takes longest
         self.numbers.follow(name, args, given, result, sys._getframe(1))
+        # A generator of the loop's that draws a number, or several, for each image.
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self.seeds.add(kwargs["generator"].initial_seed())
@@ -288,6 +307,7 @@ class _Calls(TorchFunctionMode):
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
+            # Parts of rows, not of another dimension: it is the third argument, or dim.
             if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
                 self._mark_moved_parts(result)
         return result
@@ -295,7 +315,8 @@ class _Calls(TorchFunctionMode):
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
 
-        Gradients of images, and of tensors computed from them, have a row for each image, and get no mark.
+        Gradients of images, and of tensors computed from them, have a row for each image, and get no mark. The
+        arguments are those of ``torch.autograd.grad``.
         """
         outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
@@ -318,7 +339,7 @@ class _Calls(TorchFunctionMode):
 
         Raises UsageError if the call is a batch norm over this worker's images alone.
         """
-        if func is F.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):
+        if func is F.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):  # args[5] is training
             raise UsageError(
                 "A network that is not prepared has batch norm in training mode, which normalises with one worker's "
                 "images: give it to run.prepare, or call its eval() if it is to stay as it is; or train on one worker."
@@ -344,7 +365,7 @@ class _Calls(TorchFunctionMode):
             marks.discard("moved")
         elif len(set(have_moved)) > 1:
             marks.add("compares")
-        if args and first is args[0] and _moves_rows(name, args, kwargs, num_images):  # without, all are keywords
+        if args and first is args[0] and _moves_rows(name, args, kwargs, num_images):  # none if all are keywords
             marks ^= {"moved"}  # a second move usually undoes the first
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
@@ -399,12 +420,14 @@ def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
     """Return whether a call of ``name`` moves the rows of ``args[0]`` to other positions than those of their images."""
     if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], num_images):
         return False
+    # A slice moves rows unless it begins with the first image; numbers of rows may choose any order, a mask keeps it.
     if name == "__getitem__" and isinstance(args[1], slice):
         return bool((args[1].start or 0) % num_images)
     if name == "__getitem__":
         return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
     if name == "index_select":
         return kwargs.get("dim", args[1] if len(args) > 1 else None) == 0
+    # flip(0, 1) or flip((0, 1)) has the dimensions after the tensor, roll(shifts, dims) has them after the shifts.
     dims = kwargs.get("dims", args[1:] if name == "flip" else args[2] if len(args) > 2 else 0)
     return 0 in tree_leaves(dims)
 
@@ -432,7 +455,8 @@ def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_i
             return True
     if not isinstance(result, Tensor) or result.ndim < 2:
         return False
-    has_pairs = result.shape[0] % num_images == 0 == result.shape[1] % num_images
+    # All pairs of rows, as in x[:, None] - x[None]: the first two dimensions are images, and one operand has a 1 first.
+    has_pairs = result.shape[0] % num_images == 0 and result.shape[1] % num_images == 0
     return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
 
 
@@ -440,11 +464,13 @@ def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_image
     """Return whether a reduction is over the first dimension of ``tensor``, and this is the images."""
     if not _has_rows(tensor, num_images):
         return False
+    # Find the dimensions: given by a name, or as the first positional argument that is a number or several.
     positional = next((argument for argument in args[1:] if isinstance(argument, (int, tuple, list))), None)
     dim = kwargs.get("dim", kwargs.get("axis", positional))
     if name in ("norm", "vector_norm", "normalize") and "dim" not in kwargs:  # their first number is the order
         dim = args[2] if len(args) > 2 else None
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
     return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
 
 

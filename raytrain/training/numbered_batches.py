@@ -15,11 +15,14 @@ from types import FrameType
 
 from raytrain.training.loop_source import NO_SOURCE
 
-_TRAINING_CALLS = {"step", "zero_grad", "backward", "unscale_", "update_parameters", "no_sync"}
+_TRAINING_CALLS = {"step", "zero_grad", "backward", "unscale_", "update_parameters", "no_sync"}  # names of methods
 
 
 def number_that_decides(frame: FrameType) -> str | None:
-    """Return the name of the number, if any; ``frame`` is where the loop asks for a batch.
+    """Return the name of the variable with the number of a batch by which the loop decides; None if there is none.
+
+    ``frame`` is that of the function that asks for a batch, in the line of its ``for``. None also if the text of the
+    function is not known.
 
     Example: ``i`` in ``for i, batch in enumerate(epoch):`` with ``if i % 2: optimizer.step()``.
     """
@@ -28,6 +31,7 @@ def number_that_decides(frame: FrameType) -> str | None:
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except NO_SOURCE:
         return None
+    # The tree counts the lines from the function's first one; of a module, inspect says that this is line 0.
     line = frame.f_lineno - max(first, 1) + 1
     for loop in ast.walk(tree):
         if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno):
@@ -39,8 +43,11 @@ def number_that_decides(frame: FrameType) -> str | None:
 
 
 def _decides(number: str, body: list[ast.stmt]) -> bool:
-    """Return whether ``number``, or what is computed from it, decides on a call of ``_TRAINING_CALLS``."""
-    names = {number}
+    """Return whether ``number``, or what is computed from it, decides on a training call in the ``body`` of a loop.
+
+    It does in an ``if`` with such a call, and as an argument of a method ``step``, as of a scheduler.
+    """
+    names = {number}  # of variables that depend on the number
     for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.Assign) and names & set(_names_in(node.value)):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -55,10 +62,11 @@ def _decides(number: str, body: list[ast.stmt]) -> bool:
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
-    yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+    """Yield the names of the variables in the code of ``node``."""
+    yield from (inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name))
 
 
 def _methods_in(node: ast.AST) -> Iterator[str]:
     """Yield the names of the methods that the code of ``node`` calls."""
-    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
-    yield from (function.attr for function in calls if isinstance(function, ast.Attribute))
+    functions = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
+    yield from (function.attr for function in functions if isinstance(function, ast.Attribute))
