@@ -133,13 +133,14 @@ class Checkpoints:
             self._is_stuck = not self._changed.wait_for(lambda: len(self._jobs) < 2, patience_s)
             # This checkpoint replaces those that still wait, except for the best.
             waiting = self._jobs[1:]
-            skipped = [other for other in waiting if not other.is_best(progress.best_score)]
-            self._jobs[1:] = [*(other for other in waiting if other.is_best(progress.best_score)), job]
+            best = [earlier for earlier in waiting if earlier.is_best(progress.best_score)]
+            skipped = [earlier for earlier in waiting if not earlier.is_best(progress.best_score)]
+            self._jobs[1:] = [*best, job]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_jobs, daemon=True, name="checkpoints")
                 self._thread.start()
-        for other in skipped:
-            self._report(CheckpointSkipped(other.checkpoint.progress.step, _LATE))
+        for earlier in skipped:
+            self._report(CheckpointSkipped(earlier.checkpoint.progress.step, _LATE))
 
     def _write_jobs(self) -> None:
         """Write one job after the other until there is none; runs in a thread."""

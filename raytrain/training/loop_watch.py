@@ -278,15 +278,15 @@ class _Calls(TorchFunctionMode):
             self._report(_NOTES["hook"])
 
         result = func(*args, **kwargs)
-        given = tree_leaves((args, kwargs))  # each call is followed twice, and this takes longest
-        self.numbers.follow(name, args, given, result, sys._getframe(1))
+        leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
+        self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # A generator of the loop's that draws a number, or several, for each image.
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
             self.seeds.add(kwargs["generator"].initial_seed())
 
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
-        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else given
+        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
         sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
             for source in sources:

@@ -379,8 +379,13 @@ def test_a_closed_loader_keeps_no_images(images: Path) -> None:
     epoch([loader])
     kept = files_without_names() - before
     loader.close()
-    gc.collect()
-    assert kept and not kept & files_without_names()
+
+    def are_freed() -> bool:  # by the thread that read ahead, which notices within a tenth of a second
+        gc.collect()
+        return not kept & files_without_names()
+
+    assert kept
+    wait_for(are_freed, "files of kept images are open")
 
 
 def test_two_loops_over_one_loader_at_once_are_refused(images: Path) -> None:
