@@ -49,7 +49,7 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
 
     Metrics that ``--metrics``, ``--best`` or ``--until`` name are measured, too. Each image counts once: sums are
     reduced over the workers, not means, and no image is padded or repeated. All metrics are NaN if no image could be
-    used. Every worker calls this. The run's gallery gets the images, too.
+    used. Every worker calls this. The run's gallery gets validation images, too.
 
     Example::
 

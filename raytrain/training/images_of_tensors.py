@@ -47,7 +47,7 @@ def expect_nothing() -> None:
 
 
 def known(images: Tensor | None) -> LocalImages | None:
-    """Return which of this worker's images the tensor ``images`` holds; None if it is not that of a batch itself."""
+    """Return which of this worker's images the tensor ``images`` holds; None if :func:`remember` has not got it."""
     return None if images is None else _of_tensor.get(images)
 
 
