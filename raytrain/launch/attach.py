@@ -8,7 +8,8 @@ The processes of the default group of `torch.distributed` are the run's workers;
     ...
 
 1. Process 0 names the run, lists its images, takes ownership of it, and sends :class:`AttachedInputs` to the others.
-2. Each process puts its part of the run together, as a worker of any backend does; the block gets it as ``run``.
+2. Each process puts its part of the run together, as a worker of any backend does; the ``with`` block of the user gets
+   it as ``run``. The code in that block is the run's loop.
 3. At the end of the block, all processes finish the run together. If one leaves the block by an error, it reports that
    to process 0, which marks the run as failed, even while its own loop still waits for that process. The launcher may
    kill all processes as soon as the first has ended, so the process with the error waits some seconds for process 0.
@@ -64,7 +65,7 @@ from raytrain.training.run_spec import RunSpec
 if TYPE_CHECKING:
     from raytrain.launch.ray.train_reports import RayReports, Report
 
-_IS_OVER = "{} may end"
+_MAY_END_TOPIC = "{} may end"
 """Topic of the message to a worker that process 0 has written how the run ended, and sent the files of its loop."""
 
 
@@ -106,7 +107,8 @@ def attach(
         ...             optimizer.step()
         ...             run.log(loss=loss)
     """
-    # Make a function of the code around the block. Its text is checked as that of a loop; it is never called.
+    # The block is a part of the caller's code. Make a function of that code, so that its text can be checked as that of
+    # any loop. The function is never called.
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
     loop = cast(Callable[[Run], None], FunctionType(frame.f_code, frame.f_globals, closure=closure))
@@ -116,7 +118,11 @@ def attach(
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedInputs:
-    """The record that process 0 sends to the others; ``key`` identifies the messages of this run's group."""
+    """The record that process 0 sends to the other processes, from which each puts its part of the run together.
+
+    ``first_step`` counts the completed steps of the checkpoint from which the run resumes. ``key`` is random, and keeps
+    this run's :class:`GroupMessages` apart from those of an earlier run in the same group.
+    """
 
     config: ResolvedConfig
     data: Dataset
@@ -136,8 +142,8 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             f"This is one of {world_size} processes, and would train alone: call "
             "torch.distributed.init_process_group() first, and raytrain.attach after it."
         )
-    report = _report_to_ray()
-    in_ray = report is not None
+    report_to_ray = _ray_report_function()
+    in_ray = report_to_ray is not None
     group.everywhere(lambda: _check_options(config, in_ray=in_ray))
     group.check_equal("other options for raytrain.attach", config.to_json())
     device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
@@ -153,15 +159,15 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             launch.start_session(messages)
         reporter = launch.coordinator if launch is not None else MessageReporter(messages, rank, signals)
 
-        # The block is the run's loop. An error by which it is left is recorded, and raised unchanged.
+        # Now the run trains: the block is its loop. An error by which the block is left is first reported to process 0.
         failure: BaseException | None = None
         outcome = run = reports = None
         try:
             spec, run = _make_run(inputs, request, group, device, reporter, processes, opened)
             if launch is not None:
                 launch.send_files = run.files.send_rest
-            if report is not None:
-                reports = _start_reports(report, run, spec, messages, signals)
+            if report_to_ray is not None:
+                reports = _start_reports(report_to_ray, run, spec, messages, signals)
             if launch is not None and reports is not None:
                 launch.coordinator.on_row = reports.add
             with training(spec, run):
@@ -175,10 +181,13 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             reporter.fail(error)
             if launch is not None:
                 launch.wait_for_session()
-        if failure is not None:
-            raise (failure.__cause__ if isinstance(failure, LoopFailed) else None) or failure
+        if failure is not None:  # outside of the except clause, so that the error is raised without a context
+            # errors_of_loop makes a LoopFailed of the block's own error. The caller gets the own error.
+            own_error = failure.__cause__ if isinstance(failure, LoopFailed) else None
+            raise own_error or failure
 
-        # All workers have finished. Worker 0 has the session write the result, and sends it to all.
+        # All workers have finished. Worker 0 has the session write the result, and sends it to all. In Ray, the last
+        # report has the result and the content of the last checkpoint, if storage still answers.
         assert run is not None and outcome is not None
         ended = outcome
         run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(ended))
@@ -191,11 +200,13 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
 
 
 def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
-    """Raise UsageError for options that no attached run can start with. Reads nothing from storage.
+    """Raise UsageError for options that no attached run can start with. Read nothing from storage.
 
     ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
     """
     check_named(config)
+    # The launcher has decided on the processes. A kind of device, such as cuda, can be obeyed, but not single GPUs or a
+    # type of GPU; and --accumulate auto would start the run again with more microbatches.
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
     refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
@@ -217,8 +228,11 @@ def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
 def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
     """Return the device of this process: its GPU if it has one, unless the options say ``cpu``.
 
-    Ray Train has chosen a GPU for the process already. torchrun only numbers the processes of a machine: here, process
-    i gets GPU i.
+    Ray Train has chosen a GPU for the process already. torchrun only numbers the processes of a machine, by LOCAL_RANK:
+    here, process i makes GPU i its current one, unless its code has chosen a GPU before.
+
+    Raises UsageError if the options ask for a GPU and there is none, if the process group needs GPUs and the options
+    say ``cpu``, or if LOCAL_RANK is no number.
     """
     if config.device_type == "cpu" or (config.device_type == "auto" and not torch.cuda.is_available()):
         if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
@@ -235,7 +249,9 @@ def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:
             f"LOCAL_RANK is {number!r} in the environment, and is the number of this process on its machine, from 0 "
             "on; set it as torchrun does, or leave it out."
         )
-    if not in_ray and torch.cuda.current_device() == 0 and int(number) < torch.cuda.device_count():
+    # GPU 0 is current until somebody chooses one. If a launcher shows each process one GPU alone, that is GPU 0, too.
+    none_is_chosen = not in_ray and torch.cuda.current_device() == 0
+    if none_is_chosen and int(number) < torch.cuda.device_count():
         torch.cuda.set_device(int(number))
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -248,23 +264,25 @@ def _prepare_on_first(
     device: torch.device,
     opened: ExitStack,
 ) -> tuple[AttachedInputs, AttachedLaunch | None]:
-    """Have process 0 prepare the run; return the inputs, and the launch on process 0, None on the others.
+    """Have process 0 prepare the run; return the inputs on all processes, and the launch on process 0, else None.
 
-    If that fails, UsageError or StorageError is raised on all processes.
+    Process 0 owns the run until ``opened`` is closed. If the preparation fails, UsageError or StorageError is raised on
+    all processes.
     """
     launch: AttachedLaunch | None = None
-    problem = next(filter(None, group.gather(gpu_decoder_problem(device.type))), None)
+    # GPUs decode images only if those of all processes can: the first reason why one cannot, or None.
+    decoder_problem = next(filter(None, group.gather(gpu_decoder_problem(device.type))), None)
 
     def prepare_run() -> AttachedInputs:
         nonlocal launch
         tracked = replace(request, trackers=open_trackers(config.track, trackers))
         settled = settle_options(config)
         if (ended := already_trained(settled)) is not None:
-            _, sentence = ended
+            _, sentence = ended  # there is no loop whose result could be returned, so this is an error
             raise UsageError(sentence)
         prepared = opened.enter_context(prepare(settled, tracked))
         _, world_size = group.rank_and_size()
-        resolved = prepared.resolve(world_size, device.type, decoder_problem=lambda _: problem)
+        resolved = prepared.resolve(world_size, device.type, decoder_problem=lambda _: decoder_problem)
         launch = AttachedLaunch(prepared, resolved, world_size)
         return AttachedInputs(
             config=resolved,
@@ -286,13 +304,19 @@ def _make_run(
     processes: Sequence[NewProcess],
     opened: ExitStack,
 ) -> tuple[RunSpec, Run]:
-    """Return the spec of the run, and this process's part of it, put together as a worker of any backend does."""
+    """Return the spec of the run, and this process's part of it, put together as a worker of any backend does.
+
+    The images, and on the processes but the first a log, are open until ``opened`` is closed. The coordinator learns
+    that the network, its weights and the options fit together, so that documents of the run may be written. If the code
+    or the weights cannot be loaded on one process, that error is raised on all.
+    """
     rank, world_size = group.rank_and_size()
     config, data, first_step = inputs.config, inputs.data, inputs.first_step
     if rank > 0:
         log = ProcessLog(inputs.store, rank)
         log.__enter__()
-        opened.callback(log.__exit__, None, None)  # without the error, which the launcher prints
+        # Leave the log without the error that ends the process: the launcher prints it.
+        opened.callback(log.__exit__, None, None)
 
     # Load code and weights first: nothing is written before all processes have succeeded.
     spec = RunSpec.of(config, data, inputs.store, request.loop, world_size)
@@ -311,9 +335,9 @@ def _make_run(
     return spec, make_run(spec, images, reporter, device, weights)
 
 
-def _report_to_ray() -> Report | None:
+def _ray_report_function() -> Report | None:
     """Return Ray's function for reports if this is a worker of Ray Train or a trial of Ray Tune; None elsewhere."""
-    if "ray.train" not in sys.modules:
+    if "ray.train" not in sys.modules:  # in those processes, Ray has imported it; elsewhere Ray is not imported
         return None
     from raytrain.launch.ray.train_reports import report_to_ray
 
@@ -323,7 +347,12 @@ def _report_to_ray() -> Report | None:
 def _start_reports(
     report: Report, run: Run, spec: RunSpec, messages: GroupMessages | None, signals: StopSignals
 ) -> RayReports | None:
-    """Pass on the run's metrics to Ray from now on; return None if the code of the block reports by itself."""
+    """Start the thread of this worker that reports the run's evaluations to Ray, and return its :class:`RayReports`.
+
+    If Ray Tune ends the trial at a report, the run is asked to stop. Return None, and report nothing, if the code in
+    the user's ``with`` block calls Ray's ``report`` itself, or another function of Ray that all workers call together:
+    Ray counts such calls, and would take a report from this thread for one of them.
+    """
     from raytrain.launch.ray.train_reports import RayReports, meets_in_ray
 
     if meets_in_ray(spec.loop):
@@ -333,10 +362,13 @@ def _start_reports(
 
 
 class AttachedCoordinator(Coordinator):
-    """The coordinator of a run whose worker 0 is a thread of the same process, and that worker's reporter."""
+    """The coordinator of a run whose worker 0 is a thread of the same process, and that worker's reporter.
 
-    def __init__(self, name: str, store: Store, signals: StopSignals, **known: Any) -> None:
-        super().__init__(name, store, **known)
+    ``monitor_arguments`` are those of :class:`raytrain.monitor.monitor.RunMonitor`, as for any coordinator.
+    """
+
+    def __init__(self, name: str, store: Store, signals: StopSignals, **monitor_arguments: Any) -> None:
+        super().__init__(name, store, **monitor_arguments)
         self._signals = signals
         self.on_row: Callable[[MetricRow], None] | None = None
         """Called with each row of the history."""
@@ -357,10 +389,14 @@ class AttachedCoordinator(Coordinator):
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Note the error by which worker 0 leaves its loop. It ends the run, because workers are not restarted."""
+        """Note the error by which worker 0 leaves its loop. It ends the run, because workers are not restarted.
+
+        A second Ctrl-C, and whatever else is no Exception, interrupts the session; see :meth:`AttachedLaunch.wait`.
+        """
         if isinstance(error, RaytrainError):
-            sentence = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
-            self.give_up(sentence, trace_of(error))
+            # A coordinator gives a loop that failed another attempt if a restart may help. Here, nobody restarts.
+            final = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
+            self.give_up(final, trace_of(error))
         elif isinstance(error, Exception):
             self.worker_failed(0, describe(error), trace_of(error))
             self.workers_lost({})
@@ -369,7 +405,10 @@ class AttachedCoordinator(Coordinator):
 
 
 class MessageReporter:
-    """The reporter of a worker other than worker 0. It sends messages to process 0, which has the coordinator."""
+    """The reporter of a worker other than worker 0. It sends messages to process 0, which has the coordinator.
+
+    A message is a list with the kind of the report and its values; :meth:`AttachedLaunch._deliver` takes it.
+    """
 
     def __init__(self, messages: GroupMessages | None, rank: int, signals: StopSignals) -> None:
         assert messages is not None  # there are several workers
@@ -397,7 +436,10 @@ class MessageReporter:
         self._messages.send(self._topic, ["decoded_on_cpu", num_images, reason])
 
     def stop_requested(self) -> bool:
-        """Return whether this process has got a signal; only worker 0 knows of the requests of others."""
+        """Return whether a signal has asked this process to stop, and pass the request on to process 0 once.
+
+        Only worker 0 knows of other requests. The all-reduce of each step tells all workers of all requests.
+        """
         request = self._signals.stop_request
         if request is not None and not self._stop_is_sent:
             self._messages.send(self._topic, ["stop", request.to_json()])
@@ -405,13 +447,16 @@ class MessageReporter:
         return request is not None
 
     def fail(self, error: BaseException) -> None:
-        """Report the error by which this worker leaves its loop. Wait until process 0 is done, for some seconds."""
+        """Report the error by which this worker leaves its loop, and wait until process 0 has written how the run ends.
+
+        Wait for some seconds at most, and after a second Ctrl-C not at all.
+        """
         is_sentence = isinstance(error, RaytrainError)
         self._messages.send(self._topic, ["fail", str(error) if is_sentence else describe(error), is_sentence])
-        if isinstance(error, Exception):  # not a second Ctrl-C
-            self._messages.wait(_IS_OVER.format(self._topic), SENT_WITHIN_S)
+        if isinstance(error, Exception):  # a second Ctrl-C, which ends the process at once, is none
+            self._messages.wait(_MAY_END_TOPIC.format(self._topic), SENT_WITHIN_S)
 
-    # Reports that worker 0 makes for all.
+    # Reports that worker 0 makes for all workers. They are never called here, but belong to the protocol of reporters.
 
     def started(self, num_workers: int, step: int) -> None: ...
 
@@ -449,11 +494,12 @@ class AttachedLaunch:
         )
 
     def start_session(self, messages: GroupMessages | None) -> None:
-        """Start the thread with the run's session. ``messages`` have the reports of the other workers."""
+        """Start the thread with the run's session. ``messages`` have the reports of the other workers, if any."""
         self._messages = messages
         threading.Thread(target=self._watch, daemon=True, name="run-session").start()
 
     def _watch(self) -> None:
+        """Run the session to the run's end, in a thread, and set its result or its exception."""
         try:
             with RunSession(self._prepared, self) as session:
                 self._result.set_result(session.watch())
@@ -481,7 +527,10 @@ class AttachedLaunch:
         self._take_messages()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the end of the run; return whether worker 0 has left it by an error."""
+        """Wait at most ``timeout_s`` for the end of the run; return whether worker 0 has left its loop by an error.
+
+        If it has left the loop by another exception, such as a second Ctrl-C, raise that, which interrupts the session.
+        """
         self.coordinator.wait_for_end(timeout_s)
         left_by = self.coordinator.left_by
         if left_by is not None and not isinstance(left_by, Exception):
@@ -489,10 +538,11 @@ class AttachedLaunch:
         return left_by is not None
 
     def failure(self) -> str | None:
+        """Return None: every worker reports by which error it leaves its loop."""
         return None
 
     def end_workers(self) -> None:
-        """Take the messages that are left, and send the files of the loop: only the launcher can end these workers."""
+        """Take the messages that are left, and send the files of the loop. Only the launcher can end the workers."""
         self._take_messages()
         self.send_files(SENT_WITHIN_S)
 
@@ -500,17 +550,20 @@ class AttachedLaunch:
         """Tell the other workers that all is written, and that their processes may end."""
         if (messages := self._messages) is not None:
             for rank in range(1, self.num_workers):
-                messages.send(_IS_OVER.format(f"worker {rank}"), True)
+                messages.send(_MAY_END_TOPIC.format(f"worker {rank}"), True)
 
     def _take_messages(self) -> None:
-        """Pass on the other workers' messages since the last call to the coordinator."""
+        """Pass on to the coordinator the messages that the other workers have sent since the last call."""
         for rank in range(1, self.num_workers):
             while self._messages is not None and (message := self._messages.take(f"worker {rank}")) is not None:
                 with suppress(KeyError, TypeError, ValueError):  # a message that no worker has sent
                     self._deliver(rank, message)
 
     def _deliver(self, rank: int, message: Any) -> None:
-        """Call the method of the coordinator that a message of worker ``rank`` is for."""
+        """Call the method of the coordinator that a message of worker ``rank`` is for.
+
+        Raises KeyError, TypeError or ValueError if no worker sends such a message.
+        """
         coordinator = self.coordinator
         match message:
             case ["measured", use]:

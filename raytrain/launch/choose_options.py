@@ -48,7 +48,7 @@ PHOTOGRAPH_SIDE = 64
 _PRETRAINED = "efficientnet_b0"  # among torchvision's networks of similar accuracy, one of the fastest on a CPU
 _LARGEST_SIDE = 224  # pixels: the size of the images with which its weights were trained
 _NUM_MEASURED = 32  # images
-_RARE = 5.0  # classes are weighted if the largest has at least this many times the images of the smallest
+_MIN_IMBALANCE = 5.0  # classes are weighted if the largest has at least this many times the images of the smallest
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, with which torchvision's weights were trained
 CHOICES = {
     "network": ("model", "weights", "image_size", "batch_norm", "channels_last", "precision"),
@@ -59,13 +59,13 @@ CHOICES = {
     "length": ("epochs", "batch_size", "evaluate_every"),
     "images": ("flip", "translate", "label_smoothing", "class_weights", "test_views"),
 }
-"""The options with ``Mark.CHOSEN_BY_AUTO``, by the lines that say what was chosen."""
+"""The options with ``Mark.CHOSEN_BY_AUTO``, by subject. Each subject has a line that says what was chosen, and why."""
 
 
 class Images(NamedTuple):
     """Properties of the images that decide on options."""
 
-    number: int  # of training images
+    number: int  # how many training images there are
     classes: int
     side: int  # median of the shorter sides, pixels
     is_grey: bool
@@ -74,27 +74,35 @@ class Images(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Properties of the network that decide on options."""
+    """Properties of the network that decide on options. Each says whether it has such layers."""
 
     batch_norm: bool
-    grouped: bool  # it has convolutions of groups, such as depthwise ones
-    head: bool  # a layer gives one number per class
+    grouped: bool  # convolutions of groups of channels, such as depthwise ones
+    head: bool  # a layer that gives one number per class
 
 
 def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = True) -> TrainConfig:
-    """Decide on the open options, and print at most five lines on what was chosen and why; return all options.
+    """Decide on the open options, and log at most five lines on what was chosen and why; return all options.
 
-    Raises UsageError if there is no such network, and, if the caller ``needs_weights``, StorageError if those that were
-    chosen cannot be downloaded.
+    None of the returned options is open. If the network has weights of the library, the mean and the deviation with
+    which these were trained are among the options, unless the user gave others.
+
+    Raises UsageError if there is no such network. If the caller ``needs_weights``, raises StorageError if weights that
+    were chosen here cannot be downloaded.
     """
-    on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ  # whose devices are not known yet
+    # A cluster may have GPUs that are not known yet, so a run on one is taken as one on GPUs.
+    on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ
     on_cpu = config.device == "cpu" or (config.device == "auto" and not on_cluster and not gpus())
+
+    # First the network, which decides on everything else.
     images = measure_images(config, data)
     network_options = choose_network(config, images)
     config = with_chosen(config, network_options)
     chosen_weights = "weights" in network_options and "weights" in config.open_options
     if needs_weights and chosen_weights and config.weights is not None:
         _check_weights(config)
+
+    # Then how it is trained.
     network = look_at_network(config, images)
     others = choose_training(config, images, network, on_cpu=on_cpu)
     for line in lines_of_choice(config, images, {**network_options, **others}):
@@ -104,7 +112,10 @@ def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = 
 
 
 def measure_images(config: TrainConfig, data: Dataset) -> Images:
-    """Return the properties of the training images; the sizes are those of a few random ones, from their headers."""
+    """Return the properties of the training images.
+
+    ``side`` is measured on 32 random ones, by their headers; 224 if none of them can be read.
+    """
     counts = data.train.class_counts()
     chosen = data.train.select(np.sort(random_order(data.train, config.seed)[:_NUM_MEASURED]))
     sides: list[int] = []
@@ -126,9 +137,11 @@ def measure_images(config: TrainConfig, data: Dataset) -> Images:
 
 
 def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
-    """Return the network, its initial weights and the size of the images, where these options are open."""
-    open_options = set(config.open_options)
-    model_is_open, weights_are_open = "model" in open_options, "weights" in open_options
+    """Return what fits the images: the network, its initial weights and the size of its input, by option.
+
+    Options that the user gave may be among them; :func:`with_chosen` leaves those out.
+    """
+    model_is_open, weights_are_open = "model" in config.open_options, "weights" in config.open_options
     # Weights that the user gives are of a network that the user knows; without --model, it keeps the recipe's default.
     if model_is_open and not weights_are_open:
         return {"image_size": config.image_size or _size_for(images)}
@@ -138,15 +151,20 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     chosen: dict[str, Any] = {"image_size": config.image_size or _size_for(images)}
     if model_is_open:
         chosen["model"] = _PRETRAINED
-    # torchvision's networks get another first layer for grey images, which the library's weights do not fit.
+    # The library has weights for photographs. timm fits them to grey images, too, while torchvision's networks get
+    # another first layer for grey images, which the weights do not fit.
     model = chosen.get("model", config.model)
-    of_library = not names_own_function(model) and (config.channels == 3 or timm_name(model) is not None)
-    chosen["weights"] = DEFAULT if of_library and not _is_small(config, images) and _has_weights(model) else None
+    library_fits = not names_own_function(model) and (config.channels == 3 or timm_name(model) is not None)
+    chosen["weights"] = DEFAULT if library_fits and not _is_small(config, images) and _has_weights(model) else None
     return chosen
 
 
 def choose_training(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
-    """Return all other options that may be open, by name: how the network of ``config`` is trained."""
+    """Return how the network of ``config`` is best trained: values of all other options that may be open, by option.
+
+    Options that the user gave may be among them; :func:`with_chosen` leaves those out. They are taken into account: the
+    learning rate, for instance, fits the batch size that was given.
+    """
     chosen: dict[str, Any] = {"channels_last": True}
     # Depthwise convolutions in bfloat16 took 2.4 times as long as in float32, where dense ones took half the time.
     if on_cpu and network.grouped:
@@ -162,24 +180,25 @@ def choose_training(config: TrainConfig, images: Images, network: Network, *, on
     if not _given(config, "momentum", chosen.get("momentum", config.momentum)):
         chosen["nesterov"] = False
 
-    # Grey images may be digits or letters, which are not mirrored; photographs are seldom grey.
-    first, _ = first_and_full_size(config.image_size or _size_for(images))
+    # Grey images may be digits or letters, which are not mirrored; photographs are seldom grey. All images are shifted
+    # by up to a sixteenth of their size in the first epoch.
+    first_size, _ = first_and_full_size(config.image_size or _size_for(images))
     chosen["flip"] = _given(config, "flip", "none" if images.is_grey else chosen.get("flip", "random"))
-    chosen["translate"] = min(first) // 16
+    chosen["translate"] = min(first_size) // 16
     if chosen["flip"] != "none":
         chosen["test_views"] = ("flip",)
     if images.multi_label:
         chosen["label_smoothing"] = 0.0
-    elif images.imbalance >= _RARE and config.sampling == "uniform":  # balanced sampling evens the classes out already
+    elif images.imbalance >= _MIN_IMBALANCE and config.sampling == "uniform":  # balanced sampling needs no weights
         chosen["class_weights"] = "balanced"
     return chosen
 
 
 def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the options of a network with weights: the head first, then all layers at a low rate."""
+    """Return the options that train a network with weights: first its head alone, then all layers at a low rate."""
     batch_size = _given_number(config, "batch_size", 32)
-    # On two cores, 4,000 photographs of 128 pixels take four to five minutes. Two more epochs raised the accuracy from
-    # 0.815 to 0.831.
+    # On a CPU, fewer epochs: on two cores, those of 4,000 photographs of 128 pixels take four to five minutes. Two more
+    # epochs raised the accuracy from 0.815 to 0.831.
     num_epochs = _epochs(images, 15_000, 4, 20) if on_cpu else _epochs(images, 100_000, 5, 20)
     epochs = _given_number(config, "epochs", 1 + num_epochs)
     # At 5e-4, the accuracy on the training images fell from 0.75 to 0.58 when all layers began to learn. SGD's rate is
@@ -206,7 +225,8 @@ def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cp
 def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[str, Any]:
     """Return the options of cifar10-fast; with fewer images, batches are smaller and epochs more."""
     recipe = cifar10_fast()
-    # About 50 steps in an epoch, as in the recipe; the learning rate is proportional to the batch size.
+    # The batch size is the power of two with which an epoch has about 50 steps, as in the recipe. The learning rate is
+    # proportional to it. The warm-up takes 23 % of the epochs, also as in the recipe.
     batch_size = _given_number(
         config, "batch_size", min(1024, max(64, 2 ** round(math.log2(max(images.number, 1) / 50))))
     )
@@ -244,7 +264,7 @@ def _from_scratch(config: TrainConfig, images: Images, network: Network, *, on_c
 
 
 def look_at_network(config: TrainConfig, images: Images) -> Network:
-    """Return the properties of the network of ``config``. Raises UsageError if there is no such network."""
+    """Build the network of ``config``, and return its properties. Raises UsageError if there is no such network."""
     import torch
 
     from raytrain.training.model import build_model
@@ -263,30 +283,34 @@ def look_at_network(config: TrainConfig, images: Images) -> Network:
 
 
 def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, Any]) -> list[str]:
-    """Return at most five lines that say which of the open options were ``chosen``, as flags, and why."""
-    plain = _plain_auto()
+    """Return at most five lines that say which of the open options were ``chosen``, as flags, and why.
+
+    ``config`` has the chosen network already. Values that are the recipe's defaults anyway are left out; if all are,
+    there are no lines.
+    """
+    defaults = _plain_auto()
 
     # The reasons, one for each subject.
     if config.weights is not None:
-        of_network = "they are photographs, and the weights know ImageNet's"
+        why_network = "they are photographs, and the weights know ImageNet's"
         if "weights" not in config.open_options:
-            of_network = "what fits them and the given weights"
-        of_rates = "the weights know much and change little; a new head learns first and faster"
+            why_network = "what fits them and the given weights"
+        why_rates = "the weights know much and change little; a new head learns first and faster"
     else:
-        of_network = "no library has weights for this network"
+        why_network = "no library has weights for this network"
         if _is_small(config, images):
-            of_network = "they are small, and ImageNet's photographs show larger things"
+            why_network = "they are small, and ImageNet's photographs show larger things"
         elif "weights" not in config.open_options:
-            of_network = "what fits them"
-        of_rates = "all is to be learned: a high rate that falls to 0"
-    of_changes = "a class looks the same after these changes"
+            why_network = "what fits them"
+        why_rates = "all is to be learned: a high rate that falls to 0"
+    why_changes = "a class looks the same after these changes"
     if "class_weights" in chosen:
-        of_changes += f", and the largest class has {images.imbalance:.0f} times the images of the smallest"
+        why_changes += f", and the largest class has {images.imbalance:.0f} times the images of the smallest"
     reasons = {
-        "network": of_network,
-        "rates": of_rates,
+        "network": why_network,
+        "rates": why_rates,
         "length": f"these are enough steps for {images.number:,} images",
-        "images": of_changes,
+        "images": why_changes,
     }
 
     # The options that differ from the recipe's defaults, in one line for each subject.
@@ -296,7 +320,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
         shown = [
             flag_with_value(name, chosen[name])
             for name in names
-            if name in chosen and name in config.open_options and chosen[name] != getattr(plain, name)
+            if name in chosen and name in config.open_options and chosen[name] != getattr(defaults, name)
         ]
         if shown:
             lines.append(f"  {' '.join(shown)}: {reasons[subject]}")
@@ -315,13 +339,16 @@ def flag_with_value(name: str, value: object) -> str:
 
 
 def with_chosen(config: TrainConfig, chosen: Mapping[str, Any]) -> TrainConfig:
-    """Return the options with the values of ``chosen`` for those that are open."""
+    """Return the options with the values of ``chosen`` for those that are open; what the user gave stays."""
     taken = {name: value for name, value in chosen.items() if _is_open(config, name)}
     return dataclasses.replace(config, **taken)
 
 
 def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
-    """Return the options with the mean and deviation with which the library's weights were trained."""
+    """Return the options with the mean and deviation with which the library's weights were trained.
+
+    They are unchanged if they give a mean or a deviation, a network of the user's own, or grey images.
+    """
     if names_own_function(config.model) or config.channels != 3 or config.mean is not None or config.std is not None:
         return config
     mean, std = _MEAN, _STD
@@ -345,7 +372,7 @@ def _check_weights(config: TrainConfig) -> None:
 
 def _has_weights(model: str) -> bool:
     """Return whether the library of ``model`` has weights for it."""
-    if (name := timm_name(model)) is None:
+    if (name := timm_name(model)) is None:  # torchvision has weights for all of its networks
         return True
     from timm.models import get_pretrained_cfg
 
@@ -354,7 +381,10 @@ def _has_weights(model: str) -> bool:
 
 
 def _is_small(config: TrainConfig, images: Images) -> bool:
-    """Return whether the network gets images that are too small for features of photographs."""
+    """Return whether the network gets images that are too small for features of photographs.
+
+    The network of the recipe cifar10-fast is made for such images, whatever size they have.
+    """
     side = images.side if config.image_size is None else min(config.full_image_size)
     return config.model == cifar10_fast().model or side < PHOTOGRAPH_SIDE
 
@@ -382,7 +412,7 @@ def _plain_auto() -> TrainConfig:
 
 
 def _given(config: TrainConfig, name: str, chosen: str | float) -> Any:
-    """Return the value that the user gave for an option, or ``chosen`` if it is open."""
+    """Return the value that the user, or code since, gave for an option, or ``chosen`` if it is open."""
     return chosen if _is_open(config, name) else getattr(config, name)
 
 

@@ -21,7 +21,7 @@ from raytrain.training.script_logging import LoggedRecord
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
-SENT_WITHIN_S = 5.0  # time for worker 0 to send the files of its loop to the bucket after another worker has failed
+SENT_WITHIN_S = 5.0  # seconds for worker 0 to send the files of its loop to the bucket after another worker has failed
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
     "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
@@ -67,18 +67,18 @@ class Ending:
 class Coordinator(RunMonitor):
     """The monitor of the run in ``store``; workers also report to it how they end.
 
-    ``known`` are the other arguments of :class:`RunMonitor`.
+    ``monitor_arguments`` are those of :class:`RunMonitor` besides the name and the history.
     """
 
-    def __init__(self, name: str, store: Store, **known: Any) -> None:
-        super().__init__(name, history=History(store), **known)
+    def __init__(self, name: str, store: Store, **monitor_arguments: Any) -> None:
+        super().__init__(name, history=History(store), **monitor_arguments)
         self._ending = Ending()
         self._end_has_come = threading.Event()
         self._worker_0_has_failed = threading.Event()
         self._is_in_bucket = store.cloud is not None
         self._first_attempt_with_error: dict[str, int] = {}  # by the sentence of the error
         self._wait_location_of_rank: dict[int, str | None] = {}
-        self._ranks_seen_twice: set[int] = set()  # that still waited after the last worker had begun to wait
+        self._ranks_seen_twice: set[int] = set()  # ranks that still waited after the last worker had begun to wait
         self._first_worker_failure: str | None = None  # of the present attempt
         self._printed: deque[PrintedLine | LoggedRecord] = deque(maxlen=_MAX_PRINTED)
 
@@ -103,10 +103,11 @@ class Coordinator(RunMonitor):
         """Note an error of the user's that worker ``rank`` met; return True if it ends the run.
 
         The error ends the run if another attempt would end the same way. A loop that fails after some steps gets
-        another attempt, unless an earlier attempt ended by the same error.
+        another attempt, unless an earlier attempt ended by the same error. Of several errors that end the run, the
+        first one counts, with its traceback ``trace``.
 
-        If the loop fails on another worker than worker 0, wait some seconds for worker 0 to meet the error, too: until
-        then, it may still send the files of its loop to the bucket.
+        If the run's folder is in a bucket and its loop fails on another worker than worker 0, wait some seconds for
+        worker 0 to meet an error, too: until then, it may still send the files of its loop to the bucket.
         """
         first_attempt = self._first_attempt_with_error.setdefault(str(error), self._attempt)
         if isinstance(error, LoopFailed) and error.restart_may_help and first_attempt == self._attempt:
@@ -124,9 +125,9 @@ class Coordinator(RunMonitor):
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
         """Note that a worker has waited long for the others at ``place`` in the loop; None if it waits no more.
 
-        If all workers wait, but in different places, none will ever go on, and the run ends. A worker repeats its
-        report while it waits. All of them wait at the same time for sure only if each has reported its place again
-        after the last one began to wait.
+        If all workers wait, but in different places, none will ever go on, and the run ends by a UsageError. A worker
+        repeats its report while it waits. That all of them wait at the same time is sure only once each has reported
+        its place again after the last one began to wait.
         """
         if place is None or self._wait_location_of_rank.get(rank) != place:
             self._wait_location_of_rank[rank] = place
@@ -146,9 +147,9 @@ class Coordinator(RunMonitor):
         self._first_worker_failure = self._first_worker_failure or f"worker {rank} failed: {reason}"
 
     def workers_lost(self, dead: dict[int, str]) -> None:
-        """Note that the attempt has failed; the backend starts the next one unless there were too many.
+        """Note that the attempt has failed, and why; the backend starts the next one unless there were too many.
 
-        ``dead`` says, by rank, how each worker died that could not report a reason.
+        ``dead`` says, by rank, how each worker died that could not report a reason, such as "was killed by SIGKILL".
         """
         lost = (
             " and ".join(f"worker {rank} {how}" for rank, how in dead.items())

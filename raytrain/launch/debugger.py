@@ -18,8 +18,8 @@ from typing import Any
 from raytrain.config.user_code import users_line
 from raytrain.errors import UsageError
 
-_PDB = "", "pdb.set_trace"  # values of PYTHONBREAKPOINT for this debugger; others name another one, which is used
-_OF_RAY = "ray."
+_PYTHONS_OWN = "", "pdb.set_trace"  # values of PYTHONBREAKPOINT that ask for Python's debugger, which this one is
+_RAYS_PREFIX = "ray."  # of the values for Ray's debugger
 
 
 def terminal_of_command() -> str | None:
@@ -33,6 +33,7 @@ def terminal_of_command() -> str | None:
 def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) -> None:
     """Have ``breakpoint()`` in this process open a debugger in ``terminal``; without one, raise UsageError.
 
+    If the user's variable PYTHONBREAKPOINT names a debugger other than Python's, ``breakpoint()`` opens that as ever.
     ``report`` is called with True before the debugger first asks for a command, and with False when the loop goes on.
 
     Example: ``open_at_breakpoints("/dev/pts/1", reporter.debugger)``
@@ -41,8 +42,10 @@ def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) 
 
     def hook(*arguments: Any, **options: Any) -> Any:
         nonlocal debugger
+        # Ray's debugger is not the user's choice: Ray names it in the variable in each process of a cluster.
         wanted = os.environ.get("PYTHONBREAKPOINT", "")
-        if wanted not in _PDB and not wanted.startswith(_OF_RAY):
+        is_users_choice = wanted not in _PYTHONS_OWN and not wanted.startswith(_RAYS_PREFIX)
+        if is_users_choice:
             return sys.__breakpointhook__(*arguments, **options)
         frame = sys._getframe(1)
         if terminal is None:
@@ -59,7 +62,7 @@ def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) 
 
 
 class TerminalDebugger(pdb.Pdb):
-    """Python's debugger in the terminal with the name ``terminal``."""
+    """Python's debugger in the terminal with the name ``terminal``; ``report`` as in :func:`open_at_breakpoints`."""
 
     def __init__(self, terminal: str, report: Callable[[bool], object]) -> None:
         # Without O_NOCTTY, the terminal might become this process's controlling one, which sends it signals.
@@ -82,7 +85,7 @@ class TerminalDebugger(pdb.Pdb):
         self._close()
 
     def set_quit(self) -> None:
-        """End the loop; pdb calls this."""
+        """End the loop by BdbQuit, which pdb raises; pdb calls this."""
         super().set_quit()
         self._close()
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 class GroupMessages:
     """Messages of a run between the processes of the default group.
 
-    ``key`` identifies the run: it is the same on all of its processes. A message is sent to a ``topic``, from which one
-    process takes messages. All threads may send.
+    ``key`` identifies the run: it is the same on all of its processes. A message is a value of JSON. It is sent to a
+    ``topic``: one process sends messages to it, and one takes them, in the order in which they were sent. All threads
+    of the process may send.
 
     Example:
         >>> GroupMessages(key).send("worker 1", ["retried", 3])
@@ -40,7 +41,7 @@ class GroupMessages:
             self._num_sent[topic] += 1
 
     def take(self, topic: str) -> Any:
-        """Return the next message of ``topic``, without waiting; None if there is none yet."""
+        """Return the next message of ``topic``, without waiting; None if there is none yet, or the store is gone."""
         key = f"{topic}/{self._num_taken[topic]}"
         with suppress(RuntimeError):
             if self._store.check([key]):
@@ -51,6 +52,6 @@ class GroupMessages:
         return None
 
     def wait(self, topic: str, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` for a message of ``topic``. If the store is gone, nobody is left to send one."""
-        with suppress(RuntimeError):
+        """Wait at most ``timeout_s`` seconds for the next message of ``topic``, without taking it."""
+        with suppress(RuntimeError):  # the time is over; or the store is gone, so that nobody is left to send a message
             self._store.wait([f"{topic}/{self._num_taken[topic]}"], timedelta(seconds=timeout_s))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None) -> None:
     """Raise UsageError for options that no run can start with, whatever the images are.
 
+    ``loop`` is the caller's own training loop, in place of one that ``config.loop`` names.
+
     Example: ``check_options(TrainConfig(data="images", model="resnet"))`` raises it, with similar names.
     """
     from raytrain.config.user_code import check_loop, check_module
@@ -31,7 +33,7 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
     check_named(config)
     if config.decoder == "gpu" and config.device_type == "cpu":
-        choose_decoder(config, gpu_decoder_problem("cpu"))
+        choose_decoder(config, gpu_decoder_problem("cpu"))  # raises UsageError
     check_recordable(config, config.device_type)
     check_warmup(config)
     # These options are for the built-in loop: a user's loop may have its own network, optimizer and evaluation.
@@ -50,7 +52,10 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
 
 def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if this is no TrainConfig, if the data or the name is missing, or the name is not allowed."""
+    """Raise UsageError if this is no TrainConfig, if ``data`` is missing, or if no run may have the name.
+
+    A run that resumes must have a name. UsageError is also raised if the current folder was removed.
+    """
     if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
         raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
     current_folder()  # raises UsageError if there is none: processes are about to start there
@@ -65,7 +70,10 @@ def check_named(config: TrainConfig) -> None:
 
 
 def check_named_code(config: TrainConfig) -> None:
-    """Raise UsageError if a network, transforms or weights that the options name do not exist, as far as is known."""
+    """Raise UsageError if a network, transforms or weights that the options name do not exist.
+
+    The user's code is not run for that, and nothing is asked over the network: what only these can tell comes later.
+    """
     from raytrain.config.user_code import check_module, names_own_function
     from raytrain.training.loop_mistakes import check_named_function
     from raytrain.training.weights_source import check_weights_source
@@ -108,11 +116,11 @@ def check_warmup(config: TrainConfig) -> None:
     The default warm-up of a recipe may be longer, so that a recipe can be tried for one epoch; a warning says so later.
     """
     is_given = config.recipe not in RECIPES or config.warmup_epochs != RECIPES[config.recipe]().warmup_epochs
-    num_epochs = config.epochs - config.head_epochs
+    num_epochs = config.epochs - config.head_epochs  # the schedule begins anew when all layers learn
     if config.warmup_epochs > num_epochs and is_given and not config.resume:
-        of_head = f", of which --head-epochs takes {config.head_epochs}" if config.head_epochs else ""
+        less_head = f", of which --head-epochs takes {config.head_epochs}" if config.head_epochs else ""
         raise UsageError(
-            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {config.epochs}{of_head}: the learning rate "
+            f"--warmup-epochs is {config.warmup_epochs:g} and --epochs {config.epochs}{less_head}: the learning rate "
             f"would never be the one that is given; a warm-up of this run has at most {num_epochs}."
         )
 
@@ -122,7 +130,7 @@ def useless_lengths(config: TrainConfig) -> list[str]:
 
     Example: ``useless_lengths(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
     """
-    epochs, every = config.epochs, config.evaluate_every
+    epochs, every = config.epochs, config.evaluate_every  # --evaluate-every 0: only at the end
     sentences: list[str] = []
 
     # The learning rate: its warm-up, and its falls.
@@ -136,7 +144,7 @@ def useless_lengths(config: TrainConfig) -> list[str]:
         sentences.append(f"--schedule is {config.schedule} and --epochs {epochs}: the learning rate never falls.")
 
     # Evaluations and checkpoints.
-    num_evaluations = -(-epochs // every) if every else 1
+    num_evaluations = -(-epochs // every) if every else 1  # rounded up, because the last one is at the end
     if config.patience is not None and config.patience >= num_evaluations:
         times = "once" if num_evaluations == 1 else f"{num_evaluations} times"
         sentences.append(
