@@ -44,6 +44,9 @@ _STATUS = ("status", "--porcelain=v2", "-z", "--branch", "--untracked-files=norm
 class Gathering:
     """The provenance of an attempt, while it is being gathered.
 
+    The user's code is read at once, git runs in a process, and :meth:`finish` finds the rest. ``loop`` is the caller's
+    own training loop, if any, and ``first_step`` counts the completed steps of the run when the attempt begins.
+
     Example:
         >>> gathering = Gathering(config, loop=None, first_step=0)
         >>> gathering.finish().commit
@@ -60,9 +63,10 @@ class Gathering:
         self._code = {
             source.title: "".join(source.lines[line] for line in sorted(source.lines)) for source in sources.values()
         }
+        # The files of functions that the options name. Two files in different folders may have the same name.
         for file in dict.fromkeys(files):
-            name = file.name if file.name not in self._code else os.path.relpath(file)  # two may have the same name
-            with suppress(OSError, UnicodeDecodeError):
+            name = file.name if file.name not in self._code else os.path.relpath(file)
+            with suppress(OSError, UnicodeDecodeError):  # provenance lacks a file that cannot be read
                 self._code[name] = file.read_text()
 
     def close(self) -> None:
@@ -70,7 +74,7 @@ class Gathering:
         self._git.close()
 
     def finish(self) -> Provenance:
-        """Wait for git, list the installed packages, and return the provenance."""
+        """Wait for git, 10 seconds at most, list the installed packages, and return the provenance without secrets."""
         commit, changed_files = self._git.result()
         return Provenance(
             first_step=self._first_step,
@@ -86,7 +90,10 @@ class Gathering:
 
 
 def own_code_files(config: TrainConfig, loop: object = None) -> Iterator[Path]:
-    """Yield the files of the user's functions that the options name; not that of --loop if a ``loop`` was given."""
+    """Yield the files of the user's functions that the options name, a file as often as options name it.
+
+    The file of ``--loop`` is left out if a ``loop`` was given as a function, which takes its place.
+    """
     for option, name in own_functions(config):
         file = file_of_function(name)
         if file is not None and file.is_file() and (option != "loop" or loop is None):
@@ -96,7 +103,8 @@ def own_code_files(config: TrainConfig, loop: object = None) -> Iterator[Path]:
 class GitStatus:
     """The commit of the folder of ``files`` or, without any, of the working folder, and the files that differ from it.
 
-    If there is a repository, but no commit, ``problem`` says why, once the result is known.
+    git runs in a process of its own from the start, so that the caller need not wait. If there is a repository, but no
+    commit, ``problem`` says why, once :meth:`result` has returned.
 
     Example: ``commit, changed_files = GitStatus([Path("loop.py")]).result()``
     """
@@ -135,9 +143,10 @@ class GitStatus:
         return json.dumps({"commit": commit, "changed_files": changed_files}) if commit else None
 
     def result(self) -> tuple[str | None, list[str]]:
-        """Return the commit and the changed files; None and no files if there is no commit.
+        """Return the commit and at most 100 changed files, sorted; None and no files if there is no commit.
 
-        A file that git does not track counts as changed only if it is a file of the user's code.
+        Wait for git for at most 10 seconds. In a submitted job, return what the machine that submitted it has found. A
+        file that git does not track counts as changed only if it is one of ``files``; git may list its folder instead.
         """
         submitted = os.environ.get(COMMIT_VARIABLE)
         with suppress(ValueError):
@@ -162,8 +171,9 @@ class GitStatus:
             if line.startswith("# branch.oid ") and not line.endswith("(initial)"):
                 commit = line.split()[-1]
             elif kind in ("1", "u"):
-                changed.append(rest.split(" ", 7 if kind == "1" else 9)[-1])
-            elif kind == "?" and any(_is_in(file, rest) for file in self._files):
+                num_fields = 7 if kind == "1" else 9  # before the path, which may have spaces
+                changed.append(rest.split(" ", num_fields)[-1])
+            elif kind == "?" and any(_is_entry_of(file, rest) for file in self._files):
                 changed.append(rest)
         if commit is None:
             self.problem = self._why_no_commit(errors)
@@ -178,14 +188,18 @@ class GitStatus:
         return "git cannot read the repository"
 
 
-def _is_in(file: Path, entry: str) -> bool:
-    """Return True if ``entry`` is ``file`` or a folder above it: a path in a repository; folders end with a slash."""
+def _is_entry_of(file: Path, entry: str) -> bool:
+    """Return True if ``entry``, a path that git lists, is probably that of ``file`` or of a folder above it.
+
+    ``entry`` is relative to the repository, whose folder is not known here, and ends with a slash if it is a folder. So
+    it is compared with the end, or with a middle part, of the absolute path of ``file``.
+    """
     path = file.as_posix()
     return f"/{entry}" in path if entry.endswith("/") else path.endswith(f"/{entry}")
 
 
 def _command() -> str:
-    """Return the command line of this process as a user types it."""
+    """Return the command line of this process as a user types it: ``raytrain train …``, or ``python script.py …``."""
     program, *words = sys.argv or [""]
     if Path(program).name == "raytrain" or program.endswith("raytrain/__main__.py"):
         return shlex.join(["raytrain", *words])

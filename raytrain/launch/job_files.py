@@ -39,7 +39,11 @@ Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Files below ``folder``, by their paths relative to it; ``left_out`` has those not taken, each with the reason."""
+    """Files below ``folder``, by their ``paths`` relative to it.
+
+    ``left_out`` has a text for each file that is not taken, and for each folder that is not entered: its path, with the
+    reason in brackets.
+    """
 
     folder: Path
     paths: tuple[Path, ...]
@@ -61,7 +65,9 @@ def check_places(config: TrainConfig) -> None:
     """Raise UsageError if the options name a relative path, which the machines of the cluster do not share."""
     for option in options_with(Mark.SHARED_PLACE):
         place: str | None = getattr(config, option)
-        if place in (None, "", "DEFAULT") or "://" in place or Path(place).is_absolute():
+        if place in (None, "", "DEFAULT"):  # DEFAULT is no path, but the weights of the network's library
+            continue
+        if "://" in place or Path(place).is_absolute():
             continue
         raise UsageError(
             f"{flag(option)} is {place}, which the job would look for in a temporary folder of its own; give a URL "
@@ -82,14 +88,14 @@ def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str | None = None) -> JobFiles:
-    """Return the files that the user's functions import from below the current folder, and those in ``include``.
+    """Return the files that the user's functions are in and import from below the current folder, and ``include``.
 
-    ``config_file``, which the command names, is among them, unless it is a URL or an absolute path, which all machines
-    can reach.
+    ``include`` names files and folders. ``config_file``, which the command names, is among the files, unless it is a
+    URL or an absolute path, which all machines can reach.
 
-    Raises UsageError if one of these files is a link, outside of the current folder, or likely a secret, or if their
-    size is more than Ray takes. In a folder that ``include`` names, links, secrets, files that a .gitignore names and
-    those that this user may not read are left out.
+    Raises UsageError if one of these files is a link, is outside of the current folder, is likely a secret, may not be
+    read or cannot be parsed as Python, or if all together are more than Ray takes. In a folder that ``include`` names,
+    links, secrets, files that a .gitignore names and those that this user may not read are left out instead.
 
     Example:
         >>> job_files(TrainConfig(loop="loop.py:train"), include=["labels.csv"]).paths
@@ -117,8 +123,13 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
 
 
 def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
-    """Return the file of a function and all files that it imports, directly or not, relative to ``root``."""
-    # A function is named with its file or its module: loop.py:train, or package.loop:train.
+    """Return the file of a function and all files that it imports, directly or not, relative to ``root``.
+
+    ``name`` is the value of ``option``. Modules that are not below ``root`` are left out: the cluster has installed
+    them. Raises UsageError if the file is missing, is not below ``root``, or may not be sent.
+    """
+    # A function is named with its file or its module: loop.py:train, or package.loop:train. A file may import modules
+    # from its own folder, too.
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         if Path(place).is_absolute() or ".." in Path(place).parts:
@@ -147,6 +158,7 @@ def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
                 for alias in node.names:
                     waiting += _files_of_module(alias.name, folders, root)
             elif isinstance(node, ast.ImportFrom):
+                # A relative import with n dots starts in the n-th folder above the file.
                 start = (root / path).parents[node.level - 1 : node.level] if node.level else folders
                 for alias in node.names:
                     waiting += _files_of_module(f"{node.module or ''}.{alias.name}".lstrip("."), start, root)
@@ -154,7 +166,10 @@ def _files_of_function(root: Path, option: str, name: str) -> set[Path]:
 
 
 def _files_of_module(name: str, folders: Iterable[Path], root: Path) -> Iterator[Path]:
-    """Yield the files in ``folders`` of the module or the attribute ``name``, and of each package around it."""
+    """Yield the files in ``folders`` of the module or the attribute ``name``, and of each package around it.
+
+    Their paths are relative to ``root``; files outside of it are left out.
+    """
     if name.partition(".")[0] == "raytrain":
         return  # the cluster has raytrain itself
     # The import of a module also runs the __init__.py of each package around it.
@@ -169,7 +184,8 @@ def _files_of_module(name: str, folders: Iterable[Path], root: Path) -> Iterator
 def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Path]:
     """Return the file ``name``, or the files in the folder ``name``, relative to ``root``.
 
-    Files that are left out are added to ``left_out``, each with the reason.
+    Files that are left out are added to ``left_out``, each with the reason. Raises UsageError if ``name``, the value of
+    ``option``, is not below ``root``, or may not be sent.
     """
     path = Path(os.path.normpath(name))
     if path.is_absolute() or ".." in path.parts or not os.path.lexists(root / path):
@@ -184,16 +200,19 @@ def _included(root: Path, option: str, name: str, left_out: list[str]) -> set[Pa
     above = [parent for parent in reversed(folder.parents) if parent.is_relative_to(top)]
     rules = tuple(rule for parent in above for rule in _rules_in(parent))
     paths: set[Path] = set()
-    for file, why in _walk(folder, rules):
-        if why is None:
+    for file, why_left_out in _walk(folder, rules):
+        if why_left_out is None:
             paths.add(file.relative_to(root))
         else:
-            left_out.append(f"{file.relative_to(root)} ({why})")
+            left_out.append(f"{file.relative_to(root)} ({why_left_out})")
     return paths
 
 
 def _check_may_be_sent(option: str, root: Path, path: Path) -> None:
-    """Raise UsageError if ``path`` is a link, or below one, or likely a secret, or may not be read."""
+    """Raise UsageError if ``path``, below ``root``, is a link, likely a secret, or may not be read by this user.
+
+    It is also raised if one of the folders that ``path`` is in is a link, or likely a secret by its name.
+    """
     # A link may lead to a secret that has another name.
     if (root / path).resolve() != root / path:
         raise UsageError(f"{option}: {path} is a link, and links are not followed; copy here what the job needs.")
@@ -218,27 +237,30 @@ def _may_be_read(path: Path) -> bool:
 
 
 def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
-    """Yield the files below ``folder``, each with None, or with the reason why it, or a whole folder, is left out.
+    """Yield each file below ``folder``, with None if it is taken, or with the reason why it is left out.
 
-    The rules of a .gitignore apply to its folder and below; ``inherited`` are the rules of the folders above.
+    A folder that is left out is yielded like a file, and not entered. The rules of a .gitignore apply to its folder and
+    below; ``inherited`` are the rules of the folders above.
     """
     rules = (*inherited, *_rules_in(folder))
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
-        # The innermost .gitignore that has a pattern for a path decides.
+        # The innermost .gitignore that has a pattern for a path decides. Its verdict is True if the path is ignored,
+        # False if a pattern with "!" takes it back, and None if no pattern is for the path.
         end = "/" if is_folder else ""
         verdicts = (
             spec.check_file(f"{path.relative_to(rules_folder).as_posix()}{end}").include
             for rules_folder, spec in reversed(rules)
         )
+        is_ignored = next((verdict for verdict in verdicts if verdict is not None), False)
         if path.is_symlink():
             yield path, "a link"
         elif not _may_be_read(path):
             yield path, "not readable by you"
         elif _is_secret(path):
             yield path, "hidden or likely a secret"
-        elif path.name in _FOLDERS_LEFT_OUT or next((verdict for verdict in verdicts if verdict is not None), False):
+        elif path.name in _FOLDERS_LEFT_OUT or is_ignored:
             yield path, "ignored"
         elif is_folder:
             yield from _walk(path, rules)
@@ -249,6 +271,6 @@ def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
 def _rules_in(folder: Path) -> Rules:
     """Return the rules of the .gitignore in ``folder``; empty if there is none."""
     file = folder / ".gitignore"
-    return (
-        ((folder, GitIgnoreSpec.from_lines(file.read_text(errors="replace").splitlines())),) if file.is_file() else ()
-    )
+    if not file.is_file():
+        return ()
+    return ((folder, GitIgnoreSpec.from_lines(file.read_text(errors="replace").splitlines())),)

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.runs.redact import keep_secret, one_line, redact
 
 _log = logging.getLogger("raytrain")
-WEBHOOK_WITHIN_S = 5.0
-COMMAND_WITHIN_S = 20.0
+WEBHOOK_WITHIN_S = 5.0  # seconds until an answer
+COMMAND_WITHIN_S = 20.0  # seconds until its end
 _MAX_REASON = 200  # characters of an error message
 _MAX_ERRORS_BYTES = 4096  # read from the end of a command's standard error, for its last line
 _FACTS = (
@@ -41,9 +42,10 @@ _FACTS = (
 
 
 def notify_target(config: TrainConfig) -> str | None:
-    """Return the URL or the command that ``--notify`` names, and keep it out of all texts of this process.
+    """Return the URL or the command that ``--notify`` names; None without that option.
 
-    Raises UsageError if it names a variable that is not set.
+    Have :func:`redact` remove it, and each URL in a command, from all texts of this process. A value such as ``$NAME``
+    stands for the content of that variable. Raises UsageError if it names a variable that is not set.
     """
     target = config.notify
     if target is None:
@@ -91,9 +93,12 @@ def _is_url(target: str) -> bool:
 def message_of(result: TrainResult) -> dict[str, Any]:
     """Return the message about a run's end, as ``text`` and as single facts; no secret is in them.
 
+    Facts that are None are left out. Each text is one line.
+
     Example: ``message_of(result)["text"] == "Run first finished after 500 steps: validation accuracy 0.9312"``
     """
     facts = {name: getattr(result, name) for name in _FACTS}
+    # The text: how the run ended and why, what was measured, what it cost, and the error.
     measured = [
         f"{name.replace('_', ' ')} {facts[name]:.4f}"
         for name in ("validation_accuracy", "test_accuracy")
@@ -128,7 +133,7 @@ class Notification:
         self._within_s = 0.0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send ``message`` in a thread, unless a message was sent before."""
+        """Send ``message`` in a thread, and return at once. Do nothing if a message was sent before."""
         if self._target is None or self._thread is not None:
             return
         is_url = _is_url(self._target)
@@ -138,14 +143,14 @@ class Notification:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the message is sent, for some seconds at most."""
+        """Wait until the message is sent, for some seconds at most; warn if it is not sent by then."""
         if self._thread is not None:
             self._thread.join(self._within_s + 1)
             if self._thread.is_alive():
                 _log.warning("--notify has not ended within %.0f s; nothing waits for it.", self._within_s)
 
-    def _send(self, call: Any, message: dict[str, Any]) -> None:
-        """Send ``message`` to the target by ``call``; warn if that fails."""
+    def _send(self, call: Callable[[str, dict[str, Any]], str | None], message: dict[str, Any]) -> None:
+        """Send ``message`` to the target by ``call``, :func:`_post` or :func:`_run_command`; warn if that fails."""
         assert self._target is not None
         try:
             problem = call(self._target, message)
@@ -172,13 +177,13 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
     request = Request(url, json.dumps(message).encode(), headers, method="POST")
     try:
         with build_opener(NoRedirects).open(request, timeout=WEBHOOK_WITHIN_S) as answer:
-            answer.read(1)
+            answer.read(1)  # a webhook that breaks off its answer has failed
     except HTTPError as error:
         advice = ": name the address that it leads to" if 300 <= error.code < 400 else ""
         return f"the webhook answered {error.code} {error.reason}{advice}"
     except TimeoutError:
         return f"the webhook has not answered within {WEBHOOK_WITHIN_S:g} s"
-    except URLError as error:
+    except URLError as error:  # there is no connection
         return str(error.reason)
     except HTTPException as error:
         return f"the webhook gave no answer in HTTP: {str(error).strip() or type(error).__name__}"
@@ -186,7 +191,10 @@ def _post(url: str, message: dict[str, Any]) -> str | None:
 
 
 def _run_command(command: str, message: dict[str, Any]) -> str | None:
-    """Run the user's command in a shell, with the facts in its environment; return the error as a text, or None."""
+    """Run the user's command in a shell, with the facts in its environment; return the error as a text, or None.
+
+    After 20 seconds, kill it with all processes that it has started.
+    """
     facts = {f"RAYTRAIN_{name.upper()}": str(value) for name, value in message.items()}
     # Errors go to a file: a pipe would stay open as long as any process that the command leaves in the background.
     with tempfile.TemporaryFile() as errors:

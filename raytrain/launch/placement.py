@@ -31,19 +31,19 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    driver: str
-    capability: str
+    driver: str  # the version of NVIDIA's driver
+    capability: str  # CUDA's version of what the GPU can do, such as 8.0
 
 
 def gpus() -> tuple[Gpu, ...]:
     """Return all GPUs of this machine in PCI bus order, whatever CUDA_VISIBLE_DEVICES says.
 
-    Empty without NVIDIA's driver.
+    Empty without NVIDIA's driver, or if the driver cannot be asked.
     """
     import pynvml
 
     devices: list[Gpu] = []
-    with suppress(pynvml.NVMLError):
+    with suppress(pynvml.NVMLError):  # there is no driver, or it failed: then the list is not returned
         pynvml.nvmlInit()
         try:
             for index in range(pynvml.nvmlDeviceGetCount()):
@@ -83,7 +83,7 @@ def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
     """
     chosen = chosen_gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     num_gpus = len(gpus())
-    if chosen is not None:  # CUDA takes an empty name or -1 for none
+    if chosen is not None:  # an empty name or -1 in CUDA_VISIBLE_DEVICES names no GPU
         num_gpus = min(num_gpus, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
     return Hardware(1, cores(), num_gpus, image_memory()[1])
 
@@ -105,9 +105,10 @@ def fastest_precision(device: str) -> Precision:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Totals over the nodes of a cluster, but ``object_store_bytes`` of the smallest one.
+    """CPUs and GPUs of all nodes of a cluster together, or of this machine, which is one node.
 
-    ``gpu_types`` has the number of GPUs of each type, None if that is not known. A single machine is one node.
+    ``object_store_bytes`` is the memory for images on one node, the one with the least. ``gpu_types`` has the number of
+    GPUs by the name of their type; None if the types are not known.
     """
 
     num_nodes: int
@@ -119,10 +120,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Placement:
-    """The workers of a run, at least ``min_workers``, and the resources of each.
+    """The workers of a run, ``num_workers`` or, if they are elastic, at least ``min_workers``, and what each gets.
 
-    ``cpus`` are those of a worker itself, ``data_cpus`` those for reading its images, of which one data task takes
-    ``task_cpus``. ``threads`` is the number of torch's threads in a worker.
+    ``device`` is ``cpu`` or ``cuda``. ``cpus`` are those of a worker itself, ``data_cpus`` those for reading its
+    images, of which one data task takes ``task_cpus``; a part of a CPU is possible. ``threads`` is the number of
+    torch's threads in a worker.
     """
 
     num_workers: int
@@ -142,7 +144,7 @@ class Placement:
 
 
 def place(config: TrainConfig, hardware: Hardware) -> Placement:
-    """Return the workers of a run, their device and their CPUs.
+    """Return the workers of a run, their device and their CPUs. Warn if workers share the cores of this machine.
 
     Raises UsageError if the options ask for more than there is.
 
@@ -159,7 +161,8 @@ def place(config: TrainConfig, hardware: Hardware) -> Placement:
             *map(format_count, (fewest, available, available), ("worker", "CPU core", "worker")),
         )
 
-    # Each worker gets one CPU if as many are left for reading; otherwise half of all CPUs are left for reading.
+    # Each worker gets one CPU if as many are left for reading; otherwise half of all CPUs are left for reading. If Ray
+    # decides how many elastic workers fit, almost a whole CPU each, so that no more start than there are CPUs.
     num_workers = max(fewest, min(most, available))
     cpus = 1.0 if hardware.cpus >= 2 * num_workers else _round_down(hardware.cpus / 2 / num_workers)
     if config.elastic_workers and device == "cpu" and hardware.cpus < 2 * most:
@@ -211,7 +214,10 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
 
 
 def wanted_workers(config: TrainConfig, hardware: Hardware) -> tuple[str, int, int]:
-    """Return the device of the workers, ``cpu`` or ``cuda``, and the smallest and the largest number of workers."""
+    """Return the device of the workers, ``cpu`` or ``cuda``, and the smallest and the largest number of workers.
+
+    These are what the options ask for, whether there is room or not. The two numbers differ only for elastic workers.
+    """
     # --workers auto takes all GPUs, or three quarters of the CPUs, so that the others are left for reading.
     any_gpu = hardware.gpus >= 1 or config.accelerator_type is not None
     device = ("cuda" if any_gpu else "cpu") if config.device_type == "auto" else config.device_type
@@ -222,7 +228,7 @@ def wanted_workers(config: TrainConfig, hardware: Hardware) -> tuple[str, int, i
 
 
 def available_workers(config: TrainConfig, device: str, hardware: Hardware) -> int:
-    """Return how many workers get a device of their own."""
+    """Return how many workers can each have a CPU core, or a GPU of the type that the options name, of their own."""
     if device == "cpu":
         return int(hardware.cpus)
     if config.accelerator_type is None or hardware.gpu_types is None:

@@ -32,14 +32,19 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 _AHEAD = 1  # finished blocks that wait for the network, for each thread
-_CLOSE_S = 10.0
+_CLOSE_S = 10.0  # seconds that a thread has to end
 _MAX_READERS = 8  # threads; more of them would leave too little of the interpreter's time to the network
 
 BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
-"""Returns a table of n rows for images, uint8 (n, H, W, C), and their labels, int64 (n,), negative if unknown."""
+"""Returns a table of n rows, the predictions, for images, uint8 (n, H, W, C), and labels, int64 (n,).
+
+A label that is not known is negative.
+"""
 LoadPredictor = Callable[[Store, int, int], BlockPredictor]
-"""Loads a predictor, given the store of the run, how many threads it may use, and the number of its GPU, if any. Can be
-pickled."""
+"""Loads a predictor, given the store of the run, how many threads it may use, and the number of its GPU, if any.
+
+Can be pickled, so that it can be sent to another process.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class PredictRequest:
 class ServedModel:
     """The network of ``run``, loaded from ``store``, which answers requests with the ``top_k`` likeliest classes.
 
-    ``thresholds`` has the probability of each class from which on an image has it; None if an image has one class.
+    ``checkpoint`` names the file of its weights, and ``format`` says how an image is decoded for it. ``thresholds`` has
+    the probability of each class from which on an image has it; None if an image has one class.
     """
 
     run: str
@@ -76,9 +82,10 @@ class ServedModel:
     thresholds: tuple[float, ...] | None = None
 
     def answer(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer, to be sent as JSON, for a row of the predictor.
+        """Return the answer, to be sent as JSON, for a row of the predictor's table.
 
-        It has ``label`` and ``score``, or ``labels`` if an image may have several; and ``classes``, the likeliest ones.
+        It has ``label`` and ``score`` of the likeliest class, or ``labels`` if an image may have several; and
+        ``classes``, the ``top_k`` likeliest ones.
         """
         # One class per image: the predictor's columns are label and score, label_2 and score_2, and so on.
         if self.thresholds is None:
@@ -98,8 +105,8 @@ class ServedModel:
 def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.Table]:
     """Predict with ``placement.num_workers`` networks in this process, each on a GPU or on its share of the cores.
 
-    Yields tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
-    those of the predictor, which have no meaning if there is an error.
+    Yields a table for each block of images, in the manifest's order, with the columns key, error (why the image could
+    not be read, else null) and those of the predictor, which have no meaning if there is an error.
     """
     # The networks share up to 8 readers; each has at least one.
     num_networks = placement.num_workers
@@ -118,9 +125,14 @@ def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.T
 def predict_blocks(
     request: PredictRequest, num_threads: int, num_readers: int, first: int = 0, stride: int = 1, *, gpu: int = 0
 ) -> Iterator[pa.Table]:
-    """Predict every ``stride``-th block, from block ``first`` on, with one network; see :func:`predict_here`."""
+    """Predict every ``stride``-th block, from block ``first`` on, with one network; yield the same as predict_here.
+
+    ``num_readers`` threads read images ahead, each with a process that decodes them. The network computes with
+    ``num_threads`` threads, or on the GPU with the number ``gpu``.
+    """
 
     def read(reader: int) -> Iterator[tuple[Manifest, Pixels, dict[int, str]]]:
+        # Yield the rows of each block, the images, and for each that cannot be read its position and the reason.
         # Images are decoded in a process of its own, because a bad one might kill this process.
         with ImageReader(request.images, *request.format, isolated=True) as image_reader:
             for manifest in request.blocks(first + reader * stride, num_readers * stride):
@@ -130,8 +142,8 @@ def predict_blocks(
     with ExitStack() as opened:
         blocks = [_ahead(read(reader), opened) for reader in range(num_readers)]
         predict = request.load_predictor(request.run_store, num_threads, gpu)
-        for manifest, pixels, bad in in_turn(blocks):
-            errors = string_array([bad.get(position) for position in range(len(manifest))])
+        for manifest, pixels, reasons in in_turn(blocks):
+            errors = string_array([reasons.get(position) for position in range(len(manifest))])
             predictions = predict(pixels, manifest.labels.astype(np.int64))
             yield predictions.append_column("key", manifest.keys.cast(pa.string())).append_column("error", errors)
 
@@ -146,7 +158,7 @@ def in_turn(sources: Sequence[Iterator[T]]) -> Iterator[T]:
 
 
 def _ahead(items: Iterator[T], opened: ExitStack) -> Iterator[T]:
-    """Return ``items``, produced ahead by a thread that ends with ``opened``."""
+    """Return ``items``, each produced before it is needed by a thread, which ends when ``opened`` is closed."""
     produced = Prefetch(items, _AHEAD)
     opened.callback(produced.close, _CLOSE_S)
     return produced

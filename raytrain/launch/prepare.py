@@ -112,8 +112,9 @@ class TrainRequest:
 def settle_options(config: TrainConfig) -> TrainConfig:
     """Return the options with a name; if the run resumes, with those that it keeps from its last attempt.
 
-    These are the checks that take only a few requests, before a cluster starts. Raises UsageError or StorageError if
-    storage cannot be written, the name is taken, the run was started with other options, or there are no images.
+    These are the checks that take only a few requests, before a cluster starts. A run of the same name that has ended
+    before its first step is deleted. Raises UsageError or StorageError if storage cannot be written, the name is taken,
+    the run was started with other options, or there are no images or weights.
     """
     from raytrain.storage.open import open_store
 
@@ -124,7 +125,8 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
 
-    # A run that ended before its first step is replaced, because nothing of it can be resumed.
+    # A run that ended before its first step is replaced, because nothing of it can be resumed. A sweep never is, though
+    # it has no checkpoint: its trials have them.
     if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
         written = read_json(store, STATUS)
         status = parse_status(written)
@@ -163,7 +165,10 @@ def settle_options(config: TrainConfig) -> TrainConfig:
 
 
 def _check_free(config: TrainConfig, name: str, store: Store) -> None:
-    """Raise UsageError if a new run's name is taken, or if its folder has files that no run wrote."""
+    """Raise UsageError if a new run's name is taken, or if its folder has files that no run wrote.
+
+    With ``--resume``, a run that exists is what is wanted.
+    """
     if store.exists(CONFIG):
         if config.resume:
             return
@@ -181,8 +186,9 @@ def _check_free(config: TrainConfig, name: str, store: Store) -> None:
 def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     """Return the options of a run that resumes: those that ``config`` leaves undecided are as in ``before``.
 
-    On another number of workers, a run thus keeps its global batch size and its learning rate. Raises UsageError if an
-    option differs that decides on the layout of the state in checkpoints, or on the images that are held out.
+    ``config`` is what the user asks for now, ``before`` are the options of the last attempt. On another number of
+    workers, a run thus keeps its global batch size and its learning rate. Raises UsageError if an option differs that
+    decides on the layout of the state in checkpoints, or on the images that are held out.
     """
     # Options that --recipe auto leaves open have been decided by the images when the run started.
     if config.open_options:
@@ -208,7 +214,7 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 "images held out for validation; omit it, or start another run."
             )
 
-    # Options that were not given are as they were: first those that are decided at the start of a run.
+    # Options that were not given are as they were. First those that are decided at the start of a run.
     undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
     # Then the split of the images, unless these or their labels come from elsewhere now. Whether they are the run's
     # images is checked later.
@@ -216,8 +222,9 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     has_places = all(getattr(config, option) == getattr(before, option) for option in places)
     if has_places and (config.labels is None) == (before.labels is None):
         undecided += [option for option in split if getattr(config, option) is None]
-    # Then those that describe the run: without the price, its cost so far would be lost, and its note may be newer than
-    # the script that resumes it. For that reason its tags are kept, too, beside new ones.
+    # Then those that describe the run: without the price, its cost so far would be lost, and `raytrain tag` may have
+    # changed its note since the script was written that resumes it. So may have its tags, which are kept beside new
+    # ones.
     undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
     return dataclasses.replace(
         config,
@@ -233,6 +240,8 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
 def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
     """Raise UsageError if ``subject``, a run or a sweep with the status ``before``, has spent ``--max-cost`` already.
 
+    Nothing is raised without that option.
+
     Example: ``check_budget(config, read_status(store), "Run 'first'")``
     """
     if config.max_cost is not None and (before.dollars or 0.0) >= config.max_cost:
@@ -245,8 +254,8 @@ def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
 def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
     """Return the earlier result of a resumed run that has nothing to do, with a sentence that says so; else None.
 
-    A run has nothing to do if it has its epochs already, or would stop again at once. Raise UsageError if there is more
-    to do, but the dollars of ``--max-cost`` are spent.
+    A run has nothing to do if it has its epochs already, or would stop again at once. Raises UsageError if there is
+    more to do, but the dollars of ``--max-cost`` are spent. ``config`` is what :func:`settle_options` returns.
     """
     if not config.resume:
         return None
@@ -262,29 +271,31 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
     if not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
     before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
+    # With another batch size or number of steps, the run is to be of another length.
     if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
         return None
 
-    stop_reason = stop_reason_of(summary)
-
     # It finished with as many epochs; or it was stopped on the way to more epochs, and has those asked for now; or an
-    # option has stopped it that still has the same value.
-    steps_per_epoch = -(-status.num_steps // before.epochs)
-    has_all = status.status == "finished" and config.epochs <= before.epochs
-    has_more = status.status == "stopped" and not before.max_steps and config.epochs * steps_per_epoch <= status.step
-    ended_by = stop_reason.option if stop_reason and status.status == "stopped" else None
-    has_stopped = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
-    if not (has_all or has_more or has_stopped):
+    # option has stopped it that still has the same value, and would stop it again at its first evaluation.
+    is_stopped, stop_reason = status.status == "stopped", stop_reason_of(summary)
+    steps_per_epoch = -(-status.num_steps // before.epochs)  # rounded up
+    has_finished = status.status == "finished" and config.epochs <= before.epochs
+    has_enough = is_stopped and not before.max_steps and config.epochs * steps_per_epoch <= status.step
+    ended_by = stop_reason.option if stop_reason and is_stopped else None
+    would_stop_again = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
+    if not (has_finished or has_enough or would_stop_again):
         return None
     try:
         result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
     except TypeError:  # the summary is missing or damaged
         return None
+
+    # The sentence.
     because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
     if config.max_steps is not None and result.steps >= config.max_steps:
         because = f"has {format_count(result.steps, 'step')} already, and --max-steps is {config.max_steps}"
     advice = ""
-    if ended_by is not None and has_stopped:
+    if ended_by is not None and would_stop_again:
         because = (
             f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {format_count(result.epochs, 'epoch')}"
         )
@@ -293,10 +304,13 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
 
 
 def prepare(config: TrainConfig, request: TrainRequest | None = None) -> PreparedRun:
-    """List the images of a run, and take ownership of it.
+    """List the images of a run, and take ownership of it until the returned context is left.
 
-    ``config`` is what :func:`settle_options` returns. Nothing is written but the claim of ownership. Raises UsageError
-    if the images of a resumed run have changed, or if another process owns the run.
+    ``config`` is what :func:`settle_options` returns, to which the options that the images decide are added. Nothing is
+    written but the claim of ownership. Takes up to half a minute longer if the last owner of the run may be alive.
+
+    Raises UsageError if the images of a resumed run have changed, if an option does not fit the images, or if another
+    process owns the run; StorageError if storage is out of reach.
 
     Example:
         >>> with prepare(settle_options(config)) as prepared:
@@ -312,7 +326,8 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     else:
         STARTUP.info("listing the images …")
         config, data = open_decided(config, store, request.loop)
-        if data.stored is not None:  # a resume: changed images are refused before any document is replaced
+        # If the run resumes, changed images are refused before any document is replaced.
+        if data.stored is not None:
             listed, stored = (
                 Identity.of(config, images.classes, images.digest, images.labels_digest)
                 for images in (data.train, data.stored)
@@ -349,8 +364,9 @@ def open_decided(
 ) -> tuple[TrainConfig, Dataset]:
     """Return the options with everything that the images and the weights decide, and the images.
 
-    With a ``loop`` of the user's own, open options keep their defaults: it may train another network in its own way.
-    Raises StorageError if the images decide on weights that cannot be downloaded, unless nothing ``needs_weights``.
+    The images are listed, or read from the documents in ``store`` if the run has stored them. With a ``loop`` of the
+    user's own, open options keep their defaults: it may train another network in its own way. Raises StorageError if
+    the images decide on weights that cannot be downloaded, unless nothing ``needs_weights``.
     """
     from raytrain.data.dataset import open_dataset
 
@@ -425,10 +441,13 @@ class PreparedRun(TrainRequest):
         decoder_problem: Callable[[str], str | None] | None = None,
         suits_channels_last: Callable[[], bool] | None = None,
     ) -> ResolvedConfig:
-        """Return the options with everything decided.
+        """Return the options with everything decided, for ``num_workers`` workers on ``device``, ``cpu`` or ``cuda``.
 
         The functions, which may ask all nodes of a cluster, are only called if the options leave their question open;
-        the last one, which builds the network, only on a GPU.
+        the last one, which builds the network, only on a GPU. ``decoder_problem`` returns why GPUs cannot decode the
+        images, or None. Reports what was decided on, and settings that are hardly ever meant.
+
+        Raises UsageError if the options ask for something that the device cannot do: ``--decoder gpu``, or CUDA graphs.
         """
         # Decide on the decoder. Runs of a group share decoded images, and a GPU would decode them for each run.
         problem = "its runs share decoded images" if self.group and self.config.decoder == "auto" else None
@@ -440,7 +459,7 @@ class PreparedRun(TrainRequest):
         if device == "cuda" and self.config.decoder == "auto" and problem is not None:
             STARTUP.info("images are decoded by the CPUs: %s", problem)
 
-        # Decide on everything else.
+        # Decide on everything else. If an option is not open, what is passed on for it does not count.
         check_recordable(self.config, device)
         suits = suits_channels_last or self._suits_channels_last
         resolved = self.config.resolve(
@@ -469,16 +488,18 @@ class PreparedRun(TrainRequest):
         return resolved
 
     def _suits_channels_last(self) -> bool:
-        """Return whether ``--channels-last auto`` is on, on a GPU, and report it.
+        """Return whether ``--channels-last auto`` is on, on a GPU, and report that it is.
 
-        It is off for a loop that does not build the network of ``--model``, and for an attached run.
+        It is off for a loop that does not build the network of ``--model``, and for an attached run: which network
+        these train is not known yet.
         """
         from raytrain.config.user_code import load_optional
         from raytrain.training.memory_format import suits_channels_last  # imports torch, as the workers do meanwhile
         from raytrain.training.unused_options import names_in_code
 
         loop: Any = self.loop or load_optional("--loop", self.config.loop)
-        while isinstance(loop, partial) and loop.func.__module__.startswith("raytrain."):  # raytrain.profile wraps it
+        # raytrain.profile wraps the user's loop: look at the loop itself.
+        while isinstance(loop, partial) and loop.func.__module__.startswith("raytrain."):
             loop = loop.keywords.get("loop")
         builds_network = self.command != "attach" and (loop is None or "build_model" in names_in_code(loop))
         is_on = builds_network and suits_channels_last(self.config, len(self.data.train.classes))
@@ -487,7 +508,10 @@ class PreparedRun(TrainRequest):
         return is_on
 
     def scope(self) -> Scope | None:
-        """Return the scope of lent credentials: reading images, and writing the run's folder; None for no limit."""
+        """Return the scope of lent credentials: reading images, and writing the run's folder; None for no limit.
+
+        There is a limit only with ``--scope-keys``.
+        """
         reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
         return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
 

@@ -50,8 +50,9 @@ from raytrain.training.script_logging import LoggedRecord, write_record
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 0.5
-_ABORTED_WITHIN_S = 5.0
+_ABORTED_WITHIN_S = 5.0  # that documents being written may take when the session is interrupted
 _STATUS_AFTER: dict[object, str] = {KeyboardInterrupt: "interrupted", CoordinatorLost: "starting"}
+"""The status of a run whose session was interrupted by such an exception; after any other, it is "failed"."""
 
 
 class Launch(Protocol):
@@ -103,6 +104,9 @@ class RunPhase(Enum):
 class RunSession:
     """A run that trains while the session is open: its views, its trackers, its documents, and its end.
 
+    Entering the context starts the workers, and leaving it releases everything that belongs to the run. If it is left
+    by an exception, the run's status says so.
+
     Example:
         >>> with RunSession(prepared, LocalLaunch(prepared, agent)) as session:
         ...     result = session.watch()
@@ -112,6 +116,7 @@ class RunSession:
         self._prepared = prepared
         self._launch = launch
         self._plan = prepared.data.plan(launch.config)
+        # A run that resumes goes on with the cost of its earlier attempts.
         before = RunStatus(status="starting")
         if prepared.config.resume:
             with suppress(StorageError):
@@ -138,8 +143,11 @@ class RunSession:
     def watch(self) -> TrainResult:
         """Show the run, pass on requests to stop, and write its documents, until it ends; return the result.
 
-        A stop that comes before the workers train ends the run at once. Raises TrainingFailed if the run fails, and
-        :class:`CoordinatorLost` if its coordinator dies.
+        A stop that comes before the workers train ends the run at once, if the launch can end them.
+
+        Raises TrainingFailed if the run fails, and :class:`CoordinatorLost` if its coordinator dies. If the workers
+        find that the network, its weights and its options do not fit together, their error is raised as it is, and
+        nothing of the run is in storage. Raises StorageError if the summary cannot be written.
         """
         signals = self._prepared.signals
         ending = self._monitor.ending()
@@ -151,10 +159,14 @@ class RunSession:
             self._monitor.request_stop(stored)
 
         while not ending.has_come and not self._launch.wait(_POLL_EVERY_S):
+            # Show the run, and write the documents in the background.
             snapshot = self._show()
             stored = self._recording(snapshot) if ending.is_checked else None
             if self._phase is RunPhase.RECORDED:
                 self._picturing(snapshot)
+
+            # Pass on requests to stop: from storage, --max-cost and the coordinator to the signals, from these to the
+            # coordinator.
             if self._max_dollars is not None and (snapshot.dollars or 0.0) >= self._max_dollars:
                 stored = stored or StopReason("cost", f"{self._max_dollars:g}", value=snapshot.dollars)
             if (request := snapshot.stop_request or stored) is not None:
@@ -166,6 +178,8 @@ class RunSession:
                 stopped_before_training = is_starting and self._launch.ends_workers
                 if stopped_before_training:
                     break
+
+            # Look after the workers, and ask whether the run has ended.
             for gpu in self._cost.gpus_without_price - self._reported_gpus:
                 self._monitor.event(Note(f"--price has no price for {gpu}, which counts as nothing"))
                 self._reported_gpus.add(gpu)
@@ -181,6 +195,8 @@ class RunSession:
             _log.debug("a worker failed: %s", printable(redact(ending.trace)))
             if not ending.is_checked:
                 raise ending.error
+
+        # Write how the run ended.
         outcome = self._outcome(ending, stopped_before_training=stopped_before_training)
         self._prepared.copy_log()
         result = successful(self._conclude(outcome))
@@ -213,13 +229,16 @@ class RunSession:
         return snapshot
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due; return a stop request found in storage. Runs in the background."""
+        """Write the documents that are due; return a stop request found in storage, if any. Runs in the background."""
         self._write_first_documents()
         self._writer.heartbeat(snapshot)
         return self._writer.stop_request()
 
     def _write_first_documents(self) -> None:
-        """Write the run's first documents, by which others know that it exists, and this attempt's provenance."""
+        """Write the run's first documents, by which others know that it exists, and this attempt's provenance.
+
+        Do nothing if they are written. The trackers begin here, too.
+        """
         # Once: the manifests and the configuration. A stop request in storage stays if this process restarts the run.
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
@@ -244,7 +263,10 @@ class RunSession:
             self._monitor.event(ProvenanceChanged(difference))
 
     def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
-        """Return the outcome that the workers reported, or, if they did not, one from what is known about their end."""
+        """Return the outcome that the workers reported, or, if they did not, one from what is known about their end.
+
+        A run that the monitor has ended has failed, whatever the workers reported.
+        """
         prepared, reason = self._prepared, ending.reason
         if reason is None and ending.outcome is not None:
             return ending.outcome
@@ -271,7 +293,7 @@ class RunSession:
         return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
 
     def _conclude(self, outcome: Outcome) -> TrainResult:
-        """Write the summary and the rest of the history, end the trackers, and return the result.
+        """Write the summary and the rest of the history, end the trackers, send the message, and return the result.
 
         Raises StorageError if storage is out of reach, unless the run failed: the reason of that matters more, and may
         be storage itself.
@@ -292,7 +314,8 @@ class RunSession:
         with unless_failed:
             self._writer.conclude(result, snapshot)
 
-        # Trackers may report events at their end, too. A run that starts again at once sends no message.
+        # Trackers may report events at their end, too. A run that starts again at once, with more microbatches because
+        # memory did not suffice, sends no message.
         self._tracking.finish(result)
         self._writer.log_events(self._show())
         starts_again = result.accumulate is not None and self._prepared.config.accumulate == "auto"
@@ -303,13 +326,15 @@ class RunSession:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._gathering is not None:
             self._gathering.close()
+        # An exception has interrupted the session: trackers end as for a failed run, and a run that has documents, but
+        # no result, gets a status.
         if kind is not None:
             with suppress(RaytrainError):  # if the coordinator has died, the last lines are lost
                 self._print_lines_of_workers()
-            # The session was interrupted: trackers end as for a failed run, and a run without a result gets a status.
             self._tracking.abort()
             self._picturing.close(0.0)
-            if self._recording.close(_ABORTED_WITHIN_S) and self._phase is RunPhase.RECORDED:
+            has_written = self._recording.close(_ABORTED_WITHIN_S)  # otherwise it may still write the status itself
+            if has_written and self._phase is RunPhase.RECORDED:
                 status = _STATUS_AFTER.get(kind, "failed")
                 with suppress(RaytrainError):  # the reason why the session ends matters more
                     self._writer.write_status(status, fail_fast=True)

@@ -17,7 +17,8 @@ from raytrain.runs.metrics_history import History
 class SharedImages(RunMonitor):
     """Images that runs on this machine share while this is open, decoded once.
 
-    ``cache`` is None if they do not fit into memory. As a monitor, it collects the images that no run can use.
+    ``cache`` is None if they do not fit into memory; then each run decodes them for itself. As a monitor, this collects
+    the images that cannot be used, which each run reports. ``num_steps`` counts the steps of all runs together.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:

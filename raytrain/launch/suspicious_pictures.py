@@ -40,7 +40,10 @@ class SuspiciousPictures:
         self._image_of: dict[int, str | None] = {}  # data URLs by sample; None if an image cannot be read
 
     def update(self, snapshot: Snapshot) -> None:
-        """Write the suspicious images of ``snapshot``, unless they are written; if that fails, try next time."""
+        """Write the suspicious images of ``snapshot``, unless they are written already.
+
+        If that fails, nothing is raised or reported: the next call tries it again.
+        """
         labels = snapshot.suspicious
         if not labels or labels == self._written:
             return
@@ -72,9 +75,10 @@ class SuspiciousPictures:
 
 
 def read_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
-    """Return training images, up to ``max_side`` pixels wide and high, each uint8 (H, W, C), or None if unreadable.
+    """Return the training images with the numbers ``samples``, each uint8 (H, W, C), or None if it is unreadable.
 
-    Raises StorageError if storage is out of reach.
+    They are cropped as for an evaluation, and up to ``max_side`` pixels wide and high. Raises StorageError if storage
+    is out of reach.
     """
     (height, width, channels), cropping, _ = data.evaluation_format
     factor = min(1.0, max_side / max(height, width))

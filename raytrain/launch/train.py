@@ -54,6 +54,9 @@ def train(
 ) -> TrainResult:
     """Train like :func:`raytrain.train`, where the arguments are described; without a ``view``, show nothing.
 
+    ``signals`` is where requests to stop come from: by default, from signals such as Ctrl-C. ``started_at`` is when the
+    user started the run, by ``time.monotonic()``; by default now.
+
     Example: ``train(config, view=lambda snapshot: print(snapshot.step))``
     """
     started_at = time.monotonic() if started_at is None else started_at
@@ -67,7 +70,10 @@ def train(
 
 
 def start_run(config: TrainConfig, request: TrainRequest, trackers: Trackers = ()) -> TrainResult:
-    """Train; with ``--accumulate auto``, start again with more microbatches as long as memory does not suffice."""
+    """Train; with ``--accumulate auto``, start again with more microbatches as long as memory does not suffice.
+
+    The options are checked already, by :func:`check_options`. Raises what :func:`raytrain.train` does.
+    """
     chooses_microbatches = config.accumulate == "auto"
     while True:
         # Trackers are opened for each start, because they are closed at its end.
@@ -88,7 +94,11 @@ def start_run(config: TrainConfig, request: TrainRequest, trackers: Trackers = (
 
 
 def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainResult:
-    """Train; start the run again if its coordinator is lost, up to ``--max-failures`` times."""
+    """Train; start the run again if its coordinator is lost, up to ``--max-failures`` times.
+
+    After that many times, mark the run as failed, and raise CoordinatorLost. A resumed run that has nothing to do is
+    not started: warn, and return its earlier result.
+    """
     train_once = _train_locally if config.backend == "local" else _train_on_ray
     restarts_left = config.max_failures
     while True:
@@ -142,7 +152,11 @@ def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
 
 @contextmanager
 def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> Iterator[Callable[[], Connection]]:
-    """Open a cluster, import Ray and torch in a thread, which takes seconds, and yield a function that joins both."""
+    """Open a cluster, import Ray and torch in a thread, which takes seconds, and yield a function that waits for both.
+
+    That function connects this process to the cluster, and returns the connection. ``check`` is called before a cluster
+    of this machine alone is used; it may raise UsageError to prevent that.
+    """
     with Connection(config.address, config.gpus, check) as cluster:
         # Not a daemon thread: when the process ends, Python would stop such a thread in the middle of an import, and
         # then hang at the import's lock.
@@ -159,7 +173,10 @@ def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> It
 
 @contextmanager
 def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
-    """Open the machines of several runs, and yield a function that waits for them and returns their hardware."""
+    """Open the machines of several runs, and yield a function that waits for them and returns their hardware.
+
+    On Ray, they are a cluster, which starts while the caller does something else.
+    """
     if config.backend == "local":
         yield lambda: machine_hardware(config.gpus)
         return
@@ -207,7 +224,8 @@ def stop(name: str, *, storage: Location = "./runs", address: str | None = None,
 class RunHandle:
     """A run that trains in a thread of this process; :func:`raytrain.start` makes one.
 
-    ``await handle`` is :meth:`result` for asynchronous code. In a notebook it leaves the kernel free for a Stop button.
+    ``on_failure`` is called in that thread with the exception by which the run ends, if any. ``await handle`` is
+    :meth:`result` for asynchronous code. In a notebook it leaves the kernel free for a Stop button.
 
     Example:
         >>> handle = raytrain.start(config)
@@ -247,8 +265,9 @@ class RunHandle:
 
         Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s`` seconds.
         """
+        # Future.result(timeout_s) would raise an exception that in Python 3.10 is no builtin TimeoutError.
         wait([self._result], timeout_s)
-        if not self.done:  # the future's own exception is no TimeoutError in Python 3.10
+        if not self.done:
             raise TimeoutError(f"The run has not ended within {timeout_s} s; stop() asks it to.")
         return self._result.result()
 

@@ -1,1 +1,1 @@
-"""On this machine, without Ray."""
+"""Starts runs on this machine, without Ray."""

@@ -53,14 +53,18 @@ from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.script_logging import LoggedRecord, log_as
 
-_SHUTDOWN_S = 5
-_POLL_S = 20.0
+_SHUTDOWN_S = 5  # that workers have to end after SIGTERM
+_POLL_S = 20.0  # after which a worker asks again whether the run is to stop
 _SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _FAILED = 1  # exit code of a worker that has reported its error to the coordinator
 
 
 def main() -> None:
-    """Start the workers of the run that standard input describes, and wait until they have ended."""
+    """Start the workers of the run that standard input describes, and wait until they have ended.
+
+    Standard input has two pickled objects: the current folder of the command, and the spec with the inputs of the run.
+    It stays open, and its end means that the driver has ended.
+    """
     gc.freeze()  # otherwise the first collection, here and in each worker, would go through all objects of the imports
     gc.enable()
     # Our own code reports errors, so torch must not log them as well.
@@ -86,18 +90,22 @@ def main() -> None:
 
 def _end_with_starter() -> None:
     """End this process and all workers when the process that started them ends, which closes the pipe to it."""
-    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read(), whose lock the forked processes would inherit, held for ever
+    # Not sys.stdin.read(): it holds a lock while it waits, which the forked processes would inherit, held for ever.
+    os.read(sys.stdin.fileno(), 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes whose parents end, so that the driver finds those that a loop has left."""
+    """Become the parent of processes whose parents end, so that the driver finds those that a loop has left.
+
+    Only Linux can do that.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 class _Agent(LocalElasticAgent):
-    """Start the workers of a run, and start them again if one fails, up to ``--max-failures`` times."""
+    """Starts the workers of a run, and starts them again if one fails, up to ``--max-failures`` times."""
 
     def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         # torch writes files about exceptions of workers, and leaves them behind; this folder is removed.
@@ -126,13 +134,17 @@ class _Agent(LocalElasticAgent):
         self._call = Caller(inputs.calls)
 
     def report_detached_processes(self) -> None:
-        """Report the processes that outlive a run whose workers have failed; after any other, the driver does."""
+        """Report the processes that outlive a run whose workers have failed; after any other end, the driver does."""
         if detached := detached_processes(os.getpid()):
             self._call("event", note_on_detached(detached))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator."""
-        dead = _dead_workers(worker_group.workers)  # before torch's agent reaps them
+        """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator.
+
+        If one is dead, return that the group has failed; then torch's agent ends the others and starts all again.
+        """
+        # Ask how workers have died before torch's agent reaps them, after which nobody can tell.
+        dead = _dead_workers(worker_group.workers)
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
         # A worker that exits before its loop has returned has failed, even with exit code 0. torch does not notice the
         # end of one whose loop has forked a process that still runs: it holds the pipe open that torch waits for.
@@ -148,12 +160,15 @@ class _Agent(LocalElasticAgent):
 
 
 def _dead_workers(workers: list[Worker]) -> dict[int, str | None]:
-    """Return, by rank, how each worker died that a signal has killed or that exited; None if it reported an error."""
+    """Return, by rank, how each worker died that a signal has killed or that exited; None if it reported an error.
+
+    Empty where Python cannot ask without reaping a process: on macOS before Python 3.13.
+    """
     dead: dict[int, str | None] = {}
-    for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
+    for worker in workers if hasattr(os, "waitid") else []:
         try:
             state = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
+        except ChildProcessError:  # torch's agent has reaped it before
             continue
         if state is not None and state.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             dead[worker.global_rank] = f"was killed by {signal.Signals(state.si_status).name}"
@@ -166,14 +181,15 @@ def _dead_workers(workers: list[Worker]) -> dict[int, str | None]:
 def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     """Train as one of the workers until the run ends or stops.
 
-    An error of the user's ends the run. After any other error, the agent starts all workers again.
+    An error of the user's ends the run. After any other error, the agent starts all workers again: this process reports
+    the error and exits with a code that says so.
     """
     # Restore the default handlers: those of the agent, which forked this process, would raise in the loop, as if the
     # loop had failed. The agent sends SIGTERM if another worker has failed, the system SIGINT if the agent has died.
     for ends_worker in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ends_worker, signal.SIG_DFL)
     sys.argv = list(inputs.arguments)
-    tempfile.tempdir = None  # temporary files of the loop are not for the agent's folder
+    tempfile.tempdir = None  # temporary files of the loop are not for the agent's folder, which the fork has inherited
     # Output to a file is buffered by default, but the driver shows lines at once.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     rank = int(os.environ["RANK"])
@@ -183,7 +199,8 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
         with ends_as_a_script():
             outcome = _train(spec, inputs, rank, reporter)
     except RaytrainError as error:
-        if not reporter.give_up(error, trace_of(error), rank):
+        run_has_ended = reporter.give_up(error, trace_of(error), rank)
+        if not run_has_ended:  # another attempt may help
             os._exit(_FAILED)
         return
     except Exception as error:
@@ -294,7 +311,7 @@ class SocketReporter:
     def debugger(self, is_open: bool) -> None:
         self._call_slowly("debugger", is_open)
 
-    # Reports of work() on the begin and the end of this worker.
+    # Reports of work() on the beginning and the end of this worker.
 
     def checked(self) -> None:
         self._call("checked")
@@ -309,8 +326,8 @@ class SocketReporter:
         self._call("worker_failed", rank, reason, trace)
 
     def watch_for_stop(self) -> None:
-        """Start a thread that waits for a request to stop."""
-        call = Caller(self._calls)
+        """Start a thread that waits for a request to stop, of which :meth:`stop_requested` then tells."""
+        call = Caller(self._calls)  # a connection of its own, because it waits in each call
 
         def wait_for_stop() -> None:
             with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers

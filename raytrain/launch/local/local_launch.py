@@ -57,7 +57,7 @@ class LocalLaunch:
         self._agent = agent
 
     def start(self) -> Coordinator:
-        """Start the coordinator, in this process, and the workers."""
+        """Start the coordinator, in this process, and the workers; :meth:`close` ends all that this has opened."""
         prepared = self._prepared
         plan = prepared.data.plan(self.config)
         self._coordinator = Coordinator(
@@ -77,7 +77,7 @@ class LocalLaunch:
             calls = CallServer(socket_folder, self._coordinator)
             opened.callback(calls.close)
 
-            # The workers' images. Runs that train on the same images at the same time share a cache.
+            # The workers' images. Runs that train on the same images at the same time share a cache, if it fits.
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data.decoded_as(self.config), prepared.first_step, opened
             )
@@ -102,14 +102,15 @@ class LocalLaunch:
         return self._coordinator
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Tell the runs that share the images which of these cannot be used."""
+        """Tell the runs that share the images which of these cannot be used: each lists all of them at its end."""
         if self._shared is not None:
             self._shared.skip(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the workers to report the end; return whether the agent has ended.
 
-        Raises :class:`CoordinatorLost` if the agent was killed: then a new agent starts the next attempt.
+        Raises :class:`CoordinatorLost` if the agent was killed before that: then the driver starts a new agent, and
+        with it the next attempt. All that is left of the workers is ended first, and the history is written.
         """
         self._coordinator.wait_for_end(timeout_s)
         if (killed_by := self._agent.killed_by) is not None and not self._coordinator.ending().has_come:
@@ -130,7 +131,11 @@ class LocalLaunch:
         return None
 
     def end_workers(self) -> None:
-        """End all processes. :meth:`close` copies their logs later, once the result of the run is written."""
+        """End all processes of the run, and show the rest of what they have printed.
+
+        Report processes that a loop has started in sessions of their own, which still run. :meth:`close` copies the
+        logs later, once the result of the run is written.
+        """
         detached = self._agent.detached_processes()
         self._agent.close()
         self._logs.show_rest()
@@ -148,8 +153,10 @@ class LocalLaunch:
 class WorkerInputs:
     """The inputs of a run's workers that are not in the :class:`RunSpec`: images, and the address of the coordinator.
 
-    ``folder`` is a temporary one, for files of the agent and the workers. ``arguments`` are ``sys.argv``, for a loop
-    that parses it. ``terminal`` is the command's, where a single worker may open a debugger.
+    ``first_step`` counts the completed steps of the checkpoint from which the run resumes. ``calls`` is where the
+    coordinator answers. ``folder`` is a temporary one, for files of the agent and the workers. ``arguments`` are
+    ``sys.argv``, for a loop that parses it. ``terminal`` is the command's, where a single worker may open a debugger;
+    None if it may not.
     """
 
     data: Dataset
@@ -181,7 +188,7 @@ class AgentProcess:
         )
 
     def start_workers(self, spec: RunSpec, inputs: WorkerInputs) -> None:
-        """Start the workers of the run."""
+        """Have the agent start the workers of the run; return at once."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the agent has ended already, as LocalLaunch.wait will notice
             pickle.dump(current_folder(), self._process.stdin)
@@ -200,7 +207,7 @@ class AgentProcess:
         return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def detached_processes(self) -> list[psutil.Process]:
-        """Return the processes that a loop has started in sessions of their own, which :meth:`close` does not end."""
+        """Return the processes that a loop has started in sessions of their own: :meth:`close` does not end them."""
         return detached_processes(self._process.pid)
 
     def close(self) -> None:
@@ -214,20 +221,23 @@ class AgentProcess:
 
 
 def detached_processes(agent: int) -> list[psutil.Process]:
-    """Return the processes below process ``agent`` that a loop has started in sessions of their own."""
+    """Return the processes below process ``agent`` that a loop has started in sessions of their own.
+
+    Processes that have ended are left out, and those of raytrain that decode images.
+    """
     detached: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(agent).children(recursive=True):
             with suppress(psutil.Error, ProcessLookupError):
-                is_of_run = os.getsid(process.pid) == agent
-                is_reader = any(word.startswith("raytrain.") for word in process.cmdline())  # it ends by itself
-                if not (is_of_run or is_reader or process.status() == psutil.STATUS_ZOMBIE):
+                is_in_session = os.getsid(process.pid) == agent  # the agent's, whose processes end with the run
+                is_decoder = any(word.startswith("raytrain.") for word in process.cmdline())  # it ends by itself
+                if not (is_in_session or is_decoder or process.status() == psutil.STATUS_ZOMBIE):
                     detached.append(process)
     return detached
 
 
 def note_on_detached(processes: Sequence[psutil.Process]) -> Note:
-    """Return a note that these processes outlive the run, as whoever has started them in a session may want."""
+    """Return a note that these processes outlive the run, with how to end them: that may be wanted, or not."""
     names: list[str] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -240,14 +250,17 @@ def note_on_detached(processes: Sequence[psutil.Process]) -> Note:
 
 @dataclass(frozen=True)
 class CallAddress:
-    """The path of the socket where calls are answered, and the key that a caller must know."""
+    """The path of the socket where calls are answered, and the key that a caller must know, which is never printed."""
 
     path: str
     key: bytes = field(repr=False)
 
 
 class CallServer:
-    """Answer calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own."""
+    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own.
+
+    A :class:`Caller` makes such calls. ``address`` is what it needs. An exception of a method is sent to the caller.
+    """
 
     def __init__(self, folder: Path, target: object) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
@@ -258,7 +271,7 @@ class CallServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no further connection."""
+        """Accept no further connection. Those that are open end with their callers."""
         self._closed = True
         # Connect once to wake the thread that accepts connections.
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
