@@ -108,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError):
-            from raytrain.monitor.stop_request import is_unread
+            from raytrain.monitor.stop_request import has_lost_reader
 
-            if is_unread(sys.stdout):
+            if has_lost_reader(sys.stdout):
                 raise
         if debug and not isinstance(error, TrainingFailed):  # whose reason, in another process, has been logged
             print(printable(redact(traceback.format_exc())), file=sys.stderr)

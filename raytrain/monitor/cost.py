@@ -22,9 +22,13 @@ class CostMeter:
     it, and the time of a restart as much as before: the machines are paid for all the same.
 
     Args:
-        prices: of machines, or of GPUs by type; None if nobody has given any.
+        prices: dollars per hour of a machine, or of a GPU by its type; None if nobody has given any.
         before: the status of the run's last attempt, whose cost is included.
         started_at: when the command was started, by ``clock``.
+        clock: the time in seconds.
+
+    Attributes:
+        gpus_without_price: types of GPUs that workers use and that have no price, so that they count as nothing.
 
     Example::
 
@@ -41,15 +45,21 @@ class CostMeter:
     ) -> None:
         self._prices = prices
         self._clock = clock
-        self._since = started_at  # the dollars are counted up to this time
+        # Dollars that are counted for good, up to the time ``_counted_until``; the rate since then; and the dollars of
+        # the latest snapshot, to which an estimate is added as long as the rate is not known.
+        self._counted_dollars = before.dollars or 0.0
+        self._counted_until = started_at
         self._dollars_per_hour = 0.0
-        self._dollars = self._shown = before.dollars or 0.0
+        self._shown_dollars = self._counted_dollars
         self._kwh_before = before.gpu_kwh
         self._joules: dict[tuple[int, int], float] = {}  # since the start of a worker, by attempt and rank
         self.gpus_without_price: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> Snapshot:
-        """Return ``snapshot`` with the cost so far."""
+        """Return ``snapshot`` with the dollars and the energy so far; None of what is not known.
+
+        After the end of the run, the dollars remain as they were.
+        """
         # The energy: the latest reading of each worker in each attempt.
         for use in snapshot.machines:
             if use.gpu_joules is not None:
@@ -61,19 +71,22 @@ class CostMeter:
         if self._prices is None:
             return dataclasses.replace(snapshot, gpu_kwh=kwh)
 
-        # Until workers report, show the cost of one machine without counting it: all of the time since the start is
-        # counted at the right rate later.
+        # The dollars. Until workers report, show the cost of one machine without counting it: all of the time since the
+        # start is counted at the right rate later. If they report no more, the rate is that of their last reports.
         self._dollars_per_hour = self._dollars_per_hour_of(self._prices, snapshot.machines) or self._dollars_per_hour
         if not snapshot.over:
             now = self._clock()
             rate = self._dollars_per_hour or self._prices.per_machine or 0.0
-            self._shown = self._dollars + (now - self._since) / _SECONDS_PER_HOUR * rate
+            self._shown_dollars = self._counted_dollars + (now - self._counted_until) / _SECONDS_PER_HOUR * rate
             if self._dollars_per_hour:
-                self._dollars, self._since = self._shown, now
-        return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown, 6))
+                self._counted_dollars, self._counted_until = self._shown_dollars, now
+        return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown_dollars, 6))
 
     def _dollars_per_hour_of(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
-        """Return the dollars per hour of the machines, or of those GPUs whose price is known."""
+        """Return the dollars per hour of the machines, or of those GPUs whose price is known.
+
+        The types of the other GPUs are added to :attr:`gpus_without_price`.
+        """
         if prices.per_machine is not None:
             return prices.per_machine * len({use.node for use in machines})
         rate = 0.0

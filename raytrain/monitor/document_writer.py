@@ -24,9 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class DocumentWriter:
-    """Keeps the documents of the run in ``store`` up to date. It begins after ``first_step`` of ``num_steps``.
+    """Keeps the documents of the run in ``store`` up to date.
 
-    ``before`` is the status of the run's last attempt, whose cost the first status keeps.
+    Args:
+        store: the run's folder, writable for its owner.
+        num_steps: the steps of the whole run.
+        first_step: the completed steps when this attempt begins.
+        started_at: when the user started the run, by ``time.monotonic()``; now by default.
+        before: the status of the run's last attempt, whose cost the first status keeps.
     """
 
     def __init__(
@@ -45,13 +50,13 @@ class DocumentWriter:
         self._throttle = Throttle()
         self._num_logged = 0
         self._unwritten: TrainConfig | None = None  # options that will replace those in storage once workers start
-        self._machines: MachineHistory | None = None
+        self._machines: MachineHistory | None = None  # read once workers report
 
     def begin(self, config: TrainConfig, *, restarting: bool = False) -> None:
         """Write the first documents of an attempt. Delete an old stop request, unless ``restarting`` after a failure.
 
         The options of an existing run are replaced only when its workers have started, because workers refuse a
-        checkpoint that does not fit the new options.
+        checkpoint that does not fit the new options. Raises StorageError if storage is out of reach.
         """
         if not restarting:
             self._store.delete(STOP_REQUEST)  # it was meant for an earlier attempt
@@ -62,7 +67,11 @@ class DocumentWriter:
             write_config(self._store, config)  # comes last: others know by it that the run exists
 
     def heartbeat(self, snapshot: Snapshot) -> None:
-        """Log new events, and write the status every few seconds, if storage is within reach."""
+        """Log new events, and write the status and the use of the machines every few seconds.
+
+        The options of a run that resumes are written here, too, once its workers have started. If storage is out of
+        reach, nothing is raised, and a later call writes newer values.
+        """
         self.log_events(snapshot)
         with suppress(StorageError):
             self._replace_config(snapshot)
@@ -78,15 +87,22 @@ class DocumentWriter:
                 self._write_machines(self._store.fail_fast(), snapshot)
 
     def stop_request(self) -> StopReason | None:
-        """Return the stop request in storage, read at most once a second; None without one, or out of reach."""
+        """Return the stop request in storage, which is read at most once a second.
+
+        None if there is none, if storage is out of reach, or if it was read within the last second.
+        """
         with suppress(StorageError):
             if self._throttle.due("stop request", _POLL_EVERY_S):
                 return read_stop_request(self._store.fail_fast())
         return None
 
     def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int, best_metric: str) -> TrainResult:
-        """Return the result of the run, which its summary contains; ``best_metric`` is that of ``--best``."""
-        # Lost workers cannot name their last checkpoint: take the newest one in storage.
+        """Return the result of the run, which its summary contains.
+
+        ``outcome`` is what the workers reported, ``snapshot`` the last state of the run, and ``best_metric`` the metric
+        of ``--best``. ``num_workers`` counts if the workers never trained.
+        """
+        # Lost workers cannot name their last checkpoint: take the newest one in storage, if storage answers.
         progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
         checkpoint, request = outcome.checkpoint, snapshot.stop_request
         with suppress(StorageError):
@@ -129,24 +145,28 @@ class DocumentWriter:
         self.write_status(result.status, snapshot)
 
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
-        """Write the status with the progress in ``snapshot``; without a snapshot, with the planned steps only."""
-        known: dict[str, Any] = {"num_steps": self._num_steps}
+        """Write the status with the progress and the cost in ``snapshot``.
+
+        Without a snapshot, write the step and the cost that are known so far, and the planned steps, but no epochs and
+        workers. With ``fail_fast``, a request that fails is not retried. Raises StorageError.
+        """
+        progress: dict[str, Any] = {"num_steps": self._num_steps}
         if snapshot is not None:
             self._step = max(self._step, snapshot.step)
             self._spent = {"dollars": snapshot.dollars, "gpu_kwh": snapshot.gpu_kwh}
-            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
+            progress = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
         store = self._store.fail_fast() if fail_fast else self._store
-        write_status(store, RunStatus(status=status, step=self._step, **known, **self._spent))
+        write_status(store, RunStatus(status=status, step=self._step, **progress, **self._spent))
 
     def log_events(self, snapshot: Snapshot) -> None:
-        """Log the events that no earlier snapshot had."""
+        """Log the events of ``snapshot`` that were not logged before."""
         for event in snapshot.events:
             if event.number >= self._num_logged:
                 _log.info("%s: %s", snapshot.name, event.event)
                 self._num_logged = event.number + 1
 
     def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
-        """Write how the machines are used now, and since the start of the run."""
+        """Write how the machines are used now, and since the start of the run; nothing before workers have reported."""
         if self._machines is not None:
             write_machines(store, snapshot.machines)
             write_json(store, MACHINE_HISTORY, self._machines.to_json())
@@ -159,8 +179,12 @@ class DocumentWriter:
 
 
 def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
-    """Return the progress of a run whose workers could not report it; they began at ``first_step``."""
-    # Rows of later steps were undone.
+    """Return the progress of a run whose workers could not report it, from its last ``snapshot``.
+
+    ``first_step`` counts the completed steps when they began. The accuracy and the loss are those of the last
+    evaluation.
+    """
+    # Rows of later steps are of an earlier attempt, and do not count: the run would train these steps again.
     step = max(snapshot.step, first_step)
     rows = [row for row in snapshot.rows if row.step <= step]
     evaluated = next((row for row in reversed(rows) if row.kind == "evaluation"), None)

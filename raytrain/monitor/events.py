@@ -26,13 +26,13 @@ class Event:
 
     def __str__(self) -> str:
         """Return the kind and the fields in the form of the logs: ``checkpoint_written path=… step=20``."""
-        known = (f"{name}={value}" for name, value in vars(self).items() if value is not None)
-        return " ".join([self.kind, *known])
+        fields = (f"{name}={value}" for name, value in vars(self).items() if value is not None)
+        return " ".join([self.kind, *fields])
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are not None, as values of JSON."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: value.to_json() if isinstance(value, StopReason) else value for name, value in known.items()}
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value.to_json() if isinstance(value, StopReason) else value for name, value in values.items()}
 
     def redacted(self) -> Event:
         """Return the event without secrets in its texts, which may be messages of other programs."""
@@ -236,20 +236,20 @@ class TimedEvent(NamedTuple):
 
 
 def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
-    """Return the seconds and the event of a line of events.jsonl.
+    """Return the event of a line of events.jsonl, and before it the seconds of training at which it happened.
 
     Raise KeyError, TypeError or ValueError if it is no event. Fields that the event's class lacks are left out.
     """
     # Check the values against the types of the class's fields: the document may be damaged, or a stranger's.
     kind = _KINDS[document["kind"]]
     hints = get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind) if field.name in document]
-    values = {name: _checked(document[name], hints[name]) for name in known}
+    names = [field.name for field in dataclasses.fields(kind) if field.name in document]
+    values = {name: _checked(document[name], hints[name]) for name in names}
     return _checked(document["at_s"], float), kind(**values)
 
 
 def _checked(value: object, hint: Any) -> Any:
-    """Return a field of an event as a value of the type ``hint``; raise ValueError if it has another type."""
+    """Return ``value``, a field of an event in JSON, as the type ``hint`` of the field; raise ValueError otherwise."""
     if hint is StopReason:
         return StopReason.from_json(value)
     if not matches(value, hint):

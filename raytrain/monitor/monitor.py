@@ -37,7 +37,7 @@ class RunMonitor:
         num_steps: the steps of the whole run.
         steps_per_epoch: the steps of an epoch.
         history: where rows, events and skipped images are written.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
         skip_limit: how many images may be skipped; any number by default.
         started_at: when the user started the run, by ``clock``; now by default.
 
@@ -88,10 +88,10 @@ class RunMonitor:
         self._num_workers = 0
         self._machines: dict[int, MachineUse] = {}  # by the ranks of the workers
         self._step = 0
-        self._first: MetricRow | None = None
-        self._latest: MetricRow | None = None
-        self._evaluation: MetricRow | None = None
-        self._num_diverged = 0
+        self._first: MetricRow | None = None  # row of steps of this attempt
+        self._latest: MetricRow | None = None  # row of steps, perhaps of an earlier attempt
+        self._evaluation: MetricRow | None = None  # the latest
+        self._num_diverged = 0  # rows in succession whose loss is not finite
         self._suspicious: tuple[SuspiciousLabel, ...] = ()
 
         # The clock of the run: it stands still between the attempts of a run that is resumed.
@@ -101,7 +101,10 @@ class RunMonitor:
         self._ended_s: float | None = None
 
     def started(self, num_workers: int, step: int) -> None:
-        """Begin an attempt with ``num_workers`` workers after ``step`` completed steps, and drop later rows."""
+        """Begin an attempt with ``num_workers`` workers after ``step`` completed steps, and drop later rows.
+
+        The clock of the run, which stood still since the last attempt of another process, goes on.
+        """
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
@@ -133,7 +136,11 @@ class RunMonitor:
             self.event(events.TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics with the seconds of training so far, and check its loss."""
+        """Add a row of metrics with the seconds of training so far, and check its loss.
+
+        A row of the validation or test images becomes an event. If the loss of a few rows of steps in succession is not
+        finite, the run fails, and is asked to stop.
+        """
         with self._lock:
             # Keep the row, and make an event of an evaluation.
             row = dataclasses.replace(row, elapsed_s=round(self._elapsed_s(), 3))
@@ -157,8 +164,8 @@ class RunMonitor:
             if self._num_diverged == 1:
                 self.event(events.LossNotFinite(str(row.loss), row.step))
             elif self._num_diverged == _NUM_DIVERGED_ROWS and self.failure is None:
-                rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
-                self.failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
+                which_row = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
+                self.failure = f"the loss is {row.loss} at step {row.step:,}, {which_row}; {DIVERGED_HINT}"
                 self.request_stop(StopReason("diverged", self.failure))
 
     def measured(self, use: MachineUse) -> None:
@@ -173,7 +180,7 @@ class RunMonitor:
             self._suspicious = tuple(labels)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
-        """Add images that could not be used to the list, each once. Ask the run to stop if there are too many."""
+        """Add images that could not be used to the list, each once. If they are too many, the run fails and stops."""
         with self._lock:
             # Only the first such image is an event; skipped.jsonl lists all.
             is_first = not self._history.skipped_images
@@ -215,13 +222,16 @@ class RunMonitor:
             self._history.record_event(timed.to_json())
 
     def debugger(self, is_open: bool) -> None:
-        """Record that the loop waits in a debugger, or continues. If it waits, return when the views know that."""
+        """Record that the loop waits in a debugger, or continues.
+
+        If it waits, return when the view of this process has shown that, or after some seconds if it hangs.
+        """
         with self._lock:
             self._in_debugger = is_open
             # The view has shown the next snapshot by the time that it asks for the one after it.
-            shown = self._num_snapshots + 2
+            num_when_shown = self._num_snapshots + 2
             if is_open:
-                self._snapshot_taken.wait_for(lambda: self._num_snapshots >= shown, _SHOWN_WITHIN_S)
+                self._snapshot_taken.wait_for(lambda: self._num_snapshots >= num_when_shown, _SHOWN_WITHIN_S)
 
     def flush(self) -> None:
         """Wait until everything recorded so far is in storage. Raise StorageError if it cannot be written."""
@@ -247,7 +257,7 @@ class RunMonitor:
         """
         with self._lock:
             self._status, self._result = status, result
-            self._step = result.steps if result is not None else self._step  # not each step has a row
+            self._step = result.steps if result is not None else self._step  # the last steps may have no row
             self._ended_s = self._elapsed_s()
         try:
             self._history.close()
@@ -255,7 +265,11 @@ class RunMonitor:
             self.event(events.DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """Return the state of the run, with the rows after the cursor ``since``, or all if an attempt undid some."""
+        """Return the state of the run, with the rows after the cursor ``since``.
+
+        If an attempt has begun since then, which may have undone some rows, or if some of the rows are no longer kept,
+        the snapshot has all rows that are kept, and begins with index 0.
+        """
         with self._lock:
             self._num_snapshots += 1
             self._snapshot_taken.notify_all()

@@ -47,13 +47,13 @@ class RunReader:
         self._rows = _GrowingLines(store, METRICS, RowParser())
         self._events = _GrowingLines(store, EVENTS, partial(parse_lines, parse_event))
         self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))  # only to count them
-        self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
-        self._evaluation: MetricRow | None = None
-        self._steps_per_epoch = 1
+        self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest rows of steps
+        self._evaluation: MetricRow | None = None  # the latest one
+        self._steps_per_epoch = 1  # as far as the rows show it
         self._exists = False
 
     def exists(self) -> bool:
-        """Return True once there is such a run."""
+        """Return True once there is such a run. Raise StorageError if storage is out of reach before that."""
         self._exists = self._exists or self.store.exists(CONFIG)
         return self._exists
 
@@ -63,9 +63,10 @@ class RunReader:
         return self._rows.behind
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """Return the state of the run, with the rows after the cursor ``since``, or a part of them.
+        """Return the state of the run, with the rows after the cursor ``since``, or a part of them: see :attr:`behind`.
 
-        Raise StorageError if storage is out of reach.
+        If the history was replaced, or ``since`` is not the cursor of the last snapshot, the rows begin again with
+        index 0. Raise StorageError if storage is out of reach.
         """
         # Read the status first: if it says that the run is over, the rows read after it are complete.
         status = read_status(self.store)
@@ -75,25 +76,25 @@ class RunReader:
 
         # The documents are written one after the other, so take the latest values among them.
         latest_step = next(reversed(self._steps), None)
-        latest = [row for row in (latest_step, self._evaluation) if row is not None]
-        step = max([status.step, *(row.step for row in latest)])
-        elapsed_s = max([0.0, *(row.elapsed_s for row in latest), *(at_s for at_s, _ in self._events.parsed)])
-        by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
+        latest_rows = [row for row in (latest_step, self._evaluation) if row is not None]
+        step = max([status.step, *(row.step for row in latest_rows)])
+        elapsed_s = max([0.0, *(row.elapsed_s for row in latest_rows), *(at_s for at_s, _ in self._events.parsed)])
+        steps_per_epoch_by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
 
         # Only a run that is over has a result. Its summary may be missing or damaged.
         result = None
         if not status.active:
             summary = read_json(self.store, SUMMARY)
-            with suppress(TypeError):
-                known = known_fields(TrainResult, summary) | {"stop_reason": stop_reason_of(summary)}
-                result = TrainResult(**cast("dict[str, Any]", known))
+            with suppress(TypeError):  # a field is missing
+                values = known_fields(TrainResult, summary) | {"stop_reason": stop_reason_of(summary)}
+                result = TrainResult(**cast("dict[str, Any]", values))
 
         return Snapshot(
             name=self.name,
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
             step=step,
             num_steps=max(1, status.num_steps, step),
-            steps_per_epoch=max(self._steps_per_epoch, by_status),
+            steps_per_epoch=max(self._steps_per_epoch, steps_per_epoch_by_status),
             num_workers=status.num_workers,
             elapsed_s=elapsed_s,
             time_left_s=time_left_s(self._steps, status.num_steps) if status.active else None,
@@ -123,7 +124,8 @@ class RunReader:
         self._rows.read()
         rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
 
-        # Keep only the last few rows of steps, and the last evaluation.
+        # Keep only the last few rows of steps, and the last evaluation. The last few evaluations also say how many
+        # steps an epoch has.
         if first_row == 0:
             self._steps.clear()
             self._evaluation = None
@@ -135,7 +137,10 @@ class RunReader:
 
 
 def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
-    """Show a run of another process to ``view`` until it is over; while storage is out of reach, try again."""
+    """Show a run of another process to ``view`` about once a second, and return when it is over.
+
+    While storage is out of reach, try again. ``pause`` waits for some seconds.
+    """
     cursor = START
     while True:
         # Read a long history in pieces without a pause between them.
@@ -153,9 +158,12 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 class _GrowingLines(Generic[T]):
     """Reads a document of JSON lines in pieces, while lines are added to it.
 
-    ``parsed`` has the results of ``parse`` for the lines, unless the caller has removed them. ``version`` begins at 1,
-    and grows by 1 whenever the document was replaced by another one, as when a run resumes. That is recognised by
-    reading the last bytes of the previous piece again.
+    Attributes:
+        parsed: the results of ``parse`` for the lines so far, unless the caller has removed some.
+        num_parsed: the number of these results, including those that were removed.
+        behind: the last piece did not reach the end of the document, so that more can be read at once.
+        version: 1, and 1 more whenever the document was replaced by another one, as when a run resumes. That is
+            recognised by reading the last bytes of the previous piece again.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:
@@ -166,16 +174,16 @@ class _GrowingLines(Generic[T]):
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything, so that the document is read from its beginning."""
+        """Forget everything but the version, so that the document is read from its beginning."""
         self._lines = StoredLines(self._store, self._path)
         self.parsed: Sequence[T] = []
         self.num_parsed = 0
-        self.behind = False  # the last piece did not reach the end
-        self._num_bytes = 0
-        self._end = b""  # of the bytes that were parsed
+        self.behind = False
+        self._num_bytes = 0  # that were parsed
+        self._end = b""  # the last ones of these bytes
 
     def read(self) -> None:
-        """Read and parse new lines, or a piece of them."""
+        """Read and parse new lines, up to ``BLOCK_BYTES`` bytes. Raise StorageError if storage is out of reach."""
         # If the bytes before the new ones have changed, the document was replaced: begin again.
         data = self._read_piece()
         if not data.startswith(self._end):
@@ -200,9 +208,9 @@ class _GrowingLines(Generic[T]):
             self.read()
 
     def _read_piece(self) -> bytes:
-        """Return the last bytes that were parsed, as the document has them now, and those after them; none without it.
+        """Return the last bytes that were parsed, as the document has them now, and a piece after them.
 
-        They differ from :attr:`_end` if the document was replaced.
+        They do not begin with ``_end`` if the document was replaced. Empty if there is no document.
         """
         start = self._num_bytes - len(self._end)
         try:

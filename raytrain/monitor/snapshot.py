@@ -31,7 +31,7 @@ class Snapshot:
 
     ``rows`` are the metrics from index ``first_row`` on. If that is 0, a view must forget the rows that it has; then
     ``rows`` are all, or of a long history the newest and a part of the others. The view asks for the next snapshot with
-    ``snapshot.cursor``.
+    ``snapshot.cursor``, and so gets only the rows that it lacks.
     """
 
     name: str
@@ -91,9 +91,10 @@ def epoch_of(step: int, steps_per_epoch: int) -> int:
 
 
 def time_left_s(rows: Sequence[MetricRow], num_steps: int, now_s: float | None = None) -> float | None:
-    """Extrapolate from ``rows`` how many seconds remain until ``num_steps``, at ``now_s`` or at the last row.
+    """Extrapolate from the first and the last of ``rows`` how many seconds remain until ``num_steps``.
 
-    Return None if there are too few rows.
+    ``now_s`` is the present time on the clock of :attr:`Snapshot.elapsed_s`; by default that of the last row. Return
+    None if the rows do not span a step.
     """
     if len(rows) < 2 or rows[-1].step <= rows[0].step:
         return None

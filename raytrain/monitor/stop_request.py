@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from raytrain.errors import UsageError
 from raytrain.runs.documents import STATUS, STOP_REQUEST, open_run, read_json, write_json
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.status import WATCH_S, is_heard_of, parse_status, stored_status
+from raytrain.runs.status import WATCH_S, parse_status, stored_status, watch_for_life
 from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,9 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
     """Write a stop request into the storage of a run. Raise UsageError if there is no such run, or it does not train.
 
-    A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong.
+    A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong. If nothing is
+    heard of it, UsageError is raised, too, but the request stays in storage. Raises StorageError if that is out of
+    reach.
     """
     store = open_run(storage, name)
     # ``stored`` is what the run wrote last; ``status`` is "interrupted" if that says "running" but is old.
@@ -43,7 +45,7 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
     unheard = ""
     if may_train:
         _log.warning("waiting %.0f s to see whether run %r still trains: its last status is old", WATCH_S, name)
-        if is_heard_of(store):
+        if watch_for_life(store):
             return
         unheard = f", and has written nothing for {WATCH_S:.0f} s; if it still trains, it will find the request to stop"
     resume = "" if status.status == "finished" else "; resume it with --resume"
@@ -51,15 +53,16 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
 
 
 def read_stop_request(store: Store) -> StopReason | None:
-    """Return the stop request in a run's storage; None without one."""
+    """Return the stop request in a run's storage; None without one, or if it is damaged."""
     with suppress(ValueError):
         return StopReason.from_json(read_json(store, STOP_REQUEST))
     return None
 
 
-def is_unread(output: TextIO) -> bool:
+def has_lost_reader(output: TextIO) -> bool:
     """Return True if ``output`` is a pipe whose reader has gone."""
     with suppress(OSError, ValueError):  # it is no file, or closed
+        # Ask for no event, and do not wait: POLLERR and POLLHUP, which say that the reader has gone, come unasked.
         poll = select.poll()
         poll.register(output, 0)
         return bool(poll.poll(0))
@@ -67,15 +70,17 @@ def is_unread(output: TextIO) -> bool:
 
 
 class StopSignals:
-    """While this is open, the first SIGINT, SIGTERM or SIGHUP sets :attr:`stop_request`.
+    """Requests to stop a run, by a signal or from this process. The first one counts: see :attr:`stop_request`.
 
-    Signals within a second of the first one count as the same. A later SIGINT or SIGTERM raises KeyboardInterrupt.
-    SIGHUP, which a terminal sends when it is closed, stays ignored if it was, as with ``nohup``. If this is opened in
-    another thread than the main one, where Python allows no signal handlers, only :meth:`request_stop` sets a request.
+    While this is open, the first SIGINT, SIGTERM or SIGHUP asks the run to stop with a checkpoint. Signals within a
+    second of the first one count as the same. A later SIGINT or SIGTERM raises KeyboardInterrupt. SIGHUP, which a
+    terminal sends when it is closed, stays ignored if it was, as with ``nohup``. If this is opened in another thread
+    than the main one, where Python allows no signal handlers, only :meth:`request_stop` sets a request.
     """
 
     stop_request: StopReason | None = None
-    _signalled_at_s: float | None = None
+    """Why the run should stop; None if nobody has asked for that."""
+    _signalled_at_s: float | None = None  # the time of the first signal
 
     def request_stop(self, request: StopReason) -> None:
         """Ask the run to stop with a checkpoint; only the first request counts. May be called from any thread."""
@@ -99,16 +104,18 @@ class StopSignals:
     def outlive_terminal(self) -> Generator[None]:
         """Ignore that a view can no longer write, so that the run still ends with a checkpoint.
 
-        Ignored are an output that fails (EIO of a closed terminal, which also sends SIGHUP, and ENOSPC of a full disk,
-        which need not be the disk of the run), and, once the run is to stop, a closed pipe. A closed standard output,
-        as after `| head`, asks the run to stop by itself. A view may turn a closed pipe into SystemExit, as rich does.
+        An output that fails is always ignored: EIO of a closed terminal, which also sends SIGHUP, and ENOSPC of a full
+        disk, which need not be the disk of the run. A closed pipe is ignored once the run is to stop. If it is the
+        standard output, as after `| head`, the run is asked to stop here. A view may turn a closed pipe into
+        SystemExit, as rich does. All other exceptions are raised.
         """
         try:
             yield
         except (OSError, SystemExit) as error:
             if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC):
                 return
-            if self.stop_request is None and isinstance(error, BrokenPipeError) and is_unread(sys.stdout):
+            # A closed pipe: ask the run to stop if it was the standard output, and ignore it if the run is to stop.
+            if self.stop_request is None and isinstance(error, BrokenPipeError) and has_lost_reader(sys.stdout):
                 _log.warning("Nobody reads the output any more, so the run stops with a checkpoint.")
                 self.request_stop(StopReason("signal", "SIGPIPE"))
             if self.stop_request is None or not isinstance(error, (BrokenPipeError, SystemExit)):

@@ -2,7 +2,7 @@
 
 A process that is killed cannot write that it has ended. So readers treat a run that claims to be active as interrupted
 if its process is known to be gone, or if it has not written for a minute. A clock that is wrong by a minute misleads
-them. Where that matters, :func:`is_heard_of` watches the run for some seconds.
+them. Where that matters, :func:`watch_for_life` watches the run for some seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ HEARTBEAT_EVERY_S = 10.0  # seconds between two writes of a running run's status
 WATCH_S = 15.0  # seconds within which a run that trains writes its status, and renews its claim several times
 _WATCH_EVERY_S = 0.5
 _SILENT_AFTER = timedelta(seconds=60)
-_INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
+_INTERRUPTED: dict[str, Any] = {"status": "interrupted"}  # the status of a document without one
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """The progress of a run at the time ``heartbeat_at`` (ISO 8601, UTC), which :func:`write_status` sets.
 
-    ``status`` is starting, running, finished, stopped or failed. A reader also sees interrupted: the run claims to be
-    active, but its process (``pid`` on ``host``) is gone or has been silent for a minute. ``machine`` is the
-    :func:`machine_id` of the process: containers of one host may share its name, but not its process numbers.
+    ``status`` is starting, running, finished, stopped, failed or interrupted. Interrupted is a run that a second Ctrl-C
+    has ended, and for a reader also one that claims to be active, but whose process (``pid`` on ``host``) is gone or
+    has been silent for a minute. ``machine`` is the :func:`machine_id` of the process: containers of one host may share
+    its name, but not its process numbers.
     """
 
     status: str
@@ -54,12 +55,12 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """True if the run trains, or is about to."""
+        """True if the status says that the run trains, or is about to."""
         return self.status in ("starting", "running")
 
     @property
     def is_gone(self) -> bool:
-        """True if the run's process is known to have ended, which can be known only on its machine and container."""
+        """True if the run's process is known to have ended, which is known only on its machine, in its container."""
         # Without an ID of the machine, compare the names of the hosts.
         is_here = self.machine == machine_id() if machine_id() else self.host == socket.gethostname()
         try:
@@ -71,21 +72,24 @@ class RunStatus:
     def heartbeat(self) -> datetime | None:
         """``heartbeat_at`` as a time; None if it is unknown or damaged."""
         with suppress(ValueError, OverflowError):
-            time = datetime.fromisoformat(self.heartbeat_at).astimezone(timezone.utc)
-            return time if 1970 < time.year < 9999 else None  # what every time zone can show
+            written_at = datetime.fromisoformat(self.heartbeat_at).astimezone(timezone.utc)
+            return written_at if 1970 < written_at.year < 9999 else None  # what every time zone can show
         return None
 
 
 def read_status(store: Store, report: Report = ignore) -> RunStatus:
-    """Return the status of a run; ``report`` gets a sentence if the document is damaged."""
+    """Return the status of a run as :func:`parse_status` does; interrupted if there is none.
+
+    ``report`` gets a sentence if the document is damaged. Raises StorageError if storage is out of reach.
+    """
     return parse_status(read_json(store, STATUS, report), report)
 
 
 def write_status(store: Store, status: RunStatus) -> None:
-    """Write the status of a run, with the time and this process."""
+    """Write the status of a run, with the present time and this process in place of those in ``status``."""
     heartbeat_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    here: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid()}
-    write_json(store, STATUS, dataclasses.asdict(dataclasses.replace(status, heartbeat_at=heartbeat_at, **here)))
+    process: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid()}
+    write_json(store, STATUS, dataclasses.asdict(dataclasses.replace(status, heartbeat_at=heartbeat_at, **process)))
 
 
 def mark_failed(storage: str, name: str) -> None:
@@ -95,10 +99,11 @@ def mark_failed(storage: str, name: str) -> None:
         write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
-def is_heard_of(store: Store) -> bool:
-    """Watch a run for ``WATCH_S`` seconds; return True if it writes its status or renews its claim meanwhile.
+def watch_for_life(store: Store) -> bool:
+    """Watch a run for at most ``WATCH_S`` seconds; return True once it writes its status or renews its claim.
 
-    Only contents are compared, no times, because the clocks of machines may differ.
+    Return False if it has done neither by then. Only contents are compared, no times, because the clocks of machines
+    may differ.
     """
     before = [read_json(store, path) for path in (STATUS, CLAIM)]
     deadline = time.monotonic() + WATCH_S
@@ -112,16 +117,20 @@ def is_heard_of(store: Store) -> bool:
 def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
     """Return the status in a ``status.json`` as the run wrote it, even if its process is gone.
 
-    ``report`` gets a sentence if values have the wrong type.
+    ``report`` gets a sentence if values have the wrong type, which are left out. Without a status in the document, it
+    is interrupted.
     """
-    known = known_fields(RunStatus, document)
-    if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
+    values = known_fields(RunStatus, document)
+    if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - values]:
         report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")
-    return RunStatus(**{**_INTERRUPTED, **known})
+    return RunStatus(**{**_INTERRUPTED, **values})
 
 
 def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """Return the status in a ``status.json``; interrupted if the run claims to be active, but cannot be."""
+    """Return the status in a ``status.json``; interrupted if the run claims to be active, but cannot be.
+
+    That is if its process is known to be gone, or has not written for a minute by the clock of this machine.
+    """
     status = stored_status(document, report)
     if not status.active:
         return status
