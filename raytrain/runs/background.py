@@ -21,7 +21,7 @@ class Throttle:
         self._last_time: dict[str, float] = {}
 
     def due(self, action: str, every_s: float) -> bool:
-        """Return True the first time, and whenever ``every_s`` seconds have passed since it last returned True."""
+        """Return True if ``action`` is due: the first time, and ``every_s`` seconds after this last returned True."""
         time_s = time.monotonic()
         if time_s - self._last_time.get(action, -every_s) < every_s:
             return False
@@ -34,7 +34,13 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Argument, Result]):
-    """Calls ``function`` in a thread, one call at a time."""
+    """Calls ``function`` in a thread, one call at a time, so that a call which hangs holds up nobody.
+
+    Example:
+        >>> recording = Background(write_documents)
+        >>> recording(snapshot)  # starts the first call, and returns None
+        >>> recording(snapshot)  # returns the result of the first call if it has ended, and starts the second
+    """
 
     def __init__(self, function: Callable[[Argument], Result]) -> None:
         self._function = function
@@ -44,7 +50,7 @@ class Background(Generic[Argument, Result]):
     def __call__(self, argument: Argument) -> Result | None:
         """Start a call unless one is running; return the result of the previous call, or raise its exception.
 
-        Returns None, and starts nothing, while a call runs.
+        Returns None, and starts nothing, while a call runs. Returns None the first time.
         """
         previous = self._running
         if previous is not None and not previous.done():
@@ -53,6 +59,9 @@ class Background(Generic[Argument, Result]):
         return previous.result() if previous is not None else None
 
     def close(self, within_s: float | None = None) -> bool:
-        """Wait until the last call has ended, by default without a limit; return True if it has."""
+        """Wait until the last call has ended, by default without a limit; return True if it has.
+
+        No call can be started any more. The result of the last call, or its exception, is dropped.
+        """
         self._executor.shutdown(wait=within_s is None)
         return self._running is None or not wait([self._running], within_s).not_done

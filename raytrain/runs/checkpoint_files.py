@@ -19,7 +19,9 @@ from raytrain.storage.store import Store, StoredObject
 class Identity:
     """Facts that must be the same when a run is resumed from its checkpoints.
 
-    ``batch_size`` is the number or the text that the user typed: ``32/worker`` is the same on any number of workers.
+    The digests are those of the data set's labels, if these come from a label file, and of its manifest; they are empty
+    if the images are not known. ``batch_size`` is the number or the text that the user typed: ``32/worker`` is the same
+    on any number of workers.
     """
 
     # The first difference is reported. Labels come first, because they may be why the classes differ.
@@ -33,7 +35,10 @@ class Identity:
 
     @classmethod
     def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), digest: str = "", labels: str = "") -> Identity:
-        """Return the identity of a run with these options and images; without images, what the options say of it."""
+        """Return the identity of a run with these options and images; without images, what the options say of it.
+
+        ``digest`` is that of the manifest, and ``labels`` that of the labels.
+        """
         model, batch_size, seed = config.model, config.batch_size, config.seed
         return cls(model, classes, digest, batch_size, seed, config.sampling, labels_digest=labels)
 
@@ -110,7 +115,10 @@ def newest_step(store: Store) -> int:
 
 
 def best_checkpoint(store: Store) -> str | None:
-    """Return the path of the checkpoint with the best score by ``--best``, or of the newest one if none has a score."""
+    """Return the path of the checkpoint with the best score by ``--best``, or of the newest one if none has a score.
+
+    None if there is no checkpoint.
+    """
     best = best_scored_checkpoint(store)
     return best and best[1]
 
@@ -146,7 +154,10 @@ def require_checkpoint(store: Store, run: str) -> str:
 
 
 def stored_thresholds(store: Store, checkpoint: str, num_classes: int) -> list[float] | None:
-    """Return the threshold of each class that the last evaluation before a checkpoint chose; None if it chose none."""
+    """Return the threshold of each class that the last evaluation before a checkpoint chose; None if it chose none.
+
+    None also if they are damaged, or not as many as ``num_classes``.
+    """
     stored: object = read_json(store, f"{checkpoint}.json").get("thresholds")
     thresholds = cast(list[float], stored) if matches(stored, list[float]) else []
     return thresholds if len(thresholds) == num_classes else None

@@ -100,14 +100,16 @@ def new_name(recipe: str) -> str:
 def check_name(name: str, option: str = "--name", storage: str = "") -> str:
     """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise.
 
-    ``storage``: where the run is looked for, if it is there already.
+    ``storage`` is where the run is looked for, if it is there already: a path in place of a name is then taken as one
+    below it, for the advice in the error.
     """
     if not _NAME.fullmatch(name):
+        # Users often give a path: that of the run, that of its folder as a shell completes it, or a checkpoint's.
         folder, slash, last = name.rstrip("/").rpartition("/")
         if slash and "://" in storage and "://" not in folder:  # a path in the bucket
             folder = f"{storage.rstrip('/')}/{folder}".rstrip("/")
         hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
-        if not slash and name.endswith("/"):  # as a shell completes the name of its folder
+        if not slash and name.endswith("/"):
             hint = f" (did you mean {last}?)"
         if f"{folder}/".endswith(f"/{CHECKPOINTS}"):
             hint = " (a run is named, and its best checkpoint is used)"
@@ -219,8 +221,12 @@ def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
 
 
 def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
-    """Return the options in ``config.json``; raise UsageError if it is damaged."""
+    """Return the options in ``config.json`` as a ``kind``: TrainConfig, or ResolvedConfig, in which all are decided.
+
+    ``report`` gets a sentence if some are unknown. Raises UsageError if the document is damaged.
+    """
     try:
+        # parse_config begins its sentence with the name of the document; complete that to its URL.
         return parse_config(kind, store.get(CONFIG), lambda problem: report(f"{store.url}/{problem}"))
     except ValueError as error:
         raise UsageError(
@@ -251,12 +257,15 @@ def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Co
 
 
 def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
-    """Write a document of the run."""
+    """Write a document of the run, in place of an earlier one; ``path`` is relative to the run's folder."""
     store.put(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
-    """Return a document of the run; empty if there is none, or if it is damaged: then ``report`` gets a sentence."""
+    """Return a document of the run; empty if there is none, or if it is damaged: then ``report`` gets a sentence.
+
+    A number that is not finite is None. Raises StorageError if storage is out of reach.
+    """
     try:
         return plain(parse_object(store.get(path)))
     except FileNotFoundError:
@@ -318,7 +327,7 @@ def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def parse_lines(parse: Callable[[dict[str, Any]], T], lines: Iterable[bytes]) -> list[T]:
-    """Return the results of ``parse`` for the lines that :func:`parse_line` does not find damaged."""
+    """Return the results of ``parse`` for the lines that are not damaged: see :func:`parse_line`."""
     return [row for line in lines if (row := parse_line(line, parse)) is not None]
 
 

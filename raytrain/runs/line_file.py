@@ -23,8 +23,8 @@ from raytrain.storage.store import Store
 T = TypeVar("T")
 
 BLOCK_BYTES = 2**24  # limit for one piece of a document that is read
-OBJECT_BYTES = 2**23
-REWRITE_MIN_S = 2.0
+OBJECT_BYTES = 2**23  # from this size on, an object is full, and the next one begins
+REWRITE_MIN_S = 2.0  # seconds between two writes of the last object, at least
 _REWRITE_S_PER_BYTE = 1e-5  # so that rewriting the last object takes at most 100 kB/s of the uplink
 
 
@@ -45,23 +45,26 @@ class StoredLines:
     def get_range(self, start: int, num_bytes: int) -> bytes:
         """Return at most ``num_bytes`` of the document, from byte ``start`` on.
 
-        ``start`` must be in an object that was read before, or right after it. Raises FileNotFoundError and
-        StorageError.
+        Fewer are returned if the document ends before. ``start`` must be in an object that was read before, or right
+        after it. Raises FileNotFoundError if there is no document, and StorageError if storage is out of reach.
         """
         data, number = b"", bisect_right(self.starts, start) - 1
         while True:
             # Ask for the next object before reading this one, to which nothing is added once there is a next.
-            ended = self._store.exists(object_path(self._path, number + 1))
+            has_next = self._store.exists(object_path(self._path, number + 1))
             offset = start + len(data) - self.starts[number]
             data += self._store.get_range(object_path(self._path, number), offset, num_bytes - len(data))
-            if not ended or len(data) == num_bytes:
+            if not has_next or len(data) == num_bytes:
                 return data
             number += 1
             if number == len(self.starts):
                 self.starts.append(start + len(data))
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the document in blocks of whole lines; an unfinished last line is a block of its own."""
+        """Yield the document in blocks of whole lines; an unfinished last line is a block of its own.
+
+        Nothing is yielded if there is no document.
+        """
         start = 0
         while True:
             try:
@@ -78,6 +81,9 @@ class StoredLines:
 
 class LineFile(Generic[T]):
     """Adds rows to a document and cuts it. Calls may come from any thread; rows and cuts wait for :meth:`write`.
+
+    ``to_json`` makes a line of a row, and ``parse`` a row of a line; see :func:`parse_line`. Rows that are there
+    already are continued.
 
     Example:
         >>> metrics = LineFile(store, "metrics.jsonl", MetricRow.from_json, MetricRow.to_json)
@@ -97,25 +103,32 @@ class LineFile(Generic[T]):
         self._lock = threading.Lock()  # of the rows and cuts that wait
         self._writing = threading.Lock()  # of the document
         self._waiting: list[T] = []
-        self._cuts: list[Callable[[T], bool]] = [lambda row: True]  # a killed process may have left half a line
+        # Cuts that wait. The first one keeps all rows: it removes half a line that a killed process may have left.
+        self._cuts: list[Callable[[T], bool]] = [lambda row: True]
         self._size_bytes = 0  # of the last file, without the rest of a failed write
         self._torn = False  # the file may have the rest of a failed write at its end
         self._number = 0  # of the last object or file
         self._object = b""  # the content of the last object
 
     def extend(self, rows: Iterable[T]) -> None:
-        """Add rows."""
+        """Add rows; :meth:`write` writes them."""
         with self._lock:
             self._waiting.extend(rows)
 
     def cut(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the first unwanted row, and all rows after it."""
+        """Drop the first row that is not ``wanted``, and all rows after it; :meth:`write` cuts the document.
+
+        Rows must be ordered so that no wanted row comes after an unwanted one.
+        """
         with self._lock:
             self._waiting = [row for row in self._waiting if wanted(row)]
             self._cuts.append(wanted)
 
     def write(self) -> None:
-        """Cut the document and write the rows that wait; raise StorageError if that fails."""
+        """Cut the document and write the rows that wait; raise StorageError if that fails.
+
+        Then the rows and the cuts still wait, for the next call.
+        """
         with self._writing:
             while cuts := self._cuts.copy():
                 self._cut_document(lambda row: all(wanted(row) for wanted in cuts))
@@ -145,11 +158,10 @@ class LineFile(Generic[T]):
             self._store.put(object_path(self._path, self._number), self._object + data)
             self._set_object(self._number, self._object + data)
             return
+        # If a write fails, a part of its bytes may be in the file. Then the next write cuts them off first.
         path = object_path(self._path, self._number)
         if self._torn:
             self._folder.truncate(path, self._size_bytes)
-
-        # If the write fails, a part of its bytes may be in the file. Then the next write cuts them off first.
         self._torn = True
         write = self._folder.append if self._size_bytes else self._store.put  # which creates the folder, too
         write(path, data)
@@ -182,12 +194,16 @@ class LineFile(Generic[T]):
         self._set_object(number, content[:num_bytes])
 
     def _end_of_wanted(self, lines: StoredLines, wanted: Callable[[T], bool]) -> int:
-        """Return the number of bytes before the first unwanted row, or before an unfinished line."""
+        """Return the number of bytes before the first unwanted row, or before an unfinished line.
+
+        All objects up to that position are in ``lines.starts`` afterwards.
+        """
         end = 0
         for block in lines.blocks():
             if not block.endswith(b"\n"):
                 break
-            # Steps never decrease: if the last row of a block is wanted, all before it are.
+            # Steps never decrease: if the last row of a block is wanted, all before it are. So of most blocks only the
+            # last undamaged line is parsed.
             rows = (parse_line(line, self._parse) for line in reversed(block.splitlines()))
             last = next((row for row in rows if row is not None), None)
             if last is None or wanted(last):
@@ -201,6 +217,6 @@ class LineFile(Generic[T]):
         return end
 
     def _set_object(self, number: int, data: bytes) -> None:
-        """Note that the last object has the content ``data``, or begin the next one if that is full."""
-        full = len(data) >= OBJECT_BYTES
-        self._number, self._object = (number + 1, b"") if full else (number, data)
+        """Note that the last object has this ``number`` and the content ``data``; if it is full, begin the next one."""
+        is_full = len(data) >= OBJECT_BYTES
+        self._number, self._object = (number + 1, b"") if is_full else (number, data)

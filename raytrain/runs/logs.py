@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 STARTUP = logging.getLogger("raytrain.startup")
 EVENTS = logging.getLogger("raytrain.monitor.document_writer")  # of runs
 
-COPY_EVERY_S = 10.0
-READ_EVERY_S = 0.25
+COPY_EVERY_S = 10.0  # to storage
+READ_EVERY_S = 0.25  # if lines are shown
 MAX_SHOWN_LINES = 200  # of a file, each time that it is read; the copy in storage has all lines
 MAX_LOG_BYTES = 8 << 20  # of a log in storage: the newest ones
 MAX_LINE = 16 << 10  # characters of a line that are copied
@@ -55,7 +55,7 @@ _PRINTING_LOGGERS = "", "raytrain", "ray"  # loggers whose handlers may write to
 
 
 class LogFile(NamedTuple):
-    """A growing file of this machine, the name of its copy, and where this process's part of the file starts."""
+    """A growing file of this machine, the name of its copy, and the byte at which this process's part of it starts."""
 
     path: Path
     name: str
@@ -71,10 +71,14 @@ class PrintedLine(NamedTuple):
 
 
 ShowLines = Callable[[Sequence[PrintedLine]], None]
+"""Takes new lines of workers, to show them."""
 
 
 def print_line(line: PrintedLine, trial: str = "") -> None:
-    """Print a line of a worker's, behind its number and the name of its ``trial``, if any: ``[worker0]:step 1``."""
+    """Print a line of a worker's, behind its number and the name of its ``trial``, if any: ``[worker0]:step 1``.
+
+    It goes to the same stream to which the worker has printed it. Characters that this stream cannot encode become "?".
+    """
     stream = sys.stdout if line.stream == "out" else sys.stderr
     text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
     print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
@@ -95,11 +99,11 @@ class LogText:
     """
 
     def __init__(self) -> None:
-        self._settled = bytearray()  # redacted and encoded
-        self._latest = ""  # whole lines as they were written, none of them too long
+        self._settled = bytearray()  # redacted and encoded, and not looked at again
+        self._latest = ""  # the whole lines after that, as they were written, but none of them too long
         self._line = ""  # the beginning of the line that has not ended yet
-        self._line_length = 0
-        self._written_over = ""  # the text of this line before a carriage return
+        self._line_length = 0  # characters of it, including those that were left out
+        self._written_over = ""  # the text of this line before the last carriage return
 
     def add(self, text: str) -> list[str]:
         """Add the text written since the last call; return the lines that have ended, not yet redacted.
@@ -111,6 +115,7 @@ class LogText:
             self._extend_line(text[start : end.start()])
             line = self.line()
             latest += line, end[0]
+            # Only a line feed ends a line; after a carriage return, it is written over.
             if end[0] == "\n":
                 ended.append(line or self._written_over)
             self._written_over = "" if end[0] == "\n" else line
@@ -121,7 +126,7 @@ class LogText:
         return ended
 
     def content(self) -> bytes:
-        """Return the text for storage: of a long one, the end."""
+        """Return the text for storage, redacted and encoded: all of it, or of a long one the last 8 MiB."""
         return (bytes(self._settled) + _encoded(redact(self._latest + self.line())))[-MAX_LOG_BYTES:]
 
     def _extend_line(self, text: str) -> None:
@@ -130,7 +135,7 @@ class LogText:
         self._line_length += len(text)
 
     def line(self) -> str:
-        """Return the unfinished line; of a long one, the beginning and its length."""
+        """Return the unfinished line, not yet redacted; of a long one, the redacted beginning and its length."""
         if self._line_length <= MAX_LINE + _LONGEST_SECRET:
             return self._line
         # Redact first, then leave out the end, which may hold the first part of a secret that was cut.
@@ -139,14 +144,17 @@ class LogText:
 
     def _settle(self) -> None:
         """Redact all but the latest text for good, unless a secret crosses the border between both."""
+        # The border is the last line end that leaves as many characters after it as the longest secret has.
         border = max(self._latest.rfind(end, 0, -_LONGEST_SECRET) for end in "\r\n") + 1
         if not border:
             return
         before, after = self._latest[:border], self._latest[border:]
         near = before[-_LONGEST_SECRET:]
+        # A secret crosses the border if redacting both sides together gives another text than redacting each.
         if redact(near + after) == redact(near) + redact(after):
             self._settled += _encoded(redact(before))
             self._latest = after
+        # Then wait for more text, but not for ever: what is redacted anew each time must not grow without limit.
         elif len(self._latest) > 2 * _PIECE_BYTES:
             self._settled += _encoded(redact(self._latest))
             self._latest = ""
@@ -170,9 +178,9 @@ class _Copy:
 class LogCopies:
     """Reads growing files, shows their lines, and copies them into the storage of a run every few seconds.
 
-    With ``waits_for_run``, nothing is copied before the run's options are in storage, so that a run which never begins
-    leaves no logs. ``show`` is called with new lines, in the thread that reads or in that of :meth:`show_rest`. Without
-    a ``store``, the lines are only shown.
+    A subclass says which :meth:`files` these are. With ``waits_for_run``, nothing is copied before the run's options
+    are in storage, so that a run which never begins leaves no logs. ``show`` is called with new lines, in the thread
+    that reads or in that of :meth:`show_rest`. Without a ``store``, the lines are only shown.
     """
 
     def __init__(self, store: Store | None, *, waits_for_run: bool = False, show: ShowLines | None = None) -> None:
@@ -193,7 +201,7 @@ class LogCopies:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
-        """Copy the rest, and end the thread."""
+        """Copy the rest, and end the thread. Nothing is raised if storage is out of reach."""
         self._closed.set()
         self._thread.join()
 
@@ -202,7 +210,7 @@ class LogCopies:
         with self._reading, suppress(OSError):
             for path, name, start in self.files():
                 copy, end = self._copies.setdefault(name, _Copy(start)), path.stat().st_size
-                # If the file is new, or has grown too much, begin with its last part.
+                # If the file was replaced by a shorter one, or has grown too much, begin anew, with its last part.
                 if not copy.end <= end <= copy.end + MAX_LOG_BYTES:
                     copy = self._copies[name] = _Copy(max(start, end - MAX_LOG_BYTES))
                 if copy.end == end:
@@ -216,7 +224,7 @@ class LogCopies:
                 self._show_lines(name, lines)
 
     def show_rest(self) -> None:
-        """Show all that the files hold by now, unfinished lines too, and nothing after that."""
+        """Show all that the files hold by now, unfinished lines, too; nothing is shown any more after that."""
         self.read()
         with self._reading:
             for name, copy in self._copies.items():
@@ -224,20 +232,26 @@ class LogCopies:
             self._show = None
 
     def _show_lines(self, name: str, lines: list[str]) -> None:
-        """Show ``lines`` of a worker's log, without secrets and empty lines; of very many, the last ones."""
+        """Show ``lines`` of the worker's log ``name``, without secrets and empty lines; of very many, the last ones."""
         lines = [line for line in lines if line.strip()]
         if self._show is None or not lines:
             return
-        _, rank, rest = name.split("-")  # see log_name
+        _, rank, rest = name.split("-")  # worker-RANK-TIME.STREAM, see log_name
+        stream = rest.rpartition(".")[2]
         if (num_left_out := len(lines) - MAX_SHOWN_LINES) > 0:
-            left_out = f"… {num_left_out:,} lines are left out here"
-            stored = "" if self._store is None else f"; `raytrain logs RUN --worker {rank}` has them"
-            lines = [left_out + stored, *lines[num_left_out:]]
+            note = f"… {num_left_out:,} lines are left out here"
+            if self._store is not None:
+                note += f"; `raytrain logs RUN --worker {rank}` has them"
+            lines = [note, *lines[num_left_out:]]
+        # Redact all lines together, because a secret may go over several.
         shown = printable(redact("\n".join(lines))).split("\n")
-        self._show([PrintedLine(int(rank), rest.rpartition(".")[2], line) for line in shown])
+        self._show([PrintedLine(int(rank), stream, line) for line in shown])
 
     def copy(self) -> None:
-        """Copy each file with new text to storage, where the object is replaced as a whole."""
+        """Read the files, and copy each one with new text to storage, where the object is replaced as a whole.
+
+        If storage is out of reach, nothing is raised, and the next call copies the text.
+        """
         self.read()
         if self._store is None:
             return
@@ -252,7 +266,10 @@ class LogCopies:
                     copy.is_new = False
 
     def _follow_until_closed(self) -> None:
-        """Run in a thread: read the files several times a second, and copy them every few seconds."""
+        """Run in a thread: read the files several times a second, and copy them every few seconds.
+
+        If no lines are shown, the files are only read to be copied.
+        """
         interval_s = COPY_EVERY_S if self._show is None else READ_EVERY_S
         next_copy_s = time.monotonic() + COPY_EVERY_S
         while not self._closed.wait(interval_s):
@@ -268,7 +285,7 @@ class ProcessLog(LogCopies):
     """The log of a process of Ray: what it prints while the log is open, and the exception that ends it.
 
     Ray has redirected the output of the process to files, and these are copied, so what libraries in C print is in the
-    log, too. Output that goes to a terminal or a pipe is not copied.
+    log, too. Output that goes to a terminal or a pipe is not copied. ``worker`` is the rank of the process.
     """
 
     def __init__(self, store: Store | None, worker: int, show: ShowLines | None = None) -> None:
@@ -382,7 +399,7 @@ class _Tee:
 
 @contextmanager
 def _copying_stream(name: str, keep: Callable[[str], object]) -> Generator[None]:
-    """Pass text written to the stream ``name`` of :mod:`sys`, directly or by handlers of loggers, on to ``keep``."""
+    """Pass what is written to the stream ``name`` of :mod:`sys`, directly or by loggers' handlers, also to ``keep``."""
     stream: TextIO = getattr(sys, name)
     tee = cast(TextIO, _Tee(stream, keep))
     setattr(sys, name, tee)
@@ -396,7 +413,10 @@ def _copying_stream(name: str, keep: Callable[[str], object]) -> Generator[None]
 
 
 def redirect_handlers(before: TextIO, after: TextIO) -> None:
-    """Make the handlers of loggers that write to the stream ``before`` write to ``after``."""
+    """Make the handlers of loggers that write to the stream ``before`` write to ``after``.
+
+    The loggers are raytrain's, Ray's and the root logger.
+    """
     for handler in [handler for name in _PRINTING_LOGGERS for handler in logging.getLogger(name).handlers]:
         if getattr(handler, "stream", None) is before:
             cast("logging.StreamHandler[TextIO]", handler).setStream(after)
@@ -404,7 +424,7 @@ def redirect_handlers(before: TextIO, after: TextIO) -> None:
 
 @contextmanager
 def _logging_info(name: str, log: DriverLog) -> Generator[None]:
-    """Write INFO records of the logger ``name`` to ``log``, but to no other handler that would not have got them."""
+    """In this context, write INFO records of the logger ``name`` to ``log``, and to no other handler because of it."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     # At level INFO, the logger would also pass such records on to its parents' handlers, which do not filter them.
@@ -445,7 +465,7 @@ class LogReader:
         self._read: dict[str, tuple[str, StoredLog]] = {}  # ETag and log, by path
 
     def read(self) -> list[StoredLog]:
-        """Return the logs, those of the earliest attempt first. Raises StorageError."""
+        """Return the logs, those of the earliest attempt first. Raises StorageError if storage is out of reach."""
         for stored in self._store.list(LOGS):
             match = _NAME.fullmatch(stored.path.rpartition("/")[2])
             if match is None or match[1] != self.process:
@@ -467,5 +487,8 @@ def worker_log(rank: int) -> str:
 
 
 def log_name(process: str, started: str, stream: str) -> str:
-    """Return the name of a log; ``started`` tells the attempts of a process apart, and sorts them."""
+    """Return the name of a log: ``driver-20250131T120000.log``, or ``worker-0-20250131T120000.err``.
+
+    ``started`` tells the attempts of a process apart, and sorts them.
+    """
     return f"{process}-{started}.{stream}"

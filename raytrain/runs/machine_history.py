@@ -10,14 +10,15 @@ from raytrain.config.values import matches
 from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, read_json, write_json
 from raytrain.storage.store import Store
 
-MEASURE_EVERY_S = 5.0
+MEASURE_EVERY_S = 5.0  # seconds between two measurements of a worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineUse:
     """One worker's speed, and the use of its node and of its GPU. An unknown value is None.
 
-    ``step`` counts the completed steps. CPU and memory are those of the whole node, for all of its processes:
+    ``step`` counts the completed steps. ``data_wait_fraction`` is the part of the time in which the loop has waited for
+    images. ``gpu`` is the type of the GPU. CPU and memory are those of the whole node, for all of its processes:
     ``cpu_fraction`` is 1 if all cores are busy. ``shared_memory_bytes`` is memory that processes share, such as Ray's
     object store and other decoded images; ``object_store_bytes`` is the part in the node's object store.
     ``gpu_joules`` is the energy that the GPU has used since the worker began.
@@ -69,26 +70,27 @@ def read_machines(store: Store) -> tuple[MachineUse, ...]:
     """Return what :func:`write_machines` wrote last, without workers whose values are damaged."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
-    known = [known_fields(MachineUse, cast("dict[str, Any]", use)) for use in documents if isinstance(use, dict)]
-    return tuple(MachineUse(**values) for values in known if len(values) == len(fields(MachineUse)))
+    uses = [known_fields(MachineUse, cast("dict[str, Any]", use)) for use in documents if isinstance(use, dict)]
+    return tuple(MachineUse(**values) for values in uses if len(values) == len(fields(MachineUse)))
 
 
 MAX_POINTS = 400
 MAX_WORKERS = 16
-_DIGITS = 4
+_DIGITS = 4  # after the decimal point
 
 
 class MachineHistory:
     """Measurements of the first 16 workers over time: at most 400 points, each the mean of equally many measurements.
 
-    At first, a point is one measurement. Whenever there are 400 points, every two neighbours are merged into one.
+    At first, a point is one measurement. Whenever there are 400 points, every two neighbours are merged into one, and
+    from then on a point has twice as many measurements. So a run of any length takes bounded memory.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}  # by rank
         self._every = 1  # measurements in a point
-        self._num_pending = 0  # the last measurements, which are no point yet
-        self._times: list[float] = []
+        self._num_pending = 0  # measurements at the end of the lists that are no point yet
+        self._times: list[float] = []  # seconds after the start of the run
         self._columns: dict[tuple[int, str], list[float | None]] = {}  # by rank and name, a value for each time
 
     def add(self, elapsed_s: float, uses: Sequence[MachineUse]) -> None:
@@ -111,14 +113,16 @@ class MachineHistory:
             self._every *= 2
 
     def to_json(self) -> dict[str, Any]:
-        """Return the times of the points, and for each worker the rank, the node, and the values at these times."""
-        end = len(self._times) - self._num_pending
-        known = {key: column[:end] for key, column in sorted(self._columns.items())}
-        workers = [
-            {"rank": rank, "node": node, "values": {name: known[of, name] for of, name in known if of == rank}}
-            for rank, node in sorted(self._nodes.items())
-        ]
-        return {"every": self._every, "elapsed_s": self._times[:end], "workers": workers}
+        """Return the document: the times of the points, and for each worker the rank, the node, and its values then.
+
+        ``every`` is the number of measurements in a point. Measurements that are no point yet are left out.
+        """
+        num_points = len(self._times) - self._num_pending
+        values_of: dict[int, dict[str, list[float | None]]] = {rank: {} for rank in sorted(self._nodes)}
+        for (rank, name), column in sorted(self._columns.items()):
+            values_of[rank][name] = column[:num_points]
+        workers = [{"rank": rank, "node": self._nodes[rank], "values": values} for rank, values in values_of.items()]
+        return {"every": self._every, "elapsed_s": self._times[:num_points], "workers": workers}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MachineHistory:
@@ -127,7 +131,7 @@ class MachineHistory:
         every, times, workers = (document.get(name) for name in ("every", "elapsed_s", "workers"))
         if not (matches(every, int) and matches(times, list[float]) and len(cast(list[float], times)) <= MAX_POINTS):
             return history
-        # Leave out columns that have another length than the times.
+        # Leave out workers and columns that are damaged: a column may have another length than the times.
         history._every, history._times = max(1, cast(int, every)), cast(list[float], times)
         for worker in cast(list[Any], workers)[:MAX_WORKERS] if isinstance(workers, list) else ():
             if not matches(worker, dict[str, Any]):
@@ -141,16 +145,19 @@ class MachineHistory:
         return history
 
     def _merge(self, first: int, size: int) -> None:
-        """Merge each ``size`` points from ``first`` on into one: at their last time, with the means of known values."""
+        """Merge each ``size`` points from index ``first`` on into one: at their last time, with the means of values.
+
+        Values that are not known are left out of a mean; if none is known, the mean is None.
+        """
         self._times[first:] = self._times[first + size - 1 :: size]
         for column in self._columns.values():
             merged: list[float | None] = []
             for start in range(first, len(column), size):
-                known = [value for value in column[start : start + size] if value is not None]
-                merged.append(round(sum(known) / len(known), _DIGITS) if known else None)
+                values = [value for value in column[start : start + size] if value is not None]
+                merged.append(round(sum(values) / len(values), _DIGITS) if values else None)
             column[first:] = merged
 
 
 def read_machine_history(store: Store) -> MachineHistory:
-    """Return the history of the run in ``store``; empty if there is none."""
+    """Return the history of the run in ``store``; empty if there is none, or it is damaged."""
     return MachineHistory.from_json(read_json(store, MACHINE_HISTORY))

@@ -17,7 +17,9 @@ Kind = Literal["step", "evaluation", "test"]
 class MetricRow:
     """One row of the history. A value that is unknown, or was not finite when it was written, is None.
 
-    ``metrics`` are ``loss``, ``accuracy`` and whatever else a training loop logs, by name.
+    ``elapsed_s`` are the seconds on the clock of the run, over all attempts. ``samples_seen`` counts the training
+    images so far. ``data_wait_fraction`` is the part of the time in which the loop has waited for images. ``metrics``
+    are ``loss``, ``accuracy`` and whatever else a training loop logs, by name.
     """
 
     kind: Kind
@@ -45,13 +47,19 @@ class MetricRow:
         return getattr(self, name) if name in OWN_COLUMNS else self.metrics.get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a flat dictionary of fields and metrics; fields that are None are left out."""
-        known = {name: getattr(self, name) for name in OWN_COLUMNS if getattr(self, name) is not None}
-        return plain({**known, **self.metrics})
+        """Return the row as a flat dictionary of fields and metrics.
+
+        Fields that are None are left out, and a number that is not finite becomes None.
+        """
+        columns = {name: getattr(self, name) for name in OWN_COLUMNS if getattr(self, name) is not None}
+        return plain({**columns, **self.metrics})
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
-        """Return the row in a document of :meth:`to_json`; raise KeyError or ValueError for another document."""
+        """Return the row in a document of :meth:`to_json`; raise KeyError or ValueError for another document.
+
+        Entries that are no fields of a row are its metrics.
+        """
         kind, step, epoch = document["kind"], document["step"], document["epoch"]
         if kind not in get_args(Kind) or type(step) is not int or type(epoch) is not int:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
@@ -75,6 +83,8 @@ _METRICS_OF_EVERY_RUN = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
 
 def own_metrics(train: MetricRow | None, validation: MetricRow | None) -> dict[str, float | None]:
     """Return the last values, by name, of the metrics that this run's loop adds to those of every run.
+
+    ``train`` and ``validation`` are the last rows of steps and of an evaluation. The names are words for people.
 
     Example:
         >>> own_metrics(MetricRow(kind="step", step=1, epoch=1, metrics={"loss": 2.3, "gradient_norm": 0.1}), None)

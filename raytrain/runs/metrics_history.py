@@ -16,16 +16,19 @@ from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
-SAMPLE_SIZE = 2**15
-RETRY_S = 2.0
+SAMPLE_SIZE = 2**15  # rows
+RETRY_S = 2.0  # after which the rows are written again if storage has refused them
 
 
 class History:
     """Writes rows to storage as they are recorded, and keeps a :class:`Sample` of the metrics in memory.
 
-    Recording never waits for storage and never fails because of it: a thread writes and retries (``error`` says what
-    is wrong), and :meth:`close` writes the rest. An existing history is read when it is first needed, and continued.
-    Only one thread at a time may record or read; any thread may :meth:`flush`.
+    Recording never waits for storage and never fails because of it: a thread writes and retries, and :meth:`close`
+    writes the rest. An existing history is read when it is first needed, and continued. That may wait for storage, and
+    raise StorageError. Only one thread at a time may record or read; any thread may :meth:`flush`.
+
+    Attributes:
+        error: why storage does not accept the rows at present; None if it does.
     """
 
     def __init__(self, store: Store) -> None:
@@ -70,7 +73,7 @@ class History:
         self._changed.set()
 
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
-        """Add the images that are not listed yet, and return them."""
+        """Add images that could not be used to skipped.jsonl, each once; return those that it did not list before."""
         keys = self._skipped_keys
         new = list({image.key: image for image in images if image.key not in keys}.values())
         keys.update(image.key for image in new)
@@ -86,13 +89,13 @@ class History:
         self._changed.set()
 
     def flush(self) -> None:
-        """Write the rows that storage does not have yet; raise StorageError."""
+        """Write the rows that storage does not have yet; raise StorageError if that fails."""
         for file in self._files:
             file.write()
         self.error = None
 
     def close(self) -> None:
-        """Write the rest and end the thread; raise StorageError. May be called twice."""
+        """End the thread and write the rest; raise StorageError if that fails. May be called twice."""
         self._closed.set()
         self._changed.set()
         self._writer.join()
@@ -103,7 +106,10 @@ class History:
         return {image.key for image in self.skipped_images}
 
     def _write_as_it_comes(self) -> None:
-        """Run in a thread: write new rows until the history is closed, and try again after an error."""
+        """Run in a thread: write new rows until the history is closed, and try again after an error.
+
+        After each write, wait as long as the files ask for, so that storage is not asked too often.
+        """
         while not self._closed.is_set():
             self._changed.wait()
             self._changed.clear()
@@ -120,8 +126,9 @@ class History:
 class Sample(Generic[T]):
     """All rows of a short history; of a long one at least the ``size`` newest, and every n-th of each kind before.
 
-    n is a power of two for each ``kind(row)``, the smallest with which at most ``size`` older rows of it are kept. So a
-    history of any length takes bounded memory, and adding rows takes constant time on average.
+    ``kind`` returns the kind of a row. For each kind, n is a power of two, the smallest with which at most ``size``
+    older rows of the kind are kept. So a history of any length takes bounded memory, and adding rows takes constant
+    time on average.
     """
 
     def __init__(self, kind: Callable[[T], Hashable], size: int = SAMPLE_SIZE) -> None:
@@ -129,8 +136,8 @@ class Sample(Generic[T]):
         """Number of rows of the history, including those that are not kept."""
         self._kind = kind
         self._size = size
-        self._older: list[tuple[T, Hashable, int]] = []  # each with its kind, and its number among those
-        self._num_older = Counter[Hashable]()
+        self._older: list[tuple[T, Hashable, int]] = []  # each with its kind, and its number among the rows of the kind
+        self._num_older = Counter[Hashable]()  # by kind, including those that are not kept
         self._newest: list[T] = []
 
     @property
@@ -143,8 +150,8 @@ class Sample(Generic[T]):
 
         If some of these rows are no longer kept, return 0 and all of :attr:`rows`.
         """
-        first = self.num_rows - len(self._newest)
-        return (row, self._newest[row - first :]) if row >= first else (0, self.rows)
+        first_of_newest = self.num_rows - len(self._newest)
+        return (row, self._newest[row - first_of_newest :]) if row >= first_of_newest else (0, self.rows)
 
     def extend(self, rows: Iterable[T]) -> None:
         """Add rows."""
@@ -163,7 +170,7 @@ class Sample(Generic[T]):
         self.extend(rows)
 
     def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the rows that are not wanted; the others count as the whole history."""
+        """Drop the rows that are not ``wanted``; the others that are kept count as the whole history."""
         self._newest = [row for row in self._newest if wanted(row)]
         self._older = [older for older in self._older if wanted(older[0])]
         self._num_older = Counter({kind: number + 1 for _, kind, number in self._older})
@@ -175,6 +182,7 @@ class Sample(Generic[T]):
             kind = self._kind(row)
             self._older.append((row, kind, self._num_older[kind]))
             self._num_older[kind] += 1
+        # The smallest power of two that is at least num / size.
         every = {kind: 2 ** ((num - 1) // self._size).bit_length() for kind, num in self._num_older.items()}
         self._older = [(row, kind, number) for row, kind, number in self._older if number % every[kind] == 0]
 
@@ -187,10 +195,13 @@ def sample_of_rows(size: int | None = None) -> Sample[MetricRow]:
 def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
     """Return the metrics of a run, or a :class:`Sample` of many; ``report`` gets a sentence about damaged lines.
 
+    Empty if there is no history. Raises StorageError if storage is out of reach.
+
     Example:
         >>> [row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]
     """
-    # Thin the lines before they are parsed, because parsing takes most of the time.
+    # Thin the lines before they are parsed, because parsing takes most of the time. Those of evaluations and of the
+    # test images, which are few, are recognised by their text, and thinned separately.
     lines = Sample[bytes](lambda line: b'"evaluation"' in line or b'"test"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
@@ -198,13 +209,19 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
-    """Return the images that a run skipped; ``report`` gets a sentence about damaged lines."""
+    """Return the images that a run skipped; ``report`` gets a sentence about damaged lines.
+
+    Empty if it skipped none. Raises StorageError if storage is out of reach.
+    """
     lines = [line for block in StoredLines(store, SKIPPED).blocks() for line in block.splitlines()]
     return _parse_undamaged(lines, SKIPPED, SkippedImage.from_json, report)
 
 
 def _parse_undamaged(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
-    """Return the results of ``parse`` for the undamaged lines; ``report`` gets the number of the others."""
+    """Return the results of ``parse`` for the undamaged lines of the document ``path``.
+
+    If there are others, ``report`` gets a sentence with their number.
+    """
     parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):
         report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")

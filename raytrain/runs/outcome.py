@@ -40,7 +40,11 @@ DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run stops, or should stop, with a checkpoint: a kind, and the fields that :data:`StopKind` lists for it."""
+    """Why a run stops, or should stop, with a checkpoint: a kind, and the fields that :data:`StopKind` lists for it.
+
+    ``metric`` is the name of a metric, ``value`` a value of it, or dollars, and ``count`` a number of evaluations or
+    epochs.
+    """
 
     kind: StopKind
     detail: str | None = None
@@ -53,7 +57,10 @@ class StopReason:
 
     @property
     def option(self) -> str | None:
-        """The option, until or patience, that would also end a resumed run at its first evaluation; else None."""
+        """The option that has stopped the run, and would stop it again at the first evaluation after a resume.
+
+        It is ``until`` or ``patience``; None if the run was stopped for another reason.
+        """
         return {"target": "until", "patience": "patience"}.get(self.kind)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,10 +70,10 @@ class StopReason:
     @classmethod
     def from_json(cls, document: object) -> StopReason:
         """Return the reason in a document of :meth:`to_json`; raise ValueError for another document."""
-        known = known_fields(cls, cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
-        if not known or known != document or "kind" not in known:
+        values = known_fields(cls, cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
+        if "kind" not in values or values != document:  # it lacks the kind, or has something else
             raise ValueError(f"{document!r} is no reason to stop")
-        return cls(**known)
+        return cls(**values)
 
 
 def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
@@ -93,7 +100,7 @@ class Progress:
     score: float | None = None  # of the last evaluation by --best, the larger the better
     best_score: float | None = None
     best_value: float | None = None  # the metric of the best score, without a sign
-    num_worse: int = 0  # evaluations since the best one
+    num_worse: int = 0  # evaluations since the best one, none of which was better
     thresholds: tuple[float, ...] | None = None
     """The probability for each class from which on an image has the class, if an image may have several."""
     network: str | None = None  # the network that was evaluated, by its name in checkpoints
@@ -182,7 +189,7 @@ def failure_sentence(
     has_step: bool = True,
     command: str = "train",
 ) -> str:
-    """Return a sentence that says why a run failed, and how to resume it.
+    """Return a text that says why a run failed, and how to resume it. It ends without a full stop.
 
     No command can name a ``loop`` that was given as a function, or that is a block of :func:`raytrain.attach`: then the
     sentence says how to call ``raytrain.train``, or the ``command``. A run without checkpoint or step has left nothing
@@ -193,10 +200,10 @@ def failure_sentence(
         return (
             f"{failed} It has made no step, and nothing is kept: start it again in the same way once the reason is gone"
         )
-    kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
-    with_function = f"raytrain.{command}, the same loop, name={config.name!r} and resume=True"
-    how = resume_command(config, command) if loop is None else with_function
-    return f"{failed} {kept} with {how}"
+    advice = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
+    call = f"raytrain.{command}, the same loop, name={config.name!r} and resume=True"
+    how = resume_command(config, command) if loop is None else call
+    return f"{failed} {advice} with {how}"
 
 
 def resume_command(config: TrainConfig, command: str = "train") -> str:
@@ -217,7 +224,7 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
 def train_command(config: TrainConfig, command: str = "train") -> str:
     """Return the command ``raytrain train RECIPE`` with a flag for each option that differs from the recipe's.
 
-    For a sweep, ``command`` is ``sweep``.
+    For a sweep, ``command`` is ``sweep``. ``--resume`` is left out, and options that may hold a secret.
     """
     words = ["raytrain", command, *([config.recipe] if config.recipe in RECIPES else [])]
     hidden = ("recipe", "resume", *options_with(Mark.SECRET))
@@ -242,5 +249,5 @@ def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
 
 
 def as_tuple(value: object) -> tuple[object, ...]:
-    """Return the value of an option as a tuple, if it is none."""
+    """Return ``value``, that of an option, as a tuple: itself if it is one, otherwise with it as the only item."""
     return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)

@@ -47,7 +47,7 @@ from raytrain.storage.store import ObjectChanged, Store
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
 LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
 POLL_EVERY_S = 1.0  # seconds between two polls of the claim of an owner that may be dead
-_READ_BACK_AFTER_S = 1.0  # longer than another process needs between reading and writing the claim
+_READ_BACK_AFTER_S = 1.0  # seconds: longer than another process needs between reading and writing the claim
 _log = logging.getLogger(__name__)
 _held: set[str] = set()  # the tokens of the claims that this process holds
 
@@ -122,11 +122,15 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         return self._store.guarded(self.claim)
 
     def renew(self) -> bool:
-        """Renew the claim; return True if this process still owns the run."""
+        """Renew the claim; return True if this process still owns the run. Raises StorageError."""
         return self._replace(dataclasses.replace(self.claim, renewed=self.claim.renewed + 1))
 
     def close(self) -> None:
-        """Release the claim, so that the next owner need not wait. May be called twice."""
+        """Release the claim, so that the next owner need not wait. May be called twice.
+
+        If the run has no options, because it never started, the claim is deleted, and with it a folder that is empty
+        then. Nothing is raised if storage is out of reach.
+        """
         self._closed.set()
         self._renewer.join()  # before the release: both replace the claim
         if self.claim.token not in _held:
@@ -139,7 +143,10 @@ class RunClaim(AbstractContextManager["RunClaim"]):
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
-        """Replace the claim that this process wrote last by ``claim``; return False if another one is there."""
+        """Replace the claim that this process wrote last by ``claim``; return False if another one is there by now.
+
+        Raises StorageError if storage is out of reach.
+        """
         try:
             self._store.fail_fast().put_if(CLAIM, claim.to_json(), self.claim.to_json())
         except ObjectChanged:
@@ -158,7 +165,8 @@ class RunClaim(AbstractContextManager["RunClaim"]):
 def claim_run(store: Store, name: str) -> RunClaim:
     """Make this process the owner of the run ``name`` in ``store``, and return its claim.
 
-    Waits up to ``LEASE_S`` seconds if the last owner may be alive. Raises UsageError if it is.
+    Waits up to ``LEASE_S`` seconds if the last owner may be alive. Raises UsageError if it is, or if the claim in
+    storage is damaged, and StorageError if storage is out of reach.
 
     Example:
         >>> with claim_run(store, "digits") as claim:
@@ -207,7 +215,10 @@ def claim_run(store: Store, name: str) -> RunClaim:
 
 
 def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
-    """Poll ``claim`` until its lease is over, and return the claim at that time; UsageError if its owner renews it."""
+    """Poll ``claim`` until its lease is over or its owner releases it; return the claim at that time, None if deleted.
+
+    Raises UsageError if its owner renews it, or another process owns the run by now.
+    """
     _log.warning(
         "waiting %.0f s to see whether the last owner of run %r (process %d on %s) is still alive",
         LEASE_S,

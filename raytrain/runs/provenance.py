@@ -18,7 +18,7 @@ from raytrain.storage.store import Store
 _MAIN_PACKAGES = {"raytrain": "raytrain", "torch": "torch", "torchvision": "torchvision", "timm": "timm", "ray": "Ray"}
 _IN_SUMMARY = ("raytrain", "torch", "ray")
 _COMMIT_DIGITS = 10
-_NUM_SHOWN = 3
+_NUM_SHOWN = 3  # other packages that a difference names
 MAX_CHANGED_FILES = 100
 """Number of changed files that are named."""
 
@@ -61,8 +61,10 @@ class Provenance:
     def difference_from(self, before: Provenance) -> str:
         """Return the differences from the attempt ``before`` as a part of a sentence; empty if there is none.
 
-        The command does not count: that of a resume always differs.
+        The command does not count: that of a resume always differs. Of the code, files of this attempt count that are
+        new or have another text.
         """
+        # The commit, the code, and Python.
         parts: list[str] = []
         if (self.commit, self.changed_files) != (before.commit, before.changed_files):
             parts.append(f"{self._commit_text()} instead of {before._commit_text()}")
@@ -71,16 +73,16 @@ class Provenance:
             parts.append(f"Python {self.python} instead of {before.python}")
 
         # Name the packages that matter most, and count the others.
-        others: list[str] = []
+        other_packages: list[str] = []
         for name in sorted({*self.packages, *before.packages}, key=str.lower):
             version, old = self.packages.get(name), before.packages.get(name)
             if version != old:
                 shown = f"{_MAIN_PACKAGES.get(name.lower(), name)} {version or 'missing'} instead of {old or 'none'}"
-                (parts if name.lower() in _MAIN_PACKAGES else others).append(shown)
-        if others:
-            more = ", …" if len(others) > _NUM_SHOWN else ""
-            noun = "package" if len(others) == 1 else "packages"
-            parts.append(f"{len(others)} other {noun} ({', '.join(others[:_NUM_SHOWN])}{more})")
+                (parts if name.lower() in _MAIN_PACKAGES else other_packages).append(shown)
+        if number := len(other_packages):
+            more = ", …" if number > _NUM_SHOWN else ""
+            noun = "package" if number == 1 else "packages"
+            parts.append(f"{number} other {noun} ({', '.join(other_packages[:_NUM_SHOWN])}{more})")
         return ", ".join(parts)
 
     def _commit_text(self) -> str:
@@ -92,7 +94,10 @@ class Provenance:
 
 
 def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, ...]:
-    """Return the provenance of each attempt of a run, the newest last; damaged entries are left out.
+    """Return the provenance of the attempts of a run, the newest last; damaged entries are left out.
+
+    Attempts that did not differ from the one before have no entry. ``report`` gets a sentence if the whole document is
+    damaged.
 
     Example: ``read_provenance(open_run("./runs", "digits"))[-1].packages["torch"]``
     """
@@ -106,12 +111,18 @@ def read_provenance(store: Store, report: Report = ignore) -> tuple[Provenance, 
 
 
 def provenance_at(attempts: Sequence[Provenance], step: int) -> Provenance | None:
-    """Return the provenance of the attempt that trained ``step``; None if it is unknown."""
+    """Return the provenance of the attempt that trained ``step``, counted from 1; None if it is unknown.
+
+    Step 0, before which nothing was trained, counts as step 1.
+    """
     return next((attempt for attempt in reversed(attempts) if attempt.first_step < max(1, step)), None)
 
 
 def record_provenance(store: Store, provenance: Provenance) -> str:
-    """Add an attempt's provenance to that of the run; return the differences from the attempt before as text."""
+    """Add an attempt's provenance to that of the run; return the differences from the attempt before as text.
+
+    If neither these nor the command differ, nothing is written. Raises StorageError if storage is out of reach.
+    """
     attempts = read_provenance(store)
     difference = provenance.difference_from(attempts[-1]) if attempts else ""
     if not attempts or difference or provenance.command != attempts[-1].command:

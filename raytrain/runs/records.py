@@ -46,7 +46,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """A run in the list of runs. ``problems`` are sentences about documents that cannot be used."""
+    """A run in the list of runs. ``problems`` are sentences about documents that cannot be used.
+
+    ``config`` is None if the options cannot be read.
+    """
 
     name: str
     config: TrainConfig | None
@@ -120,6 +123,8 @@ def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
 def read_run(storage: str, name: str) -> RunRecord:
     """Return all documents of a run that can be used; raise UsageError if there is no such run.
 
+    A document that is missing or damaged is empty or None. Raises StorageError if storage is out of reach.
+
     Example:
         >>> read_run("./runs", "digits").metrics[-1].accuracy
         0.98
@@ -130,11 +135,11 @@ def read_run(storage: str, name: str) -> RunRecord:
 
     # The numbers of images; empty if the document cannot be used.
     document = read_json(store, IMAGES)
-    numbers = {name: document.get(name, 0) for name in ("training", "validation", "test")}
+    numbers = {part: document.get(part, 0) for part in ("training", "validation", "test")}
     left_out = document.get("left_out")
-    are_known = "training" in document and matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
+    is_usable = "training" in document and matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
     more: dict[str, Any] = {
-        "images": {**numbers, "left_out": left_out} if are_known else {},
+        "images": {**numbers, "left_out": left_out} if is_usable else {},
         "summary": read_json(store, SUMMARY),
         "sweep": read_json(store, SWEEP),
         "metrics": read_metrics(store, problems.append),
@@ -155,7 +160,10 @@ def read_unused_options(store: Store) -> tuple[str, ...]:
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
-    """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
+    """Return a run of the list from the contents of three documents, each of which may be an exception instead.
+
+    A document that cannot be used becomes a problem of the run.
+    """
     # Parse each document by itself, because one may be damaged and the others not.
     problems: list[str] = []
     options = _parse_document(
@@ -195,6 +203,8 @@ _FIELDS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))} 
 def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunInfo]:
     """Return the runs that meet all ``conditions``; raise UsageError for a condition that cannot be read.
 
+    A condition is ``status=STATUS``, or the name of an option's flag, without dashes, with a value.
+
     Example:
         >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])
     """
@@ -217,7 +227,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
 
 
 def _meets(run: RunInfo, name: str, value: str) -> bool:
-    """Return True if the status, or one of the values of an option, is ``value``, as the user has typed it."""
+    """Return True if the status, or one of the values of the option ``name``, is ``value`` as the user has typed it."""
     if name == "status":
         return run.status.status == value
     for stored in as_tuple(getattr(run.config, _FIELDS[name], None)):
@@ -236,13 +246,14 @@ def tag_run(
 ) -> TrainConfig:
     """Add and remove tags of a run, and replace its note if one is given; return its options.
 
-    Raises UsageError if there is no such run, or if it has no tag of those to remove.
+    An empty note removes the note. Raises UsageError if there is no such run, or if it lacks one of the tags to remove;
+    then nothing is changed.
     """
     store = open_run(storage, name)
     config = read_config(store)
-    if unknown := [tag for tag in remove if tag not in (*config.tag, *add)]:
-        known = f"its tags are {', '.join(config.tag)}" if config.tag else "it has no tags"
-        raise UsageError(f"{name} has no tag {unknown[0]!r}{did_you_mean(unknown[0], config.tag)}; {known}.")
+    if missing := [tag for tag in remove if tag not in (*config.tag, *add)]:
+        its_tags = f"its tags are {', '.join(config.tag)}" if config.tag else "it has no tags"
+        raise UsageError(f"{name} has no tag {missing[0]!r}{did_you_mean(missing[0], config.tag)}; {its_tags}.")
     tags = tuple(tag for tag in dict.fromkeys([*config.tag, *add]) if tag not in remove)
     changed = dataclasses.replace(config, tag=tags, note=config.note if note is None else note or None)
     if changed != config:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from urllib.parse import quote, quote_plus, unquote
 
-_MIN_LENGTH = 6  # characters: a shorter value occurs by chance
-_MIN_LINE = 16  # of a key of several lines
-_kept: set[str] = set()
+_MIN_LENGTH = 6  # characters of a secret: a shorter value occurs by chance
+_MIN_LINE = 16  # characters of a single line of a secret, such as a key, to count as a secret
+_kept: set[str] = set()  # secrets that are not in the environment, see keep_secret
 _SECRET_NAME = re.compile(
     "KEY|TOKEN|PASSW|PASSPHRASE|PASS$|PASS_|_PWD|SECRET|CREDENTIAL|CONNECTION_?STRING|CONN_STR|DSN$|_PAT$|_SAS$|_AUTH$",
     re.IGNORECASE,
 )
-_PLACE_NAME = re.compile("_(FILE|PATH|DIR|SOCK)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_PLACE_NAME = re.compile("_(FILE|PATH|DIR|SOCK)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)  # of a path
 _URL_REST = re.compile(r"://\S+")
 _USER_INFO = re.compile(r"(?<=://)([^/\s:]*:\S*|[^/\s]+)@")  # a password may hold slashes and at signs
 _PRIVATE_KEY_LIMIT = re.compile(r"-----(BEGIN|END) [A-Z ]*PRIVATE KEY-----(?:\\n)?")
@@ -44,6 +44,7 @@ def redact(text: str) -> str:
         >>> redact("cannot open postgres://me:hunter22@host/db")
         'cannot open postgres://…@host/db'
     """
+    # A kept secret is handled as the value of a variable whose name says that it is one.
     values = (*os.environ.items(), *(("SECRET", secret) for secret in _kept))
     spellings = {spelling for name, value in values for spelling in _spellings_of_secrets(name, value)}
     for spelling in sorted(spellings, key=len, reverse=True):  # the longest first: a shorter one may be a part of it
@@ -70,7 +71,10 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
-    """Return every spelling of the secrets in a variable of the environment; empty if it holds none."""
+    """Return every spelling of the secrets in a variable of the environment; empty if it holds none.
+
+    Cached, because the environment hardly changes, and each line that is printed is redacted.
+    """
     # The password of each URL, or else the user, is secret whatever the variable is called.
     secrets: list[str] = []
     for rest in _URL_REST.findall(value):

@@ -21,8 +21,8 @@ from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
-_MANY = 1000  # from this number of lines on, a table is faster
-_NUM_SAMPLED = 100  # lines whose metrics are expected in all lines
+_MANY = 1000  # from this number of lines on, a table is faster than a list
+_NUM_SAMPLED = 100  # lines at the start of a block: others are expected to have no other metrics
 MAX_PART = 2**15  # rows that are read at once
 _MAX_NAMES = 64
 """Limit on the metrics of a table: a stranger's history may name millions, each of which would become a column."""
@@ -72,6 +72,8 @@ class StoredRows(Sequence[MetricRow]):
 class RowParser:
     """Parses lines of a metrics history, many into a table, few into a list. Damaged lines are left out.
 
+    It remembers the names of metrics from one call to the next, because a table needs them before it reads the lines.
+
     Example:
         >>> rows = RowParser()([b'{"kind": "step", "step": 1, "epoch": 1, "loss": 2.3}'])
         >>> rows[0].loss
@@ -83,8 +85,9 @@ class RowParser:
 
     def __call__(self, lines: Sequence[bytes]) -> Sequence[MetricRow]:
         if len(lines) >= _MANY:
-            # Arrow must know the columns. It refuses all lines if one is damaged, or has another metric.
-            self._learn(parse_lines(MetricRow.from_json, lines[:_NUM_SAMPLED]))
+            # Arrow must know the columns. It refuses all lines if one is damaged, or has another metric. Then they are
+            # parsed one by one.
+            self._remember_metrics(parse_lines(MetricRow.from_json, lines[:_NUM_SAMPLED]))
             schema = pa.schema({**FIELDS, **dict.fromkeys(self._names, pa.float64())})
             options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
             with suppress(pa.ArrowInvalid):
@@ -92,11 +95,11 @@ class RowParser:
                 if table.num_rows == len(lines) and _is_whole(table):
                     return StoredRows(table)
         rows = parse_lines(MetricRow.from_json, lines)
-        self._learn(rows)
+        self._remember_metrics(rows)
         return rows
 
-    def _learn(self, rows: Iterable[MetricRow]) -> None:
-        """Add the metrics of ``rows`` to the names of columns, up to a limit."""
+    def _remember_metrics(self, rows: Iterable[MetricRow]) -> None:
+        """Remember the names of the metrics of ``rows``, which become columns of the next tables, up to a limit."""
         for row in rows:
             for name in row.metrics:
                 if len(self._names) < _MAX_NAMES:
@@ -112,7 +115,7 @@ def _is_whole(table: pa.Table) -> bool:
 
 
 def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
-    """Yield the whole metrics history in parts of bounded size."""
+    """Yield the whole metrics history in parts of bounded size, without damaged lines; nothing if there is none."""
     parse = RowParser()
     for block in StoredLines(store, METRICS).blocks():
         lines = block.splitlines()
@@ -128,5 +131,5 @@ def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
 
 
 def _row(document: dict[str, Any]) -> MetricRow:
-    """Return a row of a table, in which a column that the row lacks is null."""
+    """Return the row that a table has as ``document``, in which a column that the row lacks is null."""
     return MetricRow.from_json({name: value for name, value in plain(document).items() if value is not None})
