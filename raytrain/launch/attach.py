@@ -308,7 +308,7 @@ def _make_run(
 
     The images, and on the processes but the first a log, are open until ``opened`` is closed. The coordinator learns
     that the network, its weights and the options fit together, so that documents of the run may be written. If the code
-    or the weights cannot be loaded on one process, that error is raised on all.
+    or the weights cannot be loaded on one process, its UsageError or StorageError is raised on all.
     """
     rank, world_size = group.rank_and_size()
     config, data, first_step = inputs.config, inputs.data, inputs.first_step
@@ -538,7 +538,7 @@ class AttachedLaunch:
         return left_by is not None
 
     def failure(self) -> str | None:
-        """Return None: every worker reports by which error it leaves its loop."""
+        """Return None: only the launcher knows how a process has ended that did not report an error."""
         return None
 
     def end_workers(self) -> None:

@@ -197,10 +197,12 @@ def choose_training(config: TrainConfig, images: Images, network: Network, *, on
 def _fine_tuning(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
     """Return the options that train a network with weights: first its head alone, then all layers at a low rate."""
     batch_size = _given_number(config, "batch_size", 32)
-    # On a CPU, fewer epochs: on two cores, those of 4,000 photographs of 128 pixels take four to five minutes. Two more
+    # Fewer epochs on a CPU: on two cores, those of 4,000 photographs of 128 pixels take four to five minutes. Two more
     # epochs raised the accuracy from 0.815 to 0.831.
-    num_epochs = _epochs(images, 15_000, 4, 20) if on_cpu else _epochs(images, 100_000, 5, 20)
-    epochs = _given_number(config, "epochs", 1 + num_epochs)
+    num_epochs = _epochs(images, num_seen=15_000, fewest=4, most=20)
+    if not on_cpu:
+        num_epochs = _epochs(images, num_seen=100_000, fewest=5, most=20)
+    epochs = _given_number(config, "epochs", 1 + num_epochs)  # with one in which the head learns alone
     # At 5e-4, the accuracy on the training images fell from 0.75 to 0.58 when all layers began to learn. SGD's rate is
     # that of PyTorch's tutorial on transfer learning, 0.001 for batches of 4.
     optimizer = _given(config, "optimizer", "adamw")
@@ -231,7 +233,8 @@ def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[
         config, "batch_size", min(1024, max(64, 2 ** round(math.log2(max(images.number, 1) / 50))))
     )
     names = ("optimizer", "weight_decay", "momentum", "nesterov", "schedule", "label_smoothing", "ema_decay", "flip")
-    epochs = _given_number(config, "epochs", _epochs(images, 200_000 if on_cpu else 800_000, 16, 40))
+    num_epochs = _epochs(images, num_seen=200_000 if on_cpu else 800_000, fewest=16, most=40)
+    epochs = _given_number(config, "epochs", num_epochs)
     return {
         **{name: getattr(recipe, name) for name in names},
         "batch_size": batch_size,
@@ -245,7 +248,8 @@ def _small_images(config: TrainConfig, images: Images, *, on_cpu: bool) -> dict[
 def _from_scratch(config: TrainConfig, images: Images, network: Network, *, on_cpu: bool) -> dict[str, Any]:
     """Return the options of a network with random initial weights."""
     batch_size = _given_number(config, "batch_size", 64)
-    epochs = _given_number(config, "epochs", _epochs(images, 100_000 if on_cpu else 1_000_000, 10, 100))
+    num_epochs = _epochs(images, num_seen=100_000 if on_cpu else 1_000_000, fewest=10, most=100)
+    epochs = _given_number(config, "epochs", num_epochs)
     optimizer = _given(config, "optimizer", "sgd" if network.batch_norm else "adamw")
     is_sgd = optimizer == "sgd"
     rate = 0.05 * batch_size / 64 if is_sgd else 5e-4 * math.sqrt(batch_size / 64)
@@ -395,7 +399,7 @@ def _size_for(images: Images) -> Size:
     return side, side
 
 
-def _epochs(images: Images, num_seen: int, fewest: int, most: int) -> int:
+def _epochs(images: Images, *, num_seen: int, fewest: int, most: int) -> int:
     """Return the number of epochs in which about ``num_seen`` images are seen, from ``fewest`` to ``most``."""
     return min(most, max(fewest, round(num_seen / max(1, images.number))))
 

@@ -135,11 +135,15 @@ class Coordinator(RunMonitor):
         else:
             self._ranks_seen_twice.add(rank)
 
-        # The lowest rank in each place, for the error's sentence.
-        rank_in = {self._wait_location_of_rank.get(other): other for other in reversed(range(num_workers))}
-        if self._ranks_seen_twice.issuperset(range(num_workers)) and len(rank_in) > 1:
-            first, second = sorted((rank, place) for place, rank in rank_in.items())[:2]
-            self.give_up(UsageError(_WAIT_IN_DIFFERENT_PLACES.format(*first, *second)))
+        # The error names two places, each with the lowest rank that waits there.
+        lowest_rank_in: dict[str | None, int] = {}
+        for other_rank in range(num_workers):
+            lowest_rank_in.setdefault(self._wait_location_of_rank.get(other_rank), other_rank)
+        all_wait = self._ranks_seen_twice.issuperset(range(num_workers))
+        if all_wait and len(lowest_rank_in) > 1:
+            (first_place, first_rank), (second_place, second_rank) = list(lowest_rank_in.items())[:2]
+            sentence = _WAIT_IN_DIFFERENT_PLACES.format(first_rank, first_place, second_rank, second_place)
+            self.give_up(UsageError(sentence))
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
         """Note why a worker cannot continue; the backend then ends the other workers, too."""

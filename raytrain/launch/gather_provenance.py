@@ -118,7 +118,7 @@ class GitStatus:
             return
         # Without core.fsmonitor=false, git would run a program that the repository names.
         command = ["git", "-c", "core.fsmonitor=false", "-c", "status.relativePaths=false", "-C", str(folder), *_STATUS]
-        self.problem = "there is no program git"
+        self.problem = "there is no program git"  # unless git starts
         with suppress(OSError):
             self._process = subprocess.Popen(
                 command,

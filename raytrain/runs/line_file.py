@@ -127,7 +127,7 @@ class LineFile(Generic[T]):
     def write(self) -> None:
         """Cut the document and write the rows that wait; raise StorageError if that fails.
 
-        Then the rows and the cuts still wait, for the next call.
+        After a failure, the rows and the cuts still wait, for the next call.
         """
         with self._writing:
             while cuts := self._cuts.copy():

@@ -174,15 +174,16 @@ def claim_run(store: Store, name: str) -> RunClaim:
     """
     before = _read(store)
     if before is not None and not before.released:
-        # Process numbers can be compared only on one machine that has not rebooted. A claim with the number of this
-        # process is dead if this process does not hold it: an earlier process had the same number.
+        # Process numbers can be compared only on one machine that has not rebooted, whose ID is known. A claim with the
+        # number of this process is dead if this process does not hold it: an earlier process had the same number.
         is_known_dead = before.machine == machine_id() != "" and (
             before.token not in _held if before.pid == os.getpid() else not psutil.pid_exists(before.pid)
         )
         if not is_known_dead:
             before = _wait_for_lease(store, before, name)
 
-    # The first owner has the fence 1. One that follows an owner which has not released the run takes over.
+    # The first owner has the fence 1. One that follows an owner which has not released the run takes over: its own
+    # fence is the takeover. Any other owner keeps the takeover of the owner before.
     fence = before.fence + 1 if before else 1
     takes_over = before is not None and not before.released
     claim = Claim(

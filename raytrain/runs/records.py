@@ -277,4 +277,5 @@ def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
         run_files = sorted(set(paths).difference(left))
         for path in [*run_files, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
             store.delete(path)
-    return len(run_files) + 1, left
+    num_deleted = len(run_files) + 1  # with the options
+    return num_deleted, left

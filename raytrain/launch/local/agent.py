@@ -129,8 +129,8 @@ class _Agent(LocalElasticAgent):
         logs = DefaultLogsSpecs(log_dir=inputs.folder, redirects=Std.ALL)
         # torch waits 30 s for workers that should end; versions after 2.8 let that be shortened.
         parameter_names = inspect.signature(LocalElasticAgent).parameters
-        patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
-        super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **patience)
+        shorter: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in parameter_names else {}
+        super().__init__(spec=worker_spec, logs_specs=logs, start_method="fork", **shorter)
         self._call = Caller(inputs.calls)
 
     def report_detached_processes(self) -> None:

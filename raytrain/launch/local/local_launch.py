@@ -177,6 +177,7 @@ class AgentProcess:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        # The agent finds the modules that this process finds. An empty entry of sys.path is the current folder.
         path = os.pathsep.join(folder or current_folder() for folder in sys.path)
         # Not in the current folder, where Python would look for modules first: it may contain a torch.py of a stranger.
         self._process = subprocess.Popen(
