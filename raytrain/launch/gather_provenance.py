@@ -114,7 +114,9 @@ class GitStatus:
         folder = self._files[0].parent if self._files else Path(current_folder())
         self._process: subprocess.Popen[str] | None = None
         self.problem: str | None = None
-        if not any((above / ".git").exists() for above in (folder, *folder.parents)):
+        # The folder of the repository.
+        self._root = next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
+        if self._root is None:
             return
         # Without core.fsmonitor=false, git would run a program that the repository names.
         command = ["git", "-c", "core.fsmonitor=false", "-c", "status.relativePaths=false", "-C", str(folder), *_STATUS]
@@ -154,7 +156,7 @@ class GitStatus:
             if matches(document, dict[str, Any]) and matches(document.get("changed_files"), list[str]):
                 self.problem = None
                 return document.get("commit"), document["changed_files"]
-        if self._process is None:
+        if self._process is None or self._root is None:
             return None, []
         try:
             output, errors = self._process.communicate(timeout=_GIT_WITHIN_S)
@@ -164,7 +166,8 @@ class GitStatus:
             return None, []
 
         # Porcelain version 2: "# branch.oid COMMIT", "1 XY … PATH" for a changed file, "u XY … PATH" for an unmerged
-        # one, "? PATH" for an untracked one. Each entry ends with a zero byte, and paths are not quoted.
+        # one, "? PATH" for an untracked one, or for a folder of such. Each entry ends with a zero byte. Paths are
+        # relative to the repository, and not quoted.
         commit, changed = None, list[str]()
         for line in output.split("\0"):
             kind, _, rest = line.partition(" ")
@@ -173,7 +176,7 @@ class GitStatus:
             elif kind in ("1", "u"):
                 num_fields = 7 if kind == "1" else 9  # before the path, which may have spaces
                 changed.append(rest.split(" ", num_fields)[-1])
-            elif kind == "?" and any(_is_entry_of(file, rest) for file in self._files):
+            elif kind == "?" and any(self._root / rest in (file, *file.parents) for file in self._files):
                 changed.append(rest)
         if commit is None:
             self.problem = self._why_no_commit(errors)
@@ -186,16 +189,6 @@ class GitStatus:
         if "dubious ownership" in errors:  # such a repository may name programs, which git would run
             return "git does not read the repository of another user"
         return "git cannot read the repository"
-
-
-def _is_entry_of(file: Path, entry: str) -> bool:
-    """Return True if ``entry``, a path that git lists, is probably that of ``file`` or of a folder above it.
-
-    ``entry`` is relative to the repository, whose folder is not known here, and ends with a slash if it is a folder. So
-    it is compared with the end, or with a middle part, of the absolute path of ``file``.
-    """
-    path = file.as_posix()
-    return f"/{entry}" in path if entry.endswith("/") else path.endswith(f"/{entry}")
 
 
 def _command() -> str:

@@ -75,6 +75,23 @@ def test_a_tree_is_not_clean_with_changed_files_and_code_that_git_does_not_know(
     assert gathered(loop="mine/new.py:train").changed_files == ["mine/", "other.py"]
 
 
+def test_a_folder_that_git_does_not_know_is_not_that_of_the_code_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of the repository, too, has a folder ``src``, and another repository a file ``loop.py``."""
+    project = tmp_path / "src" / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "loop.py").write_text("def train(run): ...\n")
+    git(project, "init", "-q")
+    git(project, "add", "loop.py")
+    git(project, "commit", "-qm", "one")
+    (project / "src" / "notes.txt").write_text("of no importance")
+    (project / "weights.py").write_text("of no importance")
+    (tmp_path / "weights.py").write_text("def train(run): ...\n")
+    monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
+    assert GitStatus([project / "loop.py", tmp_path / "weights.py"]).result()[1] == []
+
+
 def test_names_of_changed_files_are_not_quoted(repository: Path) -> None:
     """As git prints them otherwise, "l\\303\\266\\303\\266p.py" is no file that anybody knows."""
     name = 'lööp "new".py'
