@@ -111,7 +111,7 @@ def test_runs_are_sorted_by_each_column(
         ("a", "accuracy", 0.5, 40.0, 2.0),
         ("b", "accuracy", 0.75, 10.0, 1.0),
         ("c", "loss", 0.5, 20.0, 11.0),
-        ("d", "loss", 0.125, 30.0, None),
+        ("d", "loss", 0.125, 30.0, 0.5),
     ):
         store = stored(tmp_path, name, best=best)
         write_status(store, RunStatus(status="finished", dollars=dollars))
