@@ -278,7 +278,7 @@ def _prepare_on_first(
         tracked = replace(request, trackers=open_trackers(config.track, trackers))
         settled = settle_options(config)
         if (ended := already_trained(settled)) is not None:
-            _, sentence = ended  # there is no loop whose result could be returned, so this is an error
+            _, sentence = ended  # no loop can be given an earlier result in place of its steps
             raise UsageError(sentence)
         prepared = opened.enter_context(prepare(settled, tracked))
         _, world_size = group.rank_and_size()
@@ -337,7 +337,8 @@ def _make_run(
 
 def _ray_report_function() -> Report | None:
     """Return Ray's function for reports if this is a worker of Ray Train or a trial of Ray Tune; None elsewhere."""
-    if "ray.train" not in sys.modules:  # in those processes, Ray has imported it; elsewhere Ray is not imported
+    # Ray has imported it in such a process. Elsewhere, its import would take seconds for nothing.
+    if "ray.train" not in sys.modules:
         return None
     from raytrain.launch.ray.train_reports import report_to_ray
 
