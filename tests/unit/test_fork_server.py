@@ -70,7 +70,7 @@ with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(b"")
     listener.listen()
     print(listener.getsockname().hex(), flush=True)
-    fork_server.read(fork_server.serve(listener))
+    fork_server.receive_traits(fork_server.serve(listener))
 """
 SERVE_MANY = """
 import socket, sys

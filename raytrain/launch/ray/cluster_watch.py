@@ -27,35 +27,40 @@ _ANSWER_WITHIN_S = 10.0
 
 
 def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> None:
-    """Ask the cluster for room for the workers, and wait for it; raises UsageError if it does not come in time."""
+    """Ask the cluster's autoscaler for machines for the fewest workers of the run, and wait until these have room.
+
+    Returns at once without ``--wait-for-machines-s``, or if there is room already. Raises UsageError if that time has
+    passed, and KeyboardInterrupt once ``is_stopped`` returns True.
+    """
     if not config.wait_for_machines_s:
         return
     hardware = cluster_hardware()
     device, fewest, _ = wanted_workers(config, hardware)
-    num_devices, problems = available_workers(config, device, hardware), []
+    num_devices = available_workers(config, device, hardware)
     if fewest <= num_devices:
         return
-    worker = worker_resources(device, 1.0, config.accelerator_type)
     # The autoscaler takes a placement group that has no room as a request for machines.
+    worker = worker_resources(device, 1.0, config.accelerator_type)
     group = ray.util.placement_group([worker] * fewest)
+    problems: list[str] = []
     ask = Background(_hardware_and_problems)  # in a thread: a silent head delays neither a stop nor the time limit
     try:
         started_at = reported_at = time.monotonic()
         reported: tuple[int, list[str]] | None = None
         while not group.wait(_ROOM_EVERY_S):
             now = time.monotonic()
-            if (answer := ask(_ANSWER_WITHIN_S)) is not None:
+            if (answer := ask(_ANSWER_WITHIN_S)) is not None:  # None: the head has not answered yet
                 hardware, problems = answer
                 num_devices = available_workers(config, device, hardware)
             reasons = "; ".join(one_line(problem).rstrip(".") for problem in problems)
-            why = f" The autoscaler cannot start machines ({reasons})." if problems else ""
+            explanation = f" The autoscaler cannot start machines ({reasons})." if problems else ""
             if is_stopped():
                 raise KeyboardInterrupt
             if now - started_at > config.wait_for_machines_s:
                 raise UsageError(
                     f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has "
                     f"{format_count(num_devices, device_kind(config.accelerator_type, device))}."
-                    f"{why or ' `ray status` says why no more machines came.'} Ask for fewer workers, or raise "
+                    f"{explanation or ' `ray status` says why no more machines came.'} Ask for fewer workers, or raise "
                     "--wait-for-machines-s."
                 )
             # Print a line after each change, and once a minute, so that nobody thinks that the run hangs.
@@ -63,8 +68,11 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
                 reported, reported_at = (num_devices, problems), now
                 _log.warning(
                     "Waiting for machines: there is room for %d of %d workers after %.0f of %.0f s.%s",
-                    *(min(num_devices, fewest), fewest, now - started_at, config.wait_for_machines_s),
-                    why,
+                    min(num_devices, fewest),
+                    fewest,
+                    now - started_at,
+                    config.wait_for_machines_s,
+                    explanation,
                 )
     finally:
         ask.close(_ANSWER_WITHIN_S)
@@ -101,14 +109,16 @@ class CapacityCheck:
         """Raise UsageError if the same workers have waited too long at the start of a run.
 
         A run that has trained before (``is_starting`` is False) goes on waiting, because other jobs may end: then a
-        warning says so. Workers without room cannot hear of a request to stop, so it raises KeyboardInterrupt here.
+        warning says so. If such a run has been asked to stop (``is_stopping``), KeyboardInterrupt is raised instead,
+        because workers without room cannot hear of the request. Call this often: it asks the head every five seconds,
+        and judges by the answer to an earlier question.
         """
         if not self._throttle.due("placement groups", POLL_EVERY_S):
             return
         answer = self._ask(_ANSWER_WITHIN_S)
         if answer is None:  # the head has not answered yet, or does not answer at all
             return
-        waiting, free = answer
+        waiting, free_resources = answer
         # A silent head has placed no workers meanwhile, so after it the waiting times begin anew.
         now = time.monotonic()
         if now - self._answered_at > _SILENT_S:
@@ -120,18 +130,21 @@ class CapacityCheck:
         waited_too_long = any(now - since[group_id] >= PLACED_WITHIN_S for group_id in waiting & since.keys())
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
         if not waited_too_long:
+            # Once nothing waits any more, the next wait gets a warning of its own.
             self._is_reported = self._is_reported and bool(waiting)
             return
         if not is_starting and is_stopping:
             raise KeyboardInterrupt
         if not is_starting and self._is_reported:
             return
+
+        # Say what a worker wants, and what there is.
         placement = self._placement
         wanted_by_worker = format_count(placement.cpus, "CPU")
-        unused = format_count(free.get("CPU", 0.0), "CPU")
+        unused = format_count(free_resources.get("CPU", 0.0), "CPU")
         if placement.device == "cuda":
             wanted_by_worker += f" and 1 {device_kind(placement.accelerator_type, placement.device)}"
-            unused += f" and {format_count(free.get('GPU', 0.0), 'GPU')}"
+            unused += f" and {format_count(free_resources.get('GPU', 0.0), 'GPU')}"
         sentence = (
             f"There is no room for {format_count(placement.min_workers, 'worker')} of {wanted_by_worker} each: the "
             f"cluster has {unused} free, and other jobs use the rest; "
@@ -153,10 +166,10 @@ def _waiting_groups(timeout_s: float) -> tuple[set[str], Mapping[str, float]] | 
     """
     if not head_answers(timeout_s):
         return None
-    driver: str = ray.get_runtime_context().get_job_id()  # the IDs of a driver's groups end with it
+    job_id: str = ray.get_runtime_context().get_job_id()  # the IDs of a driver's groups end with it
     groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
     waiting = {
-        group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(driver)
+        group_id for group_id, group in groups.items() if group["state"] == "PENDING" and group_id.endswith(job_id)
     }
     return waiting, ray.available_resources()
 
@@ -165,7 +178,8 @@ class ReadersCheck:
     """Reports data tasks that find no room, because other jobs use the CPUs that were left for them.
 
     Without this, the workers would wait silently: Ray Train does not know of such tasks, and Ray reports them only
-    after half an hour.
+    after half an hour. ``task_cpus`` are the CPUs that the run's data tasks take, one number for each kind of task;
+    ``event`` gets the report.
     """
 
     def __init__(self, task_cpus: Collection[float], event: Callable[[Event], None]) -> None:
@@ -173,7 +187,8 @@ class ReadersCheck:
         self._event = event
         self._ask = Background(_waiting_task)
         self._throttle = Throttle()
-        self._step, self._since = -1, 0.0  # the last step, and since when tasks have waited at it
+        self._step = -1  # that of the run at the last answer
+        self._waiting_since = 0.0  # when tasks were first seen to wait at this step
         self._is_reported = False
 
     def check(self, step: int) -> None:
@@ -183,11 +198,14 @@ class ReadersCheck:
         answer, now = self._ask(self._task_cpus), time.monotonic()
         if answer is None:  # not answered yet
             return
-        cpus, free, all_cpus = answer
-        if step != self._step or not cpus:
-            self._step, self._since, self._is_reported = step, now, False
-        elif now - self._since >= PLACED_WITHIN_S and not self._is_reported and free < cpus:
-            self._event(ReadersWait(cpus, free, all_cpus))
+        wanted_cpus, free_cpus, all_cpus = answer
+        if step != self._step or not wanted_cpus:
+            self._step, self._waiting_since, self._is_reported = step, now, False
+            return
+        # Tasks that wait although enough CPUs are free wait for something else: other jobs do not keep them.
+        is_too_long = now - self._waiting_since >= PLACED_WITHIN_S
+        if is_too_long and free_cpus < wanted_cpus and not self._is_reported:
+            self._event(ReadersWait(wanted_cpus, free_cpus, all_cpus))
             self._is_reported = True
 
     def close(self) -> None:
@@ -196,9 +214,10 @@ class ReadersCheck:
 
 
 def _waiting_task(task_cpus: Collection[float]) -> tuple[float, float, float]:
-    """Return the CPUs that a waiting data task needs, and the cluster's free CPUs and all CPUs.
+    """Return the CPUs that a waiting data task needs, the cluster's free CPUs, and all of its CPUs.
 
-    Three zeros if no task waits, or the head does not answer.
+    If tasks of several kinds wait, it is the kind that needs the fewest CPUs. Three zeros if no task waits, or if the
+    head does not answer.
     """
     with suppress(RayError):
         for cpus in sorted(set(task_cpus)):
@@ -220,7 +239,7 @@ class HeadWatch:
         self._answers = True
 
     def poll(self) -> None:
-        """Report whether the head answers, if that has changed, and ask again."""
+        """Report whether the head answers, if that has changed since the last report, and ask again."""
         if not self._throttle.due("ask", ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)
@@ -230,5 +249,5 @@ class HeadWatch:
         self._event(HeadBack() if answered else HeadSilent())
 
     def close(self) -> None:
-        """End the thread that asks."""
+        """End the thread that asks, once the head has answered, or has had ten seconds to do so."""
         self._ask.close()

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 HEAD_AWAY_S = "900"
 """Seconds that this process waits for a lost head of a cluster; files in ``cluster/`` set it for the machines there."""
-_HEAD_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_HEAD_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable for that
 _VARIABLES = {
     # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -53,19 +53,22 @@ _VARIABLES = {
 }
 _ANSWER_WITHIN_S = 5.0
 _JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable in which Ray passes the settings of `ray job submit`
-_SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}
+_SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}  # settings that leave Python as it is
 _log = logging.getLogger("raytrain")
 
 
 class OwnRay:
-    """The Ray that this process has started, kept for the next use by any thread, until the process ends."""
+    """The Ray that this process has started, kept for the next use by any thread, until the process ends.
+
+    It starts at once, on the GPUs of this machine that ``gpus`` lists, such as ``0,2``; None stands for all.
+    """
 
     def __init__(self, gpus: str | None) -> None:
         self.num_users = 0  # connections that are open
         self._gpus = gpus
         self._cluster = LocalCluster(visible_gpus(gpus) if gpus else {})
         self._address: str | None = None
-        self._opened = ExitStack()
+        self._opened = ExitStack()  # closing it restores what this Ray needs: variables, logging, the fork server
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
         self._environment: dict[str, str] | None = None  # variables of this process after the last use
@@ -95,7 +98,10 @@ class OwnRay:
         return any(node["Alive"] for node in ray.nodes())
 
     def join(self) -> None:
-        """Join this Ray; raises UsageError if it could not start."""
+        """Join this Ray once it has started, unless this process has joined it already.
+
+        Raises UsageError if it could not start, or if this process is in another cluster.
+        """
         with self._joining:
             if self._address is not None:
                 return
@@ -117,14 +123,17 @@ class OwnRay:
         return self._ends_after_use
 
     def release(self) -> None:
-        """End one use."""
+        """End one use, and after the last one also this Ray, if :meth:`end_after_use` or a failed join asked for that.
+
+        The variables of this process are noted: if they are others at the next use, :meth:`fits` refuses this Ray.
+        """
         self.num_users -= 1
         self._environment = dict(os.environ)
         if self._ends_after_use and not self.num_users:
             end_own_ray()
 
     def end(self) -> None:
-        """Leave this Ray and end it."""
+        """Leave this Ray and end it; wait until its processes are gone."""
         if self.is_joined:  # unless the user has left it already
             _leave()
         self._opened.close()
@@ -158,10 +167,10 @@ class _JoinedCluster:
         self.lock = threading.RLock()
         self.num_users = 0  # connections that are open, none of them to a cluster that the user has joined
         self.address: str | None = None  # by which it was joined
-        self.opened = ExitStack()
+        self.opened = ExitStack()  # closing it leaves the cluster
 
     def use(self, opened: ExitStack) -> None:
-        """Begin a use, which ends when ``opened`` is closed."""
+        """Begin a use, which ends when ``opened`` is closed. Call this with ``lock`` held."""
         self.num_users += 1
         opened.callback(self._release)
 
@@ -185,6 +194,10 @@ class Connection(AbstractContextManager["Connection"]):
             else the one that this user started on this machine, else this process's own.
         gpus: the GPUs of this machine that an own cluster uses, such as ``0,2``; by default all.
         before_start: called before an own cluster is used; it may raise an exception to prevent that.
+
+    Raises:
+        UsageError: the address is a URL, ``gpus`` are given for a cluster that runs already, or this process's own
+            cluster is in use, and another one is asked for.
     """
 
     def __init__(
@@ -195,16 +208,17 @@ class Connection(AbstractContextManager["Connection"]):
 
         # Find the address. None stands for the cluster that this process is in, or its own.
         own_is_used = _own is not None and _own.num_users > 0
-        self._address = address or (None if is_connected() or own_is_used else os.environ.get("RAY_ADDRESS")) or None
+        uses_present_cluster = is_connected() or own_is_used
+        self._address = address or (None if uses_present_cluster else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
-        is_undecided = self._address == "auto" or not (self._address or is_connected() or own_is_used)
-        running = None
-        if is_undecided:
-            running = ray_start_address({0, os.getuid()}) if self._address == "auto" else ray_start_address()
-        if running is not None and self._address != "auto":  # the user has not asked for this cluster
-            _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
-        self._address = running or self._address
+        if self._address == "auto":  # stays "auto" if no Ray runs here, so that connect() says so
+            self._address = ray_start_address({0, os.getuid()}) or "auto"
+        elif not (self._address or uses_present_cluster):  # the user has not asked for the cluster that is found here
+            self._address = ray_start_address()
+            if self._address is not None:
+                message = "Joining the Ray that runs on this machine, %s; --address local starts a new one."
+                _log.warning(message, self._address)
 
         # Refuse GPU numbers for a cluster that runs already, and a second cluster beside an own one in use.
         starts_here = self._address == "local" or not (self._address or is_connected())
@@ -231,20 +245,24 @@ class Connection(AbstractContextManager["Connection"]):
                     _own = OwnRay(gpus)
                 _own.num_users += 1
                 self.own = _own
-        self._opened = ExitStack()
+        self._opened = ExitStack()  # closing it ends this connection's use of the cluster
         self._opened.enter_context(lean_imports())
         self._uses_joined = False
         if self.own is None:
             self._opened.enter_context(keep_server())
             with _joined.lock:
-                if _joined.num_users:
+                if _joined.num_users:  # so that other connections do not leave it before this one connects
                     self._use_joined()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def connect(self) -> None:
-        """Join the cluster; raises :class:`UsageError` if there is none at the address."""
+        """Join the cluster, unless this process is in it already; an own one is waited for until it has started.
+
+        Raises :class:`UsageError` if no cluster of these versions answers at the address, if an own one could not
+        start, or if this process is in another cluster.
+        """
         if self.own is not None:
             STARTUP.info("waiting for Ray on this machine …")
             self.own.join()
@@ -273,7 +291,10 @@ class Connection(AbstractContextManager["Connection"]):
             _joined.use(self._opened)
 
     def _join(self) -> None:
-        """Have this process join the cluster, until its last connection is closed."""
+        """Have this process join the cluster at the address, until its last connection is closed.
+
+        Raises UsageError if none answers there, or one of other versions.
+        """
         assert self._address is not None
         check_answers(self._address)
 
@@ -287,7 +308,7 @@ class Connection(AbstractContextManager["Connection"]):
             _joined.address, _joined.opened = self._address, opened.pop_all()
 
     def close(self) -> None:
-        """Leave the cluster, unless it is this process's own, or another thread still uses it."""
+        """Leave the cluster, unless it is this process's own, the user joined it, or another thread still uses it."""
         self._opened.close()
         if self.own is not None:
             self.own.release()
@@ -302,16 +323,17 @@ def ray_start_address(users: Collection[int] = ()) -> str | None:
     process that listens must belong to one of ``users``. Ray is not imported for that, which would take a second.
     """
     users = users or {os.getuid()}
-    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)  # as Ray does
+    # Find the file as Ray does.
+    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
     folder = next(filter(None, map(os.environ.get, names)), "/tmp")
-    note = Path(folder) / "ray" / CURRENT_CLUSTER_FILE
-    with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+    address_file = Path(folder) / "ray" / CURRENT_CLUSTER_FILE
+    with suppress(OSError, ValueError), open(os.open(address_file, os.O_RDONLY | os.O_NOFOLLOW)) as file:
         if os.fstat(file.fileno()).st_uid not in users:
             return None
         address = file.read().strip()
         host, port = address.rsplit(":", 1)
-        listening = _users_that_listen(int(port))
-        if listening is not None and not (listening and listening <= set(users)):
+        listeners = _users_that_listen(int(port))
+        if listeners is not None and not (listeners and listeners <= set(users)):  # nobody, or somebody else as well
             return None
         with socket.create_connection((host, int(port)), timeout=1.0):
             return address
@@ -319,7 +341,7 @@ def ray_start_address(users: Collection[int] = ()) -> str | None:
 
 
 def _users_that_listen(port: int) -> set[int] | None:
-    """Return the IDs of the users whose processes listen at ``port`` of this machine; None if that is not known."""
+    """Return the IDs of the users whose processes listen at ``port`` of this machine; None on macOS, without /proc."""
     tables = [table for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()]
     rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
     # The columns are sl, local_address (in hexadecimal, with the port), rem_address, st (0A listens), …, uid.
@@ -353,16 +375,19 @@ def _is_joined(address: str) -> bool:
     """Return whether ``address`` is that of the cluster that this process is in; True if it is not HOST:PORT."""
     import ray
 
-    def addresses_of(host: str) -> set[str]:
-        found: set[str] = set()
+    def ip_addresses(host: str) -> set[str]:
+        """Return the IP addresses of a host; for a loopback one, also the address that Ray uses for this node."""
+        addresses: set[str] = set()
         with suppress(OSError):  # no such name
-            found = {str(address[0]) for *_, address in socket.getaddrinfo(host.strip("[]"), None)}
-        return found | ({ray.util.get_node_ip_address()} if {"127.0.0.1", "::1"} & found else set())
+            addresses = {str(socket_address[0]) for *_, socket_address in socket.getaddrinfo(host.strip("[]"), None)}
+        return addresses | ({ray.util.get_node_ip_address()} if {"127.0.0.1", "::1"} & addresses else set())
 
     if ":" not in address or (_joined.num_users and address == _joined.address):
         return True
-    (host, _, port), (joined_host, _, joined_port) = address.rpartition(":"), _joined_address().rpartition(":")
-    return port == joined_port and bool(addresses_of(host) & addresses_of(joined_host))
+    # A machine has several names, so compare where they lead.
+    host, _, port = address.rpartition(":")
+    joined_host, _, joined_port = _joined_address().rpartition(":")
+    return port == joined_port and bool(ip_addresses(host) & ip_addresses(joined_host))
 
 
 def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
@@ -379,7 +404,7 @@ def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
 
 
 def _leave() -> None:
-    """Leave the cluster, if this process is in one."""
+    """Leave the cluster, if this process is in one. Any error of Ray is ignored: the cluster may be gone."""
     import ray
 
     with suppress(Exception):
@@ -388,15 +413,17 @@ def _leave() -> None:
 
 
 def check_answers(address: str) -> None:
-    """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray itself would try for minutes.
+    """Raise UsageError if no cluster answers at ``HOST:PORT``, or if it refuses this machine's token.
 
-    If the cluster asks for a token, this process sends this machine's from now on.
+    Ray itself would try for minutes. If the cluster asks for a token, this process sends this machine's from now on.
+    ``auto`` is always refused, because :class:`Connection` has replaced it by an address if a cluster runs here. Other
+    forms of address are left to Ray.
     """
     if address == "auto":
         raise _no_cluster(address, "this user has started none on this machine with `ray start`")
     host, separator, port = address.rpartition(":")
     if not separator or "/" in address:
-        return  # another form of address, which Ray checks itself
+        return
 
     # Check that something listens there.
     try:
@@ -412,8 +439,9 @@ def check_answers(address: str) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise Ray warns that a token is needed
     try:
         if api := ANSWER_AT_ONCE.find():
+            (client_of_head,) = api  # which asks the head when it is made
             with _hidden_refusals():
-                with_token(lambda: api[0](address=address))
+                with_token(lambda: client_of_head(address=address))
     except AuthenticationError:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
@@ -467,7 +495,7 @@ def with_token(ask: Callable[[], T]) -> T:
         return ask()
     except AuthenticationError:
         del os.environ["RAY_AUTH_MODE"]
-        set_variables({})
+        set_variables({})  # has Ray read the variables again, without this one
         raise
 
 

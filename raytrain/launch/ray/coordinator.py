@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 WAIT, KEYS = "wait", "keys"
 """Concurrency groups: calls that wait, and those for credentials."""
-WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
+WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+PRINT_PATCH = "RAY_TRAIN_ENABLE_PRINT_PATCH"
 _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for validation images
 _OTHER_WAITS = 8  # for a stop request, for the end, and until the history is written
@@ -64,10 +65,10 @@ class RayCoordinator(Coordinator):
     """A coordinator in a process of its own, with the references of cached blocks, and the driver's credentials.
 
     The cluster keeps the arguments of its constructor, which hold no secret: ``store`` uses the credentials that are
-    lent later.
+    lent later. ``monitor_arguments`` are the other arguments of :class:`~raytrain.monitor.monitor.RunMonitor`.
     """
 
-    def __init__(self, name: str, store: Store, **known: Any) -> None:
+    def __init__(self, name: str, store: Store, **monitor_arguments: Any) -> None:
         self._broker = CredentialBroker()
         self._blocks_changed = threading.Condition()
         self._blocks: dict[str, list[Any]] = defaultdict(list)
@@ -76,30 +77,35 @@ class RayCoordinator(Coordinator):
         self._controller: Any = None
         self._controller_ended: Future[None] = Future()
         self._workers_train = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        self._event_loop = asyncio.new_event_loop()  # of the controller
         self._reserved: PlacementGroup | None = None
         self._num_attempts = 0
-        super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
+        super().__init__(name, store.with_lent_credentials(self._broker.source), **monitor_arguments)
 
     # Ray Train.
 
     @ray.method(concurrency_group=WAIT)
     def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str], prefix: str) -> Any:
-        """Be Ray Train's controller until the workers have ended: start them, watch them; return its result.
+        """Run Ray Train's controller, which starts and watches the workers, until they have ended; return its result.
 
-        ``kind`` is the class of the controller, and ``arguments`` are those of its constructor. Otherwise, Ray Train
-        would start a process for it. The names of the placement groups of its workers begin with ``prefix``.
+        Ray Train itself would start a process for it. ``kind`` is the class of the controller, and ``arguments`` are
+        those of its constructor. The variables ``environment`` are set in this process. The names of the placement
+        groups of the workers begin with ``prefix``.
         """
 
         class Controller(kind):
             async def _run_control_loop_iteration(self) -> None:
                 await super()._run_control_loop_iteration()
-                # However often workers cannot be started, an abort comes in between two tries.
+                # Let the event loop run a waiting abort, also if Ray Train tries to start workers again and again.
                 await asyncio.sleep(0)
 
-        # Workers would get these in a runtime environment, which takes each a third of a second: only the controller
-        # reads the first, and workers inherit the second, as this process does, from a Ray that raytrain has started.
-        not_for_workers = [WATCHER] + [PRINT_PATCH] * (os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH))
+        # Ray Train gives its workers the variables of its own that this process has, by a runtime environment, which
+        # takes each worker a third of a second. So those that workers do not need are removed before any of them
+        # starts: only the controller reads WATCHER, and from a Ray that raytrain has started, workers inherit the same
+        # PRINT_PATCH as this process did.
+        not_for_workers = [WATCHER]
+        if os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH):
+            not_for_workers.append(PRINT_PATCH)
         os.environ.update(environment)
         this: CoordinatorHandle = ray.get_runtime_context().current_actor
         delay_barrier(this.after_start.remote)
@@ -108,33 +114,42 @@ class RayCoordinator(Coordinator):
         for name in not_for_workers:
             os.environ.pop(name, None)
         try:
-            self._loop.run_until_complete(self._controller.run())
+            self._event_loop.run_until_complete(self._controller.run())
         finally:
             self._controller_ended.set_result(None)
         return self._controller.get_result()
 
     @ray.method(concurrency_group=WAIT)
     def after_start(self, value: Any) -> Any:
-        """Return ``value`` when the workers train, or after a while: the loop itself may wait for the caller."""
+        """Return ``value`` when the workers train, or after 15 seconds.
+
+        :func:`~raytrain.launch.ray.private_api.delay_barrier` has the actor of Ray Train's barrier wait for this, so
+        that its process starts after the workers. There is a limit because a loop may call the barrier before its first
+        step.
+        """
         self._workers_train.wait(_TRAINS_WITHIN_S)
         return value
 
     @ray.method(concurrency_group=WAIT)
     def abort(self) -> None:
-        """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
+        """End the workers if they have not ended, free their CPUs and GPUs, and end this process.
 
-        async def abort_controller() -> None:  # no method: Ray would run all methods of the class in a loop
-            with suppress(SystemExit):  # the loop must go on until the caller has its answer
+        If no controller runs, because the workers have ended or were never started, this does nothing.
+        """
+
+        async def abort_controller() -> None:  # no method: Ray would run all methods of an actor with one as coroutines
+            with suppress(SystemExit):  # by which the controller ends this process; it would stop the event loop first
                 await self._controller.abort()
 
-        if self._loop.is_running():
-            aborted = asyncio.run_coroutine_threadsafe(abort_controller(), self._loop)
-            wait([aborted, self._controller_ended], return_when=FIRST_COMPLETED)  # the loop may end before it aborts
+        if self._event_loop.is_running():
+            aborted = asyncio.run_coroutine_threadsafe(abort_controller(), self._event_loop)
+            # The controller may end by itself, and its event loop with it, before that has run there.
+            wait([aborted, self._controller_ended], return_when=FIRST_COMPLETED)
 
     # The workers: their attempts and their metrics, beside what the base class does with them.
 
     def begin_attempt(self, reserved: PlacementGroup | None) -> int:
-        """Return the number of an attempt, counted from 0, which has ``reserved`` its CPUs and GPUs."""
+        """Note that an attempt begins in the placement group ``reserved``; return its number, counted from 0."""
         self._reserved = reserved
         self._num_attempts += 1
         return self._num_attempts - 1
@@ -148,11 +163,11 @@ class RayCoordinator(Coordinator):
         self._workers_train.set()
 
     def measured_on(self, use: MachineUse, node_id: str) -> None:
-        """Note how a worker's machine is used, and how full the object store of its node is."""
+        """Note how a worker's machine is used, and how full the object store of its node, ``node_id``, is."""
         self.measured(self._object_stores.add_to(use, node_id))
 
     def received(self) -> None:
-        """Return once the earlier calls of the same process have returned."""
+        """Do nothing: an answer tells the caller that its earlier calls, but for those in ``WAIT``, have returned."""
 
     @ray.method(concurrency_group=WAIT)
     def flush(self) -> None:
@@ -188,7 +203,7 @@ class RayCoordinator(Coordinator):
     def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
         """Return references of the blocks from number ``first`` on, once there is one; [] after ``timeout_s`` seconds.
 
-        Raises RaytrainError if the blocks cannot be read.
+        Raises RaytrainError if a data set, this one or another, cannot be read.
         """
         with self._blocks_changed:
             self._blocks_changed.wait_for(lambda: self._blocks_failure or len(self._blocks[dataset]) > first, timeout_s)
@@ -204,7 +219,7 @@ class RayCoordinator(Coordinator):
 
     @ray.method(concurrency_group=KEYS)
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """Return the lent credentials of a cloud to who has the ticket; see :meth:`CredentialBroker.credentials`."""
+        """Return the lent credentials of a cloud, if the ticket is right; see :meth:`CredentialBroker.credentials`."""
         return self._broker.credentials(ticket, cloud)
 
 
@@ -212,30 +227,33 @@ CoordinatorHandle = ActorProxy[RayCoordinator]
 
 
 def open_coordinator(
-    prepared: PreparedRun, opened: ExitStack, **known: Any
+    prepared: PreparedRun, opened: ExitStack, **monitor_arguments: Any
 ) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender]:
     """Start the coordinator of a run, which ends when ``opened`` is closed, and lend it the driver's credentials.
 
-    Returns its handle, and what :func:`lend_credentials` returns.
+    Returns its handle, and what :func:`lend_credentials` returns. ``monitor_arguments`` are further arguments of
+    :func:`start_coordinator`. Raises UsageError if the run trains in this cluster already, or if STS issues no keys for
+    ``--scope-keys``.
     """
     data, store = prepared.data, prepared.store
-    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
+    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **monitor_arguments)
     opened.callback(stop_coordinator, coordinator)
     stores = store, *(part_store for part_store, _, _ in data.parts.values())
     return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
 
 
-def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any) -> CoordinatorHandle:
+def start_coordinator(name: str, store: Store, *, num_workers: int, **monitor_arguments: Any) -> CoordinatorHandle:
     """Start the coordinator of a run on the driver's node; its actor has a name made of the run's name and URL.
 
-    Raises UsageError if the run has a coordinator already.
+    It has threads for ``num_workers`` workers; ``monitor_arguments`` are the other arguments of its constructor. Raises
+    UsageError if the run has a coordinator already.
     """
-    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _KEYS_AT_A_TIME}
-    actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
+    num_threads = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _KEYS_AT_A_TIME}
+    actor = ray.remote(concurrency_groups=num_threads)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
     named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
     try:
-        return named.remote(name, store, **known)
+        return named.remote(name, store, **monitor_arguments)
     except ValueError:  # Ray has no other error for a name that is taken
         raise UsageError(
             f"Run {name!r} is training in this cluster already; stop it first, or choose another --name."
@@ -248,10 +266,10 @@ def stop_coordinator(coordinator: CoordinatorHandle) -> None:
 
 
 class RayMonitor:
-    """The coordinator of a run as the driver calls it. Each method waits for the answer of the coordinator's own.
+    """The coordinator of a run as the driver calls it: each method calls the coordinator's of the same name.
 
-    Raises :class:`CoordinatorLost` if the coordinator has died: ``coordinated`` and ``command`` say in its sentence
-    what it was for, and how to go on.
+    All but :meth:`event` wait for its answer, and raise :class:`CoordinatorLost` if the coordinator has died.
+    ``coordinated`` and ``command`` are those of :func:`needs_coordinator`.
     """
 
     def __init__(
@@ -298,6 +316,9 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
 
     Every call whose answer the driver waits for is in one: the coordinator may die as soon as it begins. If it has died
     with the whole node, nothing can be started there again: then a TrainingFailed is raised.
+
+    The sentence says that the process that coordinates ``coordinated`` has died ("it" is the run; a sweep has "its
+    trials"), and how the subcommand ``command`` of raytrain resumes the run.
     """
     try:
         yield
@@ -316,7 +337,11 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
 
 
 def request_stop_in_cluster(name: str, storage: str, address: str, request: StopReason) -> None:
-    """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
+    """Ask a run that trains in the connected cluster to stop.
+
+    Raises UsageError if there is none of this name with this ``storage``, or if its coordinator has just died.
+    ``address`` is that of the cluster, for the error.
+    """
     try:
         actor_name = _actor_name(name, run_store(storage, name).url)
         coordinator: CoordinatorHandle = ray.get_actor(actor_name, namespace=_NAMESPACE)
@@ -344,35 +369,40 @@ _SERVED_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class ServedCredentials:
-    """``LentCredentials`` that ask an actor with a method ``credentials``. Pickled with a store; they hold no key.
+    """Asks an actor for the credentials that the driver has lent it; a ``LentCredentials``, pickled with a store.
 
-    Everybody in the cluster can call an actor that has a name. Only who has the ticket is given credentials.
+    It holds no key, only the ticket and the handle of the actor, ``server``, which has a method ``credentials``.
+    Everybody in the cluster can call an actor that has a name. Only who shows the ticket is given credentials.
     """
 
     server: Any
     ticket: str = field(repr=False)
 
     def __call__(self, cloud: str) -> BucketCredentials | None:
-        """Return the credentials of a cloud that were lent last."""
+        """Return the credentials of a cloud, such as ``s3``, that were lent last; None if none were."""
         return credentials_of_fields(cloud, ray.get(self.server.credentials.remote(self.ticket, cloud)))
 
 
 def lend_credentials(
     server: Any, stores: Iterable[Store], scope: Scope | None = None
 ) -> tuple[ServedCredentials, CredentialLender]:
-    """Lend this process's credentials for the ``stores`` to other processes, through an actor that serves them.
+    """Lend this process's credentials for the ``stores`` to other processes, through the actor ``server``.
 
-    Those of each cloud that has a store are lent now, and again whenever ``CredentialLender.lend_if_due`` finds that
-    they expire. If all stores are folders, nothing is lent: the actor has nothing that it could give away. With a
-    ``scope``, what is lent is good for that alone; raises UsageError if STS does not issue such credentials.
+    Returns what those processes get them by, and the lender. The credentials of each cloud that has a store are lent
+    now, and again whenever ``CredentialLender.lend_if_due`` finds that they are due. If all stores are folders, nothing
+    is lent: the actor has nothing that it could give away. With a ``scope``, what is lent is good for that alone.
+
+    Raises UsageError if there is a scope, and a store is in another cloud than S3, or STS does not issue such
+    credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
 
     def send(cloud: str, fields: CredentialFields | None) -> None:
-        # As an argument of a call, which the cluster keeps nowhere. Awaited, so that nobody asks before.
+        # The cluster keeps the arguments of a call nowhere. The answer is awaited, so that nobody asks for the
+        # credentials before the actor has them.
         ray.get(server.lend.remote(served.ticket, cloud, fields))
 
-    # One source for each cloud. Keys that are scoped are good for all stores of the run.
+    # One source for each cloud, made for its first store. Keys that are scoped are good for all stores of the run.
     sources: dict[str, CredentialSource] = {}
     for store in stores:
         if store.cloud is None or store.cloud.name in sources:
@@ -394,7 +424,8 @@ def serving_credentials(
 ) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
     """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block.
 
-    Raises RaytrainError if this actor dies, or another one of which the block waits for an answer.
+    Raises what that function raises, and RaytrainError if this actor dies, or another one of which the block waits for
+    an answer.
     """
     server: Any = (
         ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors

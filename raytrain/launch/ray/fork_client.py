@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 READY, GO = b"ready\n", b"go\n"
-_STARTS_WITHIN_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable, and its default
+_RAYS_LIMIT, _RAYS_DEFAULT_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable: how long a start may take
 _BACKLOG = 128
 CONNECTS_WITHIN_S = 10  # while the server imports, it accepts no connection, and its queue may be full
 _ROOT = Path(__file__).resolve().parents[2]  # the package
@@ -69,7 +69,10 @@ def py_executable() -> str | None:
 
 
 def keep_server() -> contextlib.AbstractContextManager[Any]:
-    """Start this node's fork server unless it runs; it lives at least as long as the returned connection is open."""
+    """Start this node's fork server unless it runs; it lives at least as long as the returned connection is open.
+
+    Where that fails, or on another system than Linux, the returned context does nothing.
+    """
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             return connect(ray_program())
@@ -127,9 +130,15 @@ def user_of(connection: socket.socket) -> int:
 
 
 def start_variables() -> dict[str, str]:
-    """Return the variables of a fork server: none with a user's folders, keys or clusters."""
-    users = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
-    return _ONE_ARENA | ({} if _WAITS.keys() & users.keys() else _WAITS) | users | _FOR_RAY
+    """Return the variables with which a fork server starts.
+
+    These are the variables of this process that libraries read when they are loaded, and raytrain's settings of such
+    variables, unless the user has set them. None contains keys or the address of a cluster: a forked process takes over
+    all other variables from its client.
+    """
+    present = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
+    waits = {} if _WAITS.keys() & present.keys() else _WAITS  # a user who sets one of them decides on both
+    return _ONE_ARENA | waits | present | _FOR_RAY
 
 
 def server_address(program: str) -> bytes:
@@ -138,25 +147,30 @@ def server_address(program: str) -> bytes:
     It differs for another user, code, Python, Ray, container or control group, and for other start variables.
     """
     container = [Path(f"/proc/self/{name}") for name in _OF_A_CONTAINER]
-    same = [
+    features = [
         os.getuid(),
         sys.executable,
         str(_SERVER),
-        max(file.stat().st_mtime_ns for file in _ROOT.rglob("*.py")),
+        max(file.stat().st_mtime_ns for file in _ROOT.rglob("*.py")),  # changes with the code of raytrain
         program,
         Path(program).parents[3].stat().st_mtime_ns,  # changes with the packages that are installed
         [os.readlink(file) if file.is_symlink() else file.read_text() for file in container],
         sorted(start_variables().items()),
     ]
-    return b"\0raytrain-" + hashlib.sha256(json.dumps(same).encode()).hexdigest()[:32].encode()
+    return b"\0raytrain-" + hashlib.sha256(json.dumps(features).encode()).hexdigest()[:32].encode()
 
 
 def main(arguments: list[str]) -> None:
-    """Start the process that Ray wants with ``arguments``, with the variables and the output of this one."""
+    """Start the process that Ray wants with ``arguments``, with the variables and the output of this one.
+
+    ``arguments`` are the path of Ray's worker program and its options. If the fork server cannot start the process,
+    this one becomes Ray's program.
+    """
     with contextlib.suppress(OSError, IndexError), connect(arguments[0]) as server:
-        server.settimeout(float(os.environ.get(*_STARTS_WITHIN_S)) * 2 / 3)  # Ray's own program needs the rest
-        with open(os.devnull) as nothing:
-            streams = [nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
+        # Ray's own program needs the rest of the time in which Ray expects the process.
+        server.settimeout(float(os.environ.get(_RAYS_LIMIT, _RAYS_DEFAULT_S)) * 2 / 3)
+        with open(os.devnull) as no_input:
+            streams = [no_input.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
             socket.send_fds(server, [b" "], streams)
         server.sendall(json.dumps(traits(arguments)).encode() + b"\n")
         if server.recv(len(READY)) == READY:
@@ -166,8 +180,8 @@ def main(arguments: list[str]) -> None:
 
 
 def traits(arguments: list[str]) -> dict[str, Any]:
-    """Return everything that the forked process takes over from this one."""
-    mask = os.umask(0o077)
+    """Return everything that the forked process takes over from this one, but for its streams."""
+    mask = os.umask(0o077)  # the system tells the mask only to who sets another one
     os.umask(mask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {
@@ -183,7 +197,10 @@ def traits(arguments: list[str]) -> dict[str, Any]:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Become the program that Ray would have started, in the Python in which that Ray is installed."""
+    """Become the program that Ray would have started, in the Python in which that Ray is installed.
+
+    This program's own Python is used if that one is not found.
+    """
     python = arguments[0].rpartition("/lib/python")[0] + "/bin/python"
     if not os.access(python, os.X_OK):
         python = sys.executable

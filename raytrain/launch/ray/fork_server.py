@@ -53,15 +53,15 @@ _FIRST_REQUESTS = 2  # on the driver's node: the driver's own connection, and it
 def serve(listener: socket.socket) -> socket.socket:
     """Fork a process for each connection; the function returns only in the forked process, with the connection.
 
-    The server itself ends when it has had no process for a while.
+    The server itself ends when it has had no process for 15 seconds.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise ended processes stay as zombies, which look alive to Ray
     listener.settimeout(IDLE_S)
     num_requests = 0
     while True:
-        # Import the rest, half a second of a core, while the first processes start, and nobody waits for another one.
-        is_due = num_requests >= _FIRST_REQUESTS and _NEEDED_IN_A_STEP not in sys.modules
-        if is_due and not select.select([listener], [], [], 0)[0]:
+        # Import the rest, which takes half a second of a core, once the first processes start and no client waits.
+        import_is_due = num_requests >= _FIRST_REQUESTS and _NEEDED_IN_A_STEP not in sys.modules
+        if import_is_due and not select.select([listener], [], [], 0)[0]:
             with importing():
                 importlib.import_module(_NEEDED_IN_A_STEP)
 
@@ -100,7 +100,8 @@ def unseeded_ids() -> Iterator[None]:
     """Have the system draw the ID of each class that is declared an actor during the ``with`` block.
 
     Ray itself draws it from a generator that it seeds at the first use. If that happened before the fork, all forked
-    processes would draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes.
+    processes would draw the same IDs for their tasks, and an actor that gets two tasks with one ID crashes. Raises
+    ImportError if this Ray has no such class of IDs.
     """
     api = FORKED_PROCESSES.find()
     if api is None:
@@ -136,8 +137,11 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def read(request: socket.socket) -> dict[str, Any]:
-    """Return the client's request, and take over its streams. Ends this process if the client sends nothing."""
+def receive_traits(request: socket.socket) -> dict[str, Any]:
+    """Return the traits that the client sends, and take over its streams: input, output and errors.
+
+    Ends this process if the client sends nothing, as one does that only keeps the server alive.
+    """
     message, streams, _, _ = socket.recv_fds(request, 1, 3)
     if not message:
         os._exit(0)
@@ -149,12 +153,16 @@ def read(request: socket.socket) -> dict[str, Any]:
 
 
 def take_over(traits: dict[str, Any]) -> None:
-    """Become like the client, which ``traits`` describe; raises OSError or ValueError if this process may not."""
+    """Become like the client, which ``traits`` describe, and end with its raylet, if it has one.
+
+    Raises OSError or ValueError if this process may not become like the client, and ImportError if its PYTHONPATH has
+    other versions of what is imported here.
+    """
     import numpy as np
     import torch
 
     def end_with(raylet: int) -> None:
-        select.select([raylet], [], [])
+        select.select([raylet], [], [])  # waits until the process of this descriptor has ended
         os._exit(1)
 
     # The properties that the system keeps for a process.
@@ -183,7 +191,7 @@ def take_over(traits: dict[str, Any]) -> None:
 
 
 def python_path() -> list[str]:
-    """Return the folders of PYTHONPATH; raise ImportError if one of them has another version of an imported module."""
+    """Return the folders of PYTHONPATH; raise ImportError if one has another file for a module that is imported."""
     folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for folder in filter(os.path.isdir, folders):
         for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():
@@ -194,7 +202,11 @@ def python_path() -> list[str]:
 
 
 def main() -> None:
-    """Serve; each forked process becomes the process that a client asks for."""
+    """Serve at the socket that the first client has passed on; each forked process becomes what its client asks for.
+
+    Raises ImportError, which ends the server, if this Python has another Ray than the client's, or one whose processes
+    cannot be forked.
+    """
     _, descriptor, program = sys.argv
     with socket.socket(fileno=int(descriptor)) as listener:
         if not os.path.samefile(ray_program(), program):
@@ -204,7 +216,7 @@ def main() -> None:
             raise ImportError(LATE_VARIABLES.lost)
         request = serve(listener)
     with request:
-        take_over(read(request))
+        take_over(receive_traits(request))
         request.sendall(READY)
         if request.recv(len(GO)) != GO:
             os._exit(0)

@@ -68,7 +68,7 @@ def _raylet_socket(node_id: str) -> str | None:
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """Return the used and the total bytes of each node's object store, by the node's ID.
+    """Return the used and the total bytes of each node's object store, by the node's ID; {} if this Ray cannot tell.
 
     The head has these numbers at hand, and answers within a millisecond. Raises RayError if it does not answer.
     """
@@ -94,14 +94,21 @@ def num_waiting_tasks(cpus: float, timeout_s: float) -> int:
 
 
 def _resource_usage(timeout_s: float) -> Any:
-    """Return the head's record of the nodes' resources; raise AttributeError if this Ray has none of this form."""
+    """Return the head's record of the nodes' resources.
+
+    Raises AttributeError if this Ray has none of this form, and RayError if the head does not answer.
+    """
     api = WORKER.find()
-    reply: Any = api and api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
+    if api is None:
+        raise AttributeError(WORKER.lost)
+    reply: Any = api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
     return reply.resource_usage_data
 
 
 def autoscaler_problems() -> list[str]:
     """Return, for each type of machine that does not start, the reason in the cloud's words; [] without an autoscaler.
+
+    [] also if this Ray cannot tell.
 
     Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
     """

@@ -63,8 +63,8 @@ class RefusedRequest(Exception):
 class Replica:
     """One copy of the network. POST takes an image file and answers with its classes; GET describes the network.
 
-    A browser gets a page instead. ``local_host`` is the host at which Serve listens if only this machine can reach it,
-    else None.
+    A browser gets a page instead. ``num_threads`` images are decoded at the same time, each in a process of its own.
+    ``local_host`` is the host at which Serve listens if only this machine can reach it, else None.
     """
 
     def __init__(self, model: ServedModel, num_threads: int, local_host: str | None = "127.0.0.1") -> None:
@@ -80,7 +80,7 @@ class Replica:
         self._held_bytes = 0
 
     async def __call__(self, request: Request) -> Response:
-        """Answer an HTTP request."""
+        """Answer an HTTP request; a request that is refused gets a status of 4xx or 5xx, and the reason as JSON."""
         try:
             # Refuse other host names: a site that a browser has open could point its own name at 127.0.0.1, and read
             # the answers.
@@ -99,22 +99,23 @@ class Replica:
             if error := self._predictor.exception():
                 raise RefusedRequest(500, str(error))
             if request.method == "GET":
-                about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
-                return JSONResponse(about)
+                model = self._model
+                return JSONResponse({"run": model.run, "checkpoint": model.checkpoint, "classes": model.classes})
             if request.method != "POST":
                 raise RefusedRequest(405, "POST an image file")
             return JSONResponse(await self._classify(await self._posted_image(request)))
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except RefusedRequest as refused:
-            status, why = refused.args
+            status, reason = refused.args
             headers = {503: {"Retry-After": "1"}, 405: {"Allow": "GET, POST"}}
-            return JSONResponse({"error": why}, status, headers.get(status))
+            return JSONResponse({"error": reason}, status, headers.get(status))
 
     async def _posted_image(self, request: Request) -> Pixels:
         """Return the image that was posted, uint8 (H, W, C).
 
-        Raises BadImage, and RefusedRequest if the file is too large, or all files together that this replica holds are.
+        Raises BadImage, and RefusedRequest if a form has no file, if the file is too large, or if all files that this
+        replica holds are too large together.
         """
 
         def decode() -> Pixels:
@@ -143,21 +144,22 @@ class Replica:
     @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
     async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
         """Return the answer for each image, uint8 (H, W, C); Serve gathers images that come at the same time."""
-        unknown = np.full(len(images), -1)
-        table = await asyncio.to_thread(self._predictor.result(), np.stack(images), unknown)
+        labels = np.full(len(images), -1)  # unknown
+        table = await asyncio.to_thread(self._predictor.result(), np.stack(images), labels)
         return [self._model.answer(row) for row in table.to_pylist()]
 
 
 def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
     """Return the image file in ``body``: all of it, or the first file of a form. Takes time linear in the body.
 
-    Raises RefusedRequest if the form has no file in its first parts.
+    Raises RefusedRequest if the form has no file in its first 64 parts.
     """
     form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]{1,70})"?.*', content_type, re.IGNORECASE)
     if form is None:
         return bytes(body)
 
-    # Parts are separated by a line end, --, and the boundary. The first delimiter may lack the line end.
+    # Parts are separated by a line end, --, and the boundary. The first delimiter may lack the line end: then it begins
+    # two bytes before the body.
     delimiter = b"\r\n--" + form[1].encode("latin-1", "replace")
     delimiter_at = -2 if body.startswith(delimiter[2:]) else body.find(delimiter)
     for _ in range(_MAX_PARTS):
@@ -180,7 +182,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listens_on_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server at ``host``, which may be a name."""
+    """Return whether only this machine can reach a server at ``host``, an address or a name; False if it is unknown."""
     if not host:  # all interfaces
         return False
     try:
@@ -192,13 +194,16 @@ def listens_on_loopback(host: str) -> bool:
 def check_guarded(host: str) -> None:
     """Raise UsageError if serving at ``host`` would let strangers run code in a replica.
 
-    Each replica has a port for other replicas, which unpickles whatever it gets. Only the cluster's token protects it.
+    Each replica has a port for other replicas, which unpickles whatever it gets. Only the cluster's token protects it,
+    if it can be reached from outside its machine at all. All nodes are asked, because a replica may be on any of them.
+    UsageError is raised, too, if a node does not answer, or if this Ray Serve does not ask for the token.
     """
     check_serve()
     if listens_on_loopback(host) and can_bind_replica():
         return  # then only this machine can reach that port, too
 
     def is_open(node: ClusterNode) -> bool:
+        """Return whether strangers could reach such a port on this node, without a token."""
         return not (asks_for_token() or (can_bind_replica() and is_loopback(ray.util.get_node_ip_address())))
 
     for answer in run_on_each_node(is_open, _ANSWERS_WITHIN_S):
@@ -215,7 +220,9 @@ def check_guarded(host: str) -> None:
 def serving(model: ServedModel, placement: Placement, host: str, port: int, signals: StopSignals) -> Iterator[str]:
     """Serve ``model`` while this is open; yield its URL when the network is loaded, or ``signals`` has a stop request.
 
-    Raises UsageError if the cluster cannot serve it, or does not answer.
+    There is a replica for each worker of ``placement``. Afterwards, the model is served no more; what Ray Serve has
+    started for all applications stays. Raises UsageError if the cluster cannot serve it, or does not answer, or if it
+    serves a run of the same name from other storage.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     check_guarded(host)
@@ -228,7 +235,8 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
     )(Replica)
     local_host = host if listens_on_loopback(host) else None
     application = replica.bind(model, placement.threads, local_host)
-    # Serve replaces an application by one of the same name. Runs in other storage may have the same name.
+    # Serve replaces an application by one of the same name. Runs in other storage may have the name of this run, so the
+    # application is named after both.
     name = f"raytrain-{model.run}-{hashlib.sha256(model.store.url.encode()).hexdigest()[:16]}"
     try:
         try:
@@ -256,14 +264,15 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
 
 
 def _not_started(run: str, reason: str) -> str:
+    """Return the sentence of the error for a run that cannot be served, for the ``reason``."""
     return f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}."
 
 
 def wait_until_loaded(host: str, port: int, run: str, signals: StopSignals) -> str:
     """Return the URL of a served run once its network is loaded.
 
-    Loading may take long, so only a stop request of ``signals`` ends the wait early. Raises UsageError if nothing
-    answers, or the network cannot be loaded.
+    Loading may take long, so there is no limit, and only a stop request of ``signals`` ends the wait early: then the
+    network may not be loaded. Raises UsageError if nothing answers, or the network cannot be loaded.
     """
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
