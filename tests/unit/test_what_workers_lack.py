@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from raytrain.errors import LoopFailed, UsageError
-from raytrain.launch.ray.worker import RayReporter, noting_files_left, unpickle_functions, with_what_lacks
+from raytrain.launch.ray.worker import RayReporter, noting_files_left, unpickle_functions, with_machine_hint
 
 
 def failed_by(cause: Exception) -> LoopFailed:
@@ -22,22 +22,22 @@ def failed_by(cause: Exception) -> LoopFailed:
 def test_a_variable_of_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FOR_THE_LOOP", raising=False)
     error = failed_by(KeyError("FOR_THE_LOOP"))
-    explained = with_what_lacks(error, str(tmp_path), frozenset({"FOR_THE_LOOP"}))
+    explained = with_machine_hint(error, str(tmp_path), frozenset({"FOR_THE_LOOP"}))
     assert str(explained) == (
         "its loop failed; FOR_THE_LOOP is set for the command, and the workers have the variables of `ray start`: set "
         "it there, or pass it by `ray job submit --runtime-env-json`"
     )
     assert isinstance(explained, LoopFailed) and explained.restart_may_help
-    assert with_what_lacks(error, str(tmp_path), frozenset()) is error
+    assert with_machine_hint(error, str(tmp_path), frozenset()) is error
     monkeypatch.setenv("FOR_THE_LOOP", "1")
-    assert with_what_lacks(error, str(tmp_path), frozenset({"FOR_THE_LOOP"})) is error, "it was in a dictionary"
+    assert with_machine_hint(error, str(tmp_path), frozenset({"FOR_THE_LOOP"})) is error, "it was in a dictionary"
 
 
 def test_the_folder_of_the_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     error = failed_by(FileNotFoundError(2, "No such file", "teacher.pt"))
-    assert f"the loop runs in {tmp_path}" in str(with_what_lacks(error, "/elsewhere", frozenset()))
-    assert with_what_lacks(error, str(tmp_path), frozenset()) is error
+    assert f"the loop runs in {tmp_path}" in str(with_machine_hint(error, "/elsewhere", frozenset()))
+    assert with_machine_hint(error, str(tmp_path), frozenset()) is error
 
 
 def test_a_package_that_the_worker_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_package_that_the_worker_does_not_have_is_named(monkeypatch: pytest.Mo
 
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
     for error in (failed_by(ValueError("x")), failed_by(KeyError(3)), UsageError("no")):
-        assert with_what_lacks(error, str(tmp_path), frozenset({"x"})) is error
+        assert with_machine_hint(error, str(tmp_path), frozenset({"x"})) is error
 
 
 def test_a_working_folder_that_cannot_be_listed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +63,4 @@ def test_a_working_folder_that_cannot_be_listed_ends_no_run(tmp_path: Path, monk
     with noting_files_left(cast(RayReporter, None)):
         pass
     error = failed_by(FileNotFoundError(2, "No such file", "teacher.pt"))
-    assert with_what_lacks(error, "/elsewhere", frozenset()) is error
+    assert with_machine_hint(error, "/elsewhere", frozenset()) is error

@@ -49,7 +49,10 @@ class NodeResult(Generic[T]):
 
 
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
-    """Call ``function`` on all nodes at once, also on busy ones; a node that takes over ``timeout_s`` gives an error.
+    """Call ``function`` on all nodes at once, also on busy ones; return the result or the error of each.
+
+    A node that takes over ``timeout_s``, or on which ``function`` raises an exception, gives an error. Dead nodes are
+    left out.
 
     Example: ``run_on_each_node(lambda node: os.cpu_count(), timeout_s=10.0)``
     """
@@ -84,15 +87,17 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
             results.append(NodeResult(node, result=ray.get(ref, timeout=0)))
         except GetTimeoutError:
             ray.cancel(ref, force=True)
-            reason = f"The node did not answer within {timeout_s:g} s"
-            results.append(NodeResult(node, error=f"{reason}; check whether it is overloaded, or restart Ray there."))
+            sentence = (
+                f"The node did not answer within {timeout_s:g} s; check whether it is overloaded, or restart Ray there."
+            )
+            results.append(NodeResult(node, error=sentence))
         except Exception as error:
             results.append(NodeResult(node, error=_failure_of_a_node(error)))
     return tuple(results)
 
 
 def _failure_of_a_node(error: Exception) -> str:
-    """Return a sentence on why a node could not answer."""
+    """Return a sentence on why a node could not answer: by the last line of the error, which follows a traceback."""
     if missing := re.search(r"No module named '(\w+)", str(error)):
         return f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray there."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -103,7 +108,10 @@ _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new file late
 
 
 def check_shared(store: Store, storage: str, num_nodes: int) -> None:
-    """Raise UsageError if ``store``, the user's ``storage``, is a folder that not all nodes share with this machine."""
+    """Raise UsageError if ``store``, the user's ``storage``, is a folder that not all nodes share with this machine.
+
+    All nodes look for a file that is written there for a moment. A bucket, or a single node, needs no check.
+    """
     if store.cloud is not None or num_nodes < 2:
         return
     probe = f".node-check-{uuid.uuid4().hex}"
@@ -117,7 +125,6 @@ def check_shared(store: Store, storage: str, num_nodes: int) -> None:
             time.sleep(0.2)
         return True
 
-    # All nodes look for a file that this machine has just written.
     store.put(probe, b"")
     try:
         refuse_unshared(storage, run_on_each_node(sees_probe, _ANSWER_WITHIN_S))
@@ -149,17 +156,17 @@ def cluster_hardware() -> Hardware:
     import ray
 
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    by_node: list[dict[str, float]] = [node["Resources"] for node in nodes]
+    resources_of_nodes: list[dict[str, float]] = [node["Resources"] for node in nodes]
     gpu_types: Counter[str] = Counter()
-    for resources in by_node:
+    for resources in resources_of_nodes:
         for name in resources:
             if name.startswith(_GPU_TYPE):
                 gpu_types[name.removeprefix(_GPU_TYPE)] += int(resources.get("GPU", 0.0))
     return Hardware(
         num_nodes=len(nodes),
-        cpus=sum(resources.get("CPU", 0.0) for resources in by_node),
-        gpus=sum(resources.get("GPU", 0.0) for resources in by_node),
-        object_store_bytes=int(min(resources.get("object_store_memory", 0.0) for resources in by_node)),
+        cpus=sum(resources.get("CPU", 0.0) for resources in resources_of_nodes),
+        gpus=sum(resources.get("GPU", 0.0) for resources in resources_of_nodes),
+        object_store_bytes=int(min(resources.get("object_store_memory", 0.0) for resources in resources_of_nodes)),
         gpu_types=dict(gpu_types),
     )
 
@@ -168,7 +175,8 @@ def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> 
     """Return a worker's request to Ray: ``{"CPU": 2.0, "GPU": 1.0}`` for a worker on a GPU of any type."""
     if device == "cpu":
         return {"CPU": cpus}
-    # A node has 1 of the resource for its type, however many GPUs it has, so a worker asks for a thousandth, as in Ray.
+    # A node has 1 of the resource for its type, however many GPUs it has, so a worker asks for a thousandth of it, as
+    # Ray itself does for an accelerator_type.
     gpu_type = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
     return {"CPU": cpus, "GPU": 1.0, **gpu_type}
 
@@ -184,13 +192,19 @@ def fastest_on_nodes(device: str) -> Precision:
 
 
 def fastest_resizer_on_nodes() -> Resizer:
-    """Return the fastest library for resizing images that all nodes of the connected cluster have."""
+    """Return the fastest library for resizing images that all nodes of the connected cluster have.
+
+    A node that does not answer counts as one that has only Pillow, which all have.
+    """
     answers = run_on_each_node(lambda node: fastest_resizer(), _ANSWER_WITHIN_S)
     return "cykooz" if {answer.result for answer in answers} == {"cykooz"} else "pillow"
 
 
 def decoder_problem_on_nodes(device: str) -> str | None:
-    """Return why ``device`` of some node cannot decode JPEGs, with the node's address; None if all nodes can."""
+    """Return why ``device`` of some node cannot decode JPEGs, with the node's address; None if all nodes can.
+
+    Nodes without a GPU are left out. For another device than ``cuda``, no node is asked.
+    """
     if device != "cuda":
         return gpu_decoder_problem(device)
     for answer in run_on_each_node(lambda node: gpu_decoder_problem(device), _ANSWER_WITHIN_S):
@@ -213,7 +227,10 @@ class ObjectStores:
         self._uses: dict[str, tuple[int, int]] = {}
 
     def add_to(self, use: MachineUse, node_id: str) -> MachineUse:
-        """Return ``use`` with the use of its node's object store at the last answer; unchanged if there was none."""
+        """Return ``use`` with the use of the object store of the node ``node_id``, as the head told last.
+
+        It is returned unchanged if that is not known: the head has not answered, or has not named the node.
+        """
         from ray.exceptions import RayError
 
         if self._throttle.due("ask", MEASURE_EVERY_S):

@@ -36,11 +36,11 @@ def lean(environment: Mapping[str, str]) -> dict[str, str]:
 def lean_imports() -> Iterator[None]:
     """Keep this process from importing the package ``_LEFT_OUT`` in this context, unless it is imported already."""
     modules: dict[str, Any] = sys.modules
-    leave_out = modules.setdefault(_LEFT_OUT, None) is None
+    is_left_out = modules.setdefault(_LEFT_OUT, None) is None  # None in place of a module makes its import fail
     try:
         yield
     finally:
-        if leave_out:
+        if is_left_out:
             modules.pop(_LEFT_OUT, None)
 
 
@@ -71,7 +71,11 @@ _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if i
 
 
 class LocalCluster:
-    """A local cluster that is starting, or runs. Until it is closed, this process has the variables of its driver."""
+    """A local cluster that is starting, or runs, in a process of its own with the variables of ``environment``, too.
+
+    Until it is closed, this process has the variables that a driver of the cluster needs. If this process dies, the
+    cluster ends with it.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
@@ -87,7 +91,11 @@ class LocalCluster:
         self._process = self._start()
 
     def address(self) -> str:
-        """Return the cluster's address, once it is up; raises UsageError with the reason if it could not start."""
+        """Wait until the cluster is up, and return its address.
+
+        A cluster whose processes were too slow is started again, up to three times in all. Raises UsageError with the
+        reason if it could not start.
+        """
         reason = ""
         for tries_left in reversed(range(_NUM_TRIES)):
             assert self._process.stdout is not None
@@ -117,7 +125,7 @@ class LocalCluster:
         self._opened.close()
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start the process that starts the cluster and ends it when its standard input ends."""
+        """Start the process that starts the cluster, and ends it when its standard input ends: see :func:`hold`."""
         # The process gets a session of its own, so that a Ctrl-C in the terminal reaches only the driver.
         return subprocess.Popen(
             [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],
@@ -131,7 +139,10 @@ class LocalCluster:
 
 
 def token_settings() -> dict[str, str]:
-    """Return the variables with which a new cluster asks for a token; create the token if this user has none."""
+    """Return the variables with which a new cluster asks for a token; create the token if this user has none.
+
+    A user who has set RAY_AUTH_MODE decides. Raises UsageError if the file of the token cannot be written.
+    """
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     if settings["RAY_AUTH_MODE"] != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return settings
@@ -170,9 +181,11 @@ def start_head(program: str | None) -> str:
         ray.init(include_dashboard=False, log_to_driver=False)
         return ray.get_runtime_context().gcs_address
 
-    # Parameters leave out the log monitor and the autoscaler; the dashboard's server only a subclass can leave out.
-    node_class: Any = api[0]
-    parameters_class: Any = api[1]
+    # Parameters leave out the process that sends logs and the autoscaler. Only a subclass can leave out the dashboard's
+    # server.
+    node_class: Any
+    parameters_class: Any
+    node_class, parameters_class = api
 
     class Head(node_class):
         def start_api_server(self, **_: Any) -> None:
@@ -185,7 +198,10 @@ def start_head(program: str | None) -> str:
 
 
 def hold() -> None:
-    """Start the cluster, print its address, and keep it running until standard input ends."""
+    """Start the cluster, print its address, and keep it running until standard input ends.
+
+    The cluster ends with this process. Its processes may open as many files as Ray wants, if the system allows that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES)

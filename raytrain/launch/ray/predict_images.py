@@ -23,12 +23,16 @@ _RETRIES = 3  # if an actor's process or node is lost
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:
-    """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_blocks.predict_here`."""
+    """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_blocks.predict_here`.
+
+    What the actors print is printed here. With ``scope_keys``, they get keys that are only good for reading the images
+    and the run. Raises RaytrainError if an actor is lost too often, and UsageError if STS issues no such keys.
+    """
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):
-        lent = (images.with_lent_credentials(served), run_store.with_lent_credentials(served))
-        sent = ray.put(replace(request, images=lent[0], run_store=lent[1]))
+        images, run_store = images.with_lent_credentials(served), run_store.with_lent_credentials(served)
+        request_ref = ray.put(replace(request, images=images, run_store=run_store))
         predictor: Any = ray.remote(_Predictor).options(
             num_cpus=round(placement.cpus + placement.task_cpus, 4),
             num_gpus=1 if placement.device == "cuda" else 0,
@@ -38,9 +42,9 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
         actors = [predictor.remote() for _ in range(placement.num_workers)]
         try:
             # Each actor yields its blocks in order, so taking one from each in turn gives the order of the images.
-            predicted = [actor.predict.remote(sent, placement, number) for number, actor in enumerate(actors)]
-            for lines, table in map(ray.get, in_turn(predicted)):
-                for line in lines:
+            streams = [actor.predict.remote(request_ref, placement, number) for number, actor in enumerate(actors)]
+            for printed_lines, table in map(ray.get, in_turn(streams)):
+                for line in printed_lines:
                     print_line(line)
                 if table is not None:
                     yield table
@@ -56,25 +60,25 @@ class _Predictor:
     def predict(
         self, request: PredictRequest, placement: Placement, number: int
     ) -> Iterator[tuple[list[PrintedLine], pa.Table | None]]:
-        """Predict the blocks of actor ``number``; yield each with what was printed before, and at last only the rest.
+        """Predict the blocks of actor ``number``; yield the table of each, with the lines that were printed before it.
 
-        If that fails, the rest comes before the exception.
+        At last, what was printed since then is yielded without a table, also if an exception follows.
         """
         num_readers = max(1, int(placement.data_cpus))
         printed: deque[PrintedLine] = deque()
 
-        def lines() -> list[PrintedLine]:
-            return [printed.popleft() for _ in range(len(printed))]
+        def take_printed() -> list[PrintedLine]:
+            return [printed.popleft() for _ in range(len(printed))]  # the log's thread may append meanwhile
 
         failure: Exception | None = None
         with ProcessLog(None, number, printed.extend) as log:
             try:
                 for table in predict_blocks(request, placement.threads, num_readers, number, placement.num_workers):
                     log.read()
-                    yield lines(), table
+                    yield take_printed(), table
             except Exception as error:
                 failure = error
             log.show_rest()
-            yield lines(), None
+            yield take_printed(), None
         if failure is not None:
             raise failure

@@ -41,11 +41,11 @@ class Improvement:
 
     def find(self) -> tuple[Any, ...] | None:
         """Return the objects with these names; None if this Ray lacks one of them."""
-        things = [_load(name) for name in self.names]
-        return None if _MISSING in things else tuple(things)
+        objects = [_load(name) for name in self.names]
+        return None if _MISSING in objects else tuple(objects)
 
     def missing(self) -> str | None:
-        """Return the sentence on the names that this Ray lacks, and the loss; None if it lacks none."""
+        """Return the sentence on the names that this Ray lacks, and what is lost with them; None if it lacks none."""
         import ray
 
         lacking = [name.replace(":", ".") for name in self.names if _load(name) is _MISSING]
@@ -59,12 +59,12 @@ def _load(name: str) -> Any:
     """Return the object called ``name``, such as ``ray.data:DataContext.get_current``; _MISSING if there is none."""
     module, _, attributes = name.partition(":")
     try:
-        thing: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for attribute in attributes.split("."):
             # A field of a dataclass that has no default is no attribute of the class.
-            fields: dict[str, Any] = getattr(thing, "__dataclass_fields__", {})
-            thing = fields[attribute] if attribute in fields else getattr(thing, attribute)
-        return thing
+            fields: dict[str, Any] = getattr(loaded, "__dataclass_fields__", {})
+            loaded = fields[attribute] if attribute in fields else getattr(loaded, attribute)
+        return loaded
     except (ImportError, AttributeError):
         return _MISSING
 
@@ -140,6 +140,7 @@ JOB_SERVER_VERSION = Improvement(
 )
 
 IMPROVEMENTS = tuple(value for value in dict(globals()).values() if isinstance(value, Improvement))
+"""All of the above."""
 
 
 # The version of Ray.
@@ -199,11 +200,12 @@ def in_ray() -> bool:
     Another thread may still be importing it: ``sys.modules`` then has a module without this function, and nobody can
     have joined a cluster.
     """
-    return getattr(sys.modules.get("ray"), "is_initialized", bool)()
+    is_initialized: Callable[[], bool] | None = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return is_initialized is not None and is_initialized()
 
 
 def loopback_environment() -> dict[str, str]:
-    """Return the variables of a cluster on the loopback interface, if they have an effect in this process."""
+    """Return the variables of a cluster on the loopback interface; {} if they have no effect in this process."""
     return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
 
 
@@ -229,7 +231,10 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def read_variables() -> None:
-    """Have Ray read this process's variables, which it otherwise does only when it is imported."""
+    """Have Ray read this process's variables, which it otherwise does only when it is imported.
+
+    Nothing happens if this Ray has no way to do so; see ``LATE_VARIABLES``.
+    """
     if api := LATE_VARIABLES.find():
         initialize, constants, _ = api
         initialize("")
@@ -265,12 +270,15 @@ def messages_in_log() -> Iterator[None]:
         logging.getLogger("raytrain.ray").info("%s", "\n".join(data["lines"]))
 
     api = MESSAGES.find()
-    module: Any = importlib.import_module("ray._private.worker") if api else SimpleNamespace()
+    if api is None:
+        yield
+        return
+    module: Any = importlib.import_module("ray._private.worker")
     module.print_to_stdstream = log_message
     try:
         yield
     finally:  # the user may join another Ray afterwards, and want to see what its workers print
-        module.print_to_stdstream = api and api[0]
+        module.print_to_stdstream = api[0]
 
 
 # Ray Train and tasks.
@@ -279,15 +287,15 @@ def messages_in_log() -> Iterator[None]:
 def delay_barrier(later: Callable[[Any], Any]) -> None:
     """Have workers start before the actor of Ray Train's barrier, which only a loop of the user's may call.
 
-    ``later`` returns a reference of a value, and decides when that is there. The actor's process waits for the
-    arguments of its constructor, and calls of the actor wait for its process.
+    ``later`` gets each argument of the actor's constructor, and returns a reference to it, which decides when the
+    argument is there. The actor's process waits for these arguments, and calls of the actor wait for its process.
     """
     if api := BARRIER.find():
         module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
 
-        # What stands in for the actor's class is used by Ray Train as in Class.options(…).remote(…).
-        def options(**of_actor: Any) -> SimpleNamespace:
-            start = api[0].options(**of_actor).remote
+        # Ray Train calls Class.options(…).remote(…), so that is all that what stands in for the class must have.
+        def options(**actor_options: Any) -> SimpleNamespace:
+            start = api[0].options(**actor_options).remote
             return SimpleNamespace(
                 remote=lambda **arguments: start(**{name: later(value) for name, value in arguments.items()})
             )
@@ -315,7 +323,10 @@ def announced_preemption() -> Any:
 
 
 def is_repeated_task() -> bool:
-    """Return whether this task was begun before, by a process that died, or is repeated as its result was lost."""
+    """Return whether this task was begun before, by a process that died, or is repeated as its result was lost.
+
+    False outside of a task, and if this Ray cannot tell.
+    """
     import ray
 
     api = WORKER.find() if ray.is_initialized() else None
@@ -334,7 +345,8 @@ def check_serve() -> None:
     """Raise UsageError if a replica of this Ray Serve unpickles a request before it asks for the cluster's token.
 
     Each replica has a gRPC server for other replicas, at a port of its own. Since ray-project/ray#65189, the server is
-    made by a function that all of Ray's servers are made by, and asks for the token.
+    made by a function that all of Ray's servers are made by, and asks for the token. So a Ray whose replica has such a
+    server, but not this function, is refused.
     """
     import ray
 
@@ -348,7 +360,8 @@ def check_serve() -> None:
 
 def can_bind_replica() -> bool:
     """Return whether :func:`bind_replica` has an effect: otherwise replicas listen for others on all interfaces."""
-    names = f"{_SERVE_REPLICA}:add_port_to_grpc_server", "ray._common.tls_utils:add_port_to_grpc_server"
+    # The function that opens a port, where it is defined, and where the replica looks for it.
+    names = "ray._common.tls_utils:add_port_to_grpc_server", f"{_SERVE_REPLICA}:add_port_to_grpc_server"
     return _MISSING not in [_load(name) for name in names]
 
 
@@ -362,6 +375,6 @@ def bind_replica(address: str) -> None:
 
 
 def asks_for_token() -> bool:
-    """Return whether the Ray of this process asks whoever calls it for a token."""
+    """Return whether the Ray of this process asks whoever calls it for a token; False if this Ray cannot tell."""
     is_enabled = _load("ray._private.authentication.authentication_utils:is_token_auth_enabled")
     return is_enabled is not _MISSING and is_enabled()

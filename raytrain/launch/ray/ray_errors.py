@@ -16,6 +16,8 @@ _CLASS_OF_OURS = re.compile(r"^raytrain\.errors\.\w+: ")
 def root_cause(error: BaseException) -> str:
     """Return the one line that matters to a user, out of the exceptions that Ray wraps around the cause.
 
+    Of several failed workers, it is that of the lowest rank. Without a text, it is the name of the exception's class.
+
     Example: ``the bucket "photos" does not exist`` for a RayTaskError whose text is a traceback of three processes.
     """
     # Walk from the outermost exception to its cause. An error of our own is a sentence already, and if a process has
@@ -37,7 +39,7 @@ def root_cause(error: BaseException) -> str:
             return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
         cause = wrapped or cause.__cause__
 
-    # If several workers have failed, take the first one: the others mostly failed because of it.
+    # If several workers have failed, take the failure of the lowest rank: mostly, the others have the same cause.
     failures = getattr(error, "worker_failures", None)
     if failures:
         return root_cause(failures[min(failures)])

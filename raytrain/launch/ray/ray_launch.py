@@ -39,9 +39,11 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the dashboard o
 
 
 class RayLaunch:
-    """A :class:`raytrain.launch.session.Launch` on the ``cluster``.
+    """A :class:`raytrain.launch.session.Launch` on the ``cluster``: it starts, watches and ends a run's Ray processes.
 
-    Raises UsageError if the cluster has too few CPUs or GPUs, or too little memory, or if the weights do not fit.
+    The constructor decides on the workers and on the options that were left open, and starts no worker yet. It raises
+    UsageError if the cluster has too few CPUs or GPUs, or too little memory, if not all nodes share the storage, or if
+    the weights do not fit.
     """
 
     ends_workers = True
@@ -68,7 +70,7 @@ class RayLaunch:
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
         self._spec = spec.with_functions()
         self._functions = pickle_functions(self._spec, with_imports=cluster.own is None)
-        self._shared: RaySharedImages | None = group and group.images
+        self._shared: RaySharedImages | None = group and group.images  # of the runs of a sweep, if it has any
         shared_feed = self._shared and self._shared.feed
         self._owns_feed = shared_feed is None
         self._feed = shared_feed or DataFeed(
@@ -79,9 +81,10 @@ class RayLaunch:
         self._is_finished = False
 
     def start(self) -> Coordinator:
-        """Start the coordinator, the workers and the reading of the data.
+        """Start the coordinator, the workers and the reading of the data; return the coordinator for the session.
 
-        Raises :class:`CoordinatorLost` if the coordinator has died.
+        Raises :class:`CoordinatorLost` if the coordinator has died, and UsageError if a run of this name and storage
+        trains in the cluster already. After an exception, nothing of the run is left running.
         """
         prepared, plan = self._prepared, self._spec.plan
         with needs_coordinator(prepared), ExitStack() as opened:
@@ -144,7 +147,10 @@ class RayLaunch:
         return cast(Coordinator, self._monitor)  # it has all methods of one that a session calls
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Renew credentials, and look after the cluster."""
+        """Renew credentials, and look for workers and data tasks without room, and for a head that does not answer.
+
+        Raises what :meth:`CapacityCheck.check` raises, and :class:`CoordinatorLost` if the coordinator has died.
+        """
         if snapshot.status == "running":
             self._feed.fill_cache()
             self._readers.check(snapshot.step)
@@ -156,7 +162,10 @@ class RayLaunch:
         self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the workers to report the end; return whether Ray Train has ended."""
+        """Wait at most ``timeout_s`` for the workers to report the end; return whether Ray Train has ended.
+
+        Raises :class:`CoordinatorLost` if the coordinator has died.
+        """
         self._monitor.wait_for_end(timeout_s)
         return self._trainer.ended.done()
 
@@ -165,18 +174,28 @@ class RayLaunch:
         return self._trainer.ended.result() if self._trainer.ended.done() else None
 
     def end_workers(self) -> None:
-        """Note the images that runs beside this one could not use. Workers end by themselves, or in :meth:`close`."""
+        """If runs share the images, have this run's monitor note those that could not be used.
+
+        No worker is ended here: they end by themselves, or in :meth:`close`.
+        """
         if self._shared is not None:
             self._monitor.skip(self._shared.skipped_images())
 
     def close(self, *, finished: bool) -> None:
-        """Leave nothing of the run in the cluster; without a raylet, nothing is left on this machine."""
+        """Leave nothing of the run in the cluster; unless it is ``finished``, its workers may still train.
+
+        If this machine's raylet has died, everything here has ended with it, and a call of Ray could end this process.
+        """
         self._is_finished = finished
         if raylet_answers():
             self._opened.close()
 
     def _end_trainer(self) -> None:
-        """Make sure that nothing of the run uses the cluster. If workers still train in one of this process, end it."""
+        """End the workers and the coordinator.
+
+        If workers still train, and the cluster is this process's own, the whole cluster ends after this use, which is
+        faster, unless another thread uses it.
+        """
         own_ray = self._cluster.own
         still_trains = not (self._is_finished or self._trainer.ended.done())
         self._trainer.end(cluster_ends=still_trains and own_ray is not None and own_ray.end_after_use())

@@ -57,8 +57,8 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
     """Raise UsageError for options with which no command can train on a cluster, without asking the cluster.
 
     The text of the user's functions is checked, too. What only the cluster may have is not: its packages, and files at
-    absolute paths. With ``is_sweep``, learning rate and metrics are not checked, because the points of the sweep decide
-    on them.
+    absolute paths. With ``is_sweep``, or with a loop of the user's, learning rate, metrics and model are not checked,
+    because the points of the sweep, or the loop, decide on them.
 
     Example: ``check_command(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
     """
@@ -87,13 +87,14 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
 def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
     """Send the command ``words``, whose options are ``config``, with ``files`` to the job server at ``address``.
 
-    A run without a name gets one here, by which the user can stop it.
+    A run without a name gets one here, by which the user can stop it. Raises UsageError if there is no job server, or
+    if it does not take the job.
     """
     server = JobServer(job_server_url(address))
     name = config.name or new_name(config.recipe)
-    named = words if config.name else [*words, "--name", name]
+    command = words if config.name else [*words, "--name", name]
     commit = GitStatus(list(own_code_files(config))).to_variable()
-    return Submission(server, server.submit(named, files, name, commit), name, config.storage)
+    return Submission(server, server.submit(command, files, name, commit), name, config.storage)
 
 
 def entrypoint(words: Sequence[str]) -> str:
@@ -102,31 +103,34 @@ def entrypoint(words: Sequence[str]) -> str:
 
 
 def follow_job(
-    sent: Submission, show: Callable[[str], None], note: Callable[[str], None], detach: Callable[[], bool]
+    submission: Submission, show: Callable[[str], None], note: Callable[[str], None], detach: Callable[[], bool]
 ) -> str:
-    """Show the job's output until it ends; return its status, or DETACHED.
+    """Show the job's output until it ends; return its status, STOPPED or SUCCEEDED, or DETACHED.
 
     Ctrl-C and SIGTERM ask the run to stop with a checkpoint, unless ``detach`` returns True. If it does, or the
-    terminal is closed, the job goes on, and this function returns. ``note`` gets lines about the job. Raises
-    TrainingFailed if the job fails.
+    terminal is closed, the job goes on, and this function returns. ``show`` gets the output, ``note`` lines about the
+    job. Raises TrainingFailed if the job fails, and what :meth:`JobLog.wait` raises.
     """
-    client, is_asked, is_stopping = sent.server.client, False, False
+    client, job = submission.server.client, submission.job
+    is_decided = is_stopping = False  # whether the user wants to stop the run, and whether it has got the request
     with StopSignals() as signals:
-        log = JobLog(sent.server, sent.job, show, note)
+        log = JobLog(submission.server, job, show, note)
         while not log.wait(_POLL_EVERY_S):
             if signals.stop_request is None or is_stopping:
                 continue
-            if not is_asked:
+            if not is_decided:
                 if signals.stop_request.detail == "SIGHUP" or detach():
                     return DETACHED
-                is_asked = True
+                is_decided = True
                 note("The run is asked to stop; it writes a checkpoint first.")
+            # Leave the request in the run's storage. If the run is not there yet, or this machine cannot reach it, have
+            # Ray send the job a SIGTERM. If the connection is lost, too, ask again at the next turn.
             try:
-                request_stop(sent.storage, sent.name, signals.stop_request)
+                request_stop(submission.storage, submission.name, signals.stop_request)
                 is_stopping = True
-            except RaytrainError:  # the run is not in its storage yet, or this machine cannot reach it
-                with suppress(RuntimeError, OSError):  # the connection is lost: ask again
-                    client.stop_job(sent.job)  # Ray sends the job a SIGTERM
+            except RaytrainError:
+                with suppress(RuntimeError, OSError):
+                    client.stop_job(job)
                     is_stopping = True
     if log.status != "FAILED":
         return log.status
@@ -134,21 +138,22 @@ def follow_job(
     # If only a package is missing, the end of the job's log says so.
     message = ""
     with suppress(RuntimeError, OSError):
-        message = client.get_job_info(sent.job).message or ""
-    reason = f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
+        message = client.get_job_info(job).message or ""
+    reason = f"Job {job} failed; its log is above, and `ray job logs {job}` shows it again."
     if missing := re.search(r"No module named '([\w.]+)'", message):
         reason = (
-            f"Job {sent.job} failed: the cluster's Python lacks {missing[1]}; install there what "
+            f"Job {job} failed: the cluster's Python lacks {missing[1]}; install there what "
             "cluster/requirements.txt has, and what your own code imports."
         )
-    raise TrainingFailed(reason, {"name": sent.name, "job": sent.job})
+    raise TrainingFailed(reason, {"name": submission.name, "job": job})
 
 
 def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], None]) -> dict[str, Any]:
     """Have `raytrain doctor` check the cluster in a small job; return its report on all nodes.
 
-    The job uses the credentials and endpoints of the machines there, as a run would. Raises UsageError with the
-    doctor's error if it fails.
+    The job uses the credentials and endpoints of the machines there, as a run would. ``note`` gets lines about lost
+    connections. Raises UsageError with the doctor's error if it fails. If this function is interrupted, the job is
+    stopped.
 
     Example: ``ask_doctor(JobServer("http://head:8265"), config, print)["nodes"]``
     """
@@ -190,23 +195,27 @@ class JobServer:
         self.address = address
         self.client = job_client(address)
         self.ray_version = ""
-        if api := JOB_SERVER_VERSION.find():
-            self.ray_version = version = api[0](self.client, "GET", "/api/version").json()["ray_version"]
-            if minor_version(version) < OLDEST:
+        """The cluster's version of Ray; empty if the Ray of this process has no function that asks for it."""
+        if api := JOB_SERVER_VERSION.find():  # a method of Ray's client, which is undocumented and may be missing
+            (request_of_client,) = api
+            answer = request_of_client(self.client, "GET", "/api/version")
+            self.ray_version = answer.json()["ray_version"]
+            if minor_version(self.ray_version) < OLDEST:
                 raise UsageError(
-                    f"The cluster at {address} has Ray {version}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer; "
-                    "install a newer one there, such as that of cluster/requirements.txt."
+                    f"The cluster at {address} has Ray {self.ray_version}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} "
+                    "or newer; install a newer one there, such as that of cluster/requirements.txt."
                 )
 
     def submit(self, words: Sequence[str], files: JobFiles, name: str, commit: str | None = None) -> str:
         """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; return the job's ID.
 
-        ``commit`` is the result of :meth:`GitStatus.to_variable` for the folder of the files.
+        ``name`` is that of the run, for the list of jobs. ``commit`` is the result of :meth:`GitStatus.to_variable` for
+        the folder of the files. Raises UsageError if the server does not take the job, or still starts after a minute.
         """
         job = f"raytrain_{uuid.uuid4().hex[:12]}"
         with TemporaryFolder() as folder:
             files.copy_to(folder / "files")
-            (folder / "files").mkdir(exist_ok=True)
+            (folder / "files").mkdir(exist_ok=True)  # without any files, there is no folder yet
             environment = {
                 "working_dir": str(folder / "files"),
                 "py_modules": [str(Path(raytrain.__file__).parent)],
@@ -236,12 +245,15 @@ class JobServer:
                 time.sleep(RETRY_S)
 
     def status(self, job: str) -> str:
-        """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
+
+        Raises RuntimeError if the server does not know the job, and OSError if it does not answer.
+        """
         return str(self.client.get_job_status(job).value)
 
 
 def job_server_url(address: str | None) -> str:
-    """Return the URL of the job server that ``address`` or the environment names.
+    """Return the URL of the job server that ``address``, or else a variable of Ray in the environment, names.
 
     Raises UsageError if that is not the address of a job server. Example: ``job_server_url("head:8265")`` is
     ``"http://head:8265"``.
@@ -259,7 +271,11 @@ def job_server_url(address: str | None) -> str:
 
 
 def job_client(address: str) -> Any:
-    """Return Ray's client of the job server at ``address``; raises UsageError if none answers, or it wants a token."""
+    """Return Ray's client of the job server at ``address``.
+
+    Ray's own messages about it are silenced, and this process reaches a server on its own machine without a proxy from
+    now on. Raises UsageError if no server answers, or if it refuses this machine's token.
+    """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -279,7 +295,7 @@ def job_client(address: str) -> Any:
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
 
-    # If the cluster answers at the port for its own machines, only the job server cannot be reached.
+    # No job server answers. If the cluster does, at the port for its own machines, say that instead.
     try:
         socket.create_connection((host, GCS_PORT), timeout=2.0).close()
     except OSError:
@@ -293,7 +309,10 @@ def job_client(address: str) -> Any:
 
 
 class JobLog:
-    """Passes a job's output to ``show``, in a thread, until the job ends; ``note`` gets a line on lost connections."""
+    """Passes a job's output to ``show``, in a thread, until the job ends, over as many connections as that takes.
+
+    ``note`` gets a line whenever the connection is lost or found again. If ``show`` can write no more, the thread ends.
+    """
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
         self.status = "PENDING"
@@ -305,9 +324,10 @@ class JobLog:
         threading.Thread(target=self._follow, name="job log", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; return whether it has ended.
+        """Wait at most ``timeout_s`` for the end of the job; return whether it has ended.
 
-        Raises RaytrainError if the cluster is silent or has lost the job, and what ``show`` and ``note`` have raised.
+        Raises RaytrainError if the cluster was silent for ten minutes or has lost the job, and what ``show`` and
+        ``note`` have raised.
         """
         ended = self._ended.wait(timeout_s)
         if self._error is not None:
@@ -315,7 +335,7 @@ class JobLog:
         return ended
 
     def _follow(self) -> None:
-        """Show the log until the job ends; keep an exception for who waits for the end."""
+        """Show the log until the job ends; keep an exception for :meth:`wait`, which raises it."""
         try:
             self._show_until_end()
         except _OutputFailed as failed:
@@ -331,7 +351,7 @@ class JobLog:
         from aiohttp import ClientError
 
         address = self._server.address
-        lost_at: float | None = None
+        lost_at: float | None = None  # since when there is no connection; None while there is one
         while True:
             try:
                 asyncio.run(self._show_rest())
@@ -368,7 +388,10 @@ class JobLog:
         return False
 
     async def _show_rest(self) -> None:
-        """Show the job's output until it ends or the connection is lost, without the part that was shown before."""
+        """Show the job's output until it ends or the connection is lost, without the part that was shown before.
+
+        Raises _OutputFailed if ``show`` cannot write.
+        """
         # Each connection gets the log from its beginning, so skip what was shown.
         num_to_skip, num_seen = self._num_shown, 0
         async for text in self._server.client.tail_job_logs(self._job):

@@ -34,8 +34,9 @@ _log = logging.getLogger("raytrain")
 CHECKPOINT_FILE = "checkpoint.pt"
 """The name of raytrain's own checkpoint in a checkpoint of Ray, which is a folder."""
 _POLL_EVERY_S = 0.2
+# Functions of Ray that all workers call together, and wait in for each other.
 _MEETINGS = {"report", "collective", "barrier", "broadcast_from_rank_zero", "get_all_reported_checkpoints"}
-_END = "end"
+_END = "end"  # sent to the other workers in place of metrics, after the last report
 Report = Callable[[dict[str, Any], Path | None], None]
 """Takes metrics, and the folder of a checkpoint, if there is one."""
 
@@ -58,14 +59,15 @@ def report_to_ray() -> Report | None:
 def meets_in_ray(loop: object) -> bool:
     """Return whether the code of ``loop`` calls Ray's ``report``, or another function that all workers call together.
 
-    Ray Train would mistake a report from a thread for such a call. torch's ``barrier`` is not one of them.
+    Beside such a call, no thread may report: Ray Train would take its report for the call that the other workers make.
+    A function is known by its name; only torch's ``barrier`` is told from Ray's.
     """
     return any(_meets(code, names) for code, names in own_code(loop))
 
 
 def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
     """Return whether the bytecode ``code``, with these global ``names``, loads one of the functions in _MEETINGS."""
-    value = None  # the object that was loaded last, if it is known
+    value = None  # the object that the code has loaded last, if it is a global one, a module, or in a module
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -74,7 +76,7 @@ def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
             value = sys.modules.get(name)
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             value = getattr(value, name, None) if isinstance(value, ModuleType) else None
-        else:
+        else:  # another load replaces the object; instructions between two parts of a.b leave it
             value = None if instruction.opname.startswith("LOAD_") else value
             continue
         is_of_torch = getattr(value, "__module__", "").startswith("torch.")
@@ -86,8 +88,10 @@ def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
 class RayReports:
     """Reports the evaluations of a run to Ray, in a thread of each worker.
 
-    Worker 0 gets the rows of the history, and sends their metrics to the others by ``messages``. The evaluation after
-    the last of ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a thread, when Ray ends the trial.
+    Worker 0 gets the rows of the history by :meth:`add`, and sends their metrics to the others by ``messages``, which a
+    single worker does not need. ``report`` passes them on to Ray; if it fails once, nothing more is reported, and the
+    run goes on. The evaluation after the last of ``num_steps`` is left to :meth:`finish`. ``on_stop`` is called, in a
+    thread, when Ray Tune ends the trial.
 
     Example:
         >>> reports = RayReports(report, worker, messages, num_steps, on_stop)
@@ -124,7 +128,8 @@ class RayReports:
     def finish(self, metrics: dict[str, Any], checkpoint: bytes | None) -> None:
         """Report the end of the run, on all workers; return when Ray has taken all reports.
 
-        ``checkpoint`` is the content of the run's last checkpoint, on worker 0, and None on the others.
+        ``metrics`` are reported with the newest value of all others. ``checkpoint`` is the content of the run's last
+        checkpoint, on worker 0, and None on the others.
         """
         self._close()
         self._thread.join()
@@ -136,7 +141,7 @@ class RayReports:
                 folder = temporary / "checkpoint"  # Ray takes everything in it
                 folder.mkdir()
                 (folder / CHECKPOINT_FILE).write_bytes(checkpoint)
-            self._try(self._metrics | metrics, folder)
+            self._report_unless_failed(self._metrics | metrics, folder)
 
     def abort(self) -> None:
         """Report nothing more, because the run has failed; do not wait for a report that has begun."""
@@ -145,12 +150,13 @@ class RayReports:
         self._close()
 
     def _close(self) -> None:
+        """Have the thread of worker 0 end, after what is due; it tells the threads of the other workers to end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
     def _report_evaluations(self) -> None:
-        """Report evaluations, on worker 0, until this is closed."""
+        """Send the metrics of evaluations to the other workers, and report them, on worker 0, until this is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._due is not None or self._is_closed)
@@ -160,20 +166,20 @@ class RayReports:
                 self._messages.send(f"reports to worker {rank}", _END if metrics is None else metrics)
             if metrics is None:
                 return
-            self._try(metrics, None)
+            self._report_unless_failed(metrics, None)
 
     def _report_what_comes(self) -> None:
-        """Report the same evaluations as worker 0, on another worker."""
+        """Report the same evaluations as worker 0, on another worker, until worker 0 sends the end."""
         assert self._messages is not None
         pause = threading.Event()
         while (message := self._messages.take(f"reports to worker {self._worker.rank}")) != _END:
             if message is None:
                 pause.wait(_POLL_EVERY_S)
             else:
-                self._try(message, None)
+                self._report_unless_failed(message, None)
 
-    def _try(self, metrics: dict[str, Any], folder: Path | None) -> None:
-        """Report to Ray; if that fails, warn, and report nothing more: the run goes on."""
+    def _report_unless_failed(self, metrics: dict[str, Any], folder: Path | None) -> None:
+        """Report to Ray. If that fails, warn, and report nothing from then on: the run goes on."""
         try:
             if not self._has_failed:
                 self._report(metrics, folder)

@@ -36,18 +36,20 @@ _log = logging.getLogger(__name__)
 # A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
 _CALLBACKS_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 _DASHBOARD_CALLBACK = "StateManagerCallback"  # it tells the dashboard of a run, if Ray Train is asked to keep track
-_RESIZE_EVERY = "elastic_resize_monitor_interval_s"
-_RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
+_RESIZE_OPTION = "elastic_resize_monitor_interval_s"  # of ScalingConfig: how often an elastic run looks for more room
+_RESIZE_EVERY_S = 30.0
 _ENDS_WITHIN_S = 10.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
-_SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # begin with these: Ray Train's, which workers get from their controller
+_SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # prefixes of Ray Train's variables, which workers get from their controller
+_ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
+"""Methods of Ray Train's scaling policies by which they ask the autoscaler; each version has some of them."""
 
 
 def check_elastic(placement: Placement) -> None:
     """Raise UsageError if the number of workers may change, and this Ray can't change it."""
     fewest, most = placement.min_workers, placement.num_workers
-    if fewest < most and not hasattr(ScalingConfig, _RESIZE_EVERY):
+    if fewest < most and not hasattr(ScalingConfig, _RESIZE_OPTION):
         raise UsageError(
             f"--workers is {fewest}..{most}, and Ray {ray.__version__} cannot change the number of workers of a run; "
             "give one number, or use Ray 2.55 or newer."
@@ -59,6 +61,7 @@ class TrainerThread:
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
     own notes in ``folder``. With ``in_dashboard``, the Train tab of the cluster's dashboard lists the run by ``name``.
+    ``one_node``: the cluster has a single node, so no workers need to hear that theirs will be taken away.
     """
 
     def __init__(
@@ -76,15 +79,15 @@ class TrainerThread:
         self.ended: Future[str | None] = Future()
         """Done when the workers have ended: None, or why Ray Train gave up."""
         self._coordinator = coordinator
-        self._reserved: Any = None
-        self._reserved_prefix = f"raytrain-{uuid.uuid4().hex}-"
+        self._reserved: Any = None  # the placement group of the newest attempt that is known here
+        self._reserved_prefix = f"raytrain-{uuid.uuid4().hex}-"  # of the names of the placement groups of all attempts
         fewest, most = placement.min_workers, placement.num_workers
-        resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
+        resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_OPTION: _RESIZE_EVERY_S}
         trainer = _Trainer(
             work,
             coordinator=coordinator,
             reserved_prefix=self._reserved_prefix,
-            grows=fewest < most,
+            is_elastic=fewest < most,
             one_node=one_node,
             in_dashboard=in_dashboard,
             scaling_config=ScalingConfig(
@@ -105,7 +108,10 @@ class TrainerThread:
         self._thread.start()
 
     def remember_reserved(self) -> None:
-        """Ask the coordinator for the placement group of the newest attempt. To be called now and then: it may die."""
+        """Ask the coordinator for the placement group of the newest attempt, which :meth:`end` removes.
+
+        Call this now and then, because the coordinator may die, and cannot be asked afterwards.
+        """
         with suppress(*LOST_ACTOR):
             self._reserved = ray.get(self._coordinator.reserved.remote())
 
@@ -115,20 +121,25 @@ class TrainerThread:
         The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
         """
         if not (cluster_ends or self.ended.done()):
-            # The coordinator ends by this, and the exception that ray.get raises would keep the run's images.
+            # This ends the coordinator's process. ray.get would raise an exception, which would keep the run's images.
             ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
         stop_coordinator(self._coordinator)
         # What workers have reserved outlives a coordinator that has died: Ray keeps it for as long as this process is
-        # in the cluster. Another attempt would find no room for its workers, or for reading images. By its name it is
-        # found also if the coordinator died before it could say what it was.
+        # in the cluster. Another attempt would find no room for its workers, or for reading images. So remove the last
+        # placement group that the coordinator has told of, and all whose names have the prefix of this run: the
+        # coordinator may have died before it could tell.
         if not cluster_ends and head_answers(_ENDS_WITHIN_S):
             if self._reserved is not None:
                 remove_placement_group(self._reserved)
             with suppress(RayError):  # the head is gone since
-                _remove_placement_groups(self._reserved_prefix)
+                groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+                for group_id, group in groups.items():
+                    if group["name"].startswith(self._reserved_prefix) and group["state"] != "REMOVED":
+                        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
         self._thread.join(_ENDS_WITHIN_S)
 
     def _fit(self, trainer: TorchTrainer) -> None:
+        """Train, in the thread, until the workers have ended for good; then complete ``ended``."""
         try:
             trainer.fit()
             self.ended.set_result(None)
@@ -139,14 +150,19 @@ class TrainerThread:
 
 
 class _Trainer(TorchTrainer):
-    """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
+    """A TorchTrainer that starts no processes which no run needs, and whose controller is in the coordinator's process.
+
+    It overrides two undocumented methods of Ray's, which ``FEWER_PROCESSES`` in ``private_api.py`` names. A Ray without
+    them never calls these, and starts the processes. The arguments are those of :class:`TrainerThread`, and in
+    ``options`` those of TorchTrainer.
+    """
 
     def __init__(
         self,
         *args: Any,
         coordinator: CoordinatorHandle,
         reserved_prefix: str,
-        grows: bool,
+        is_elastic: bool,
         one_node: bool,
         in_dashboard: bool,
         **options: Any,
@@ -154,10 +170,11 @@ class _Trainer(TorchTrainer):
         super().__init__(*args, **options)
         self._coordinator = coordinator
         self._reserved_prefix = reserved_prefix
-        self._grows = grows
+        self._is_elastic = is_elastic
         self._callbacks_left_out = _CALLBACKS_LEFT_OUT | (set() if in_dashboard else {_DASHBOARD_CALLBACK})
-        # It tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
-        self._settings = {WATCHER: "0"} if one_node and not grows else {}
+        # The watcher tells workers of nodes that will be taken away. A single node would take all of Ray with it, so
+        # none is needed, unless an elastic run may get workers on further nodes.
+        self._settings = {WATCHER: "0"} if one_node and not is_elastic else {}
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
@@ -165,8 +182,9 @@ class _Trainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         """Run the controller in the coordinator's process, or in one of its own if this Ray has another controller."""
-        # Ask nobody for machines: the workers fit, and a placement group that waits is a demand, too.
-        policy = None if self._grows else options.get("scaling_policy")
+        # Have the scaling policy ask nobody for machines, unless the run is elastic: the workers fit, and if they wait
+        # after all, the autoscaler takes their placement group as a request.
+        policy = None if self._is_elastic else options.get("scaling_policy")
         for name in _ASKS_FOR_MACHINES:
             if hasattr(policy, name):
                 setattr(policy, name, lambda: None)
@@ -177,11 +195,8 @@ class _Trainer(TorchTrainer):
         return ray.get(self._coordinator.control.remote(api[0], options, settings, self._reserved_prefix))
 
 
-_ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
-
-
 class _FailureReporter(UserCallback):
-    """Reports why an attempt failed. Ray Train then begins another one, up to ``--max-failures`` times."""
+    """Reports to the coordinator why an attempt failed. Ray Train then begins another one, ``--max-failures`` times."""
 
     def __init__(self, coordinator: CoordinatorHandle) -> None:
         self._coordinator = coordinator
@@ -190,11 +205,3 @@ class _FailureReporter(UserCallback):
         """Report the failure of the lowest rank; Ray Train calls this."""
         rank, error = min(worker_exceptions.items())
         self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))
-
-
-def _remove_placement_groups(prefix: str) -> None:
-    """Remove the placement groups whose names begin with ``prefix``; their workers end."""
-    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-    for group_id, group in groups.items():
-        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))

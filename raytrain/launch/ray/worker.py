@@ -60,7 +60,7 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
     """Pickle the loop and the transforms of a run, with the modules of the user's that they are defined in.
 
     ``with_imports``: the workers may have no copy of the files beside these modules, so what was imported from there
-    travels, too.
+    travels, too. Raises UsageError if something cannot be pickled.
     """
     # cloudpickle pickles a function by the name of its module, unless the module is registered here.
     functions = spec.loop, spec.transforms
@@ -85,11 +85,11 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
 
 
 _INSTALLED_IN = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
-_installed_packages = cache(importlib.metadata.packages_distributions)  # also those installed where they are written
+_installed_packages = cache(importlib.metadata.packages_distributions)  # also editable ones, in the user's own folders
 
 
 def _users_file(module: ModuleType) -> Path | None:
-    """Return the file of a module that is not installed; None for any other module."""
+    """Return the file of a module that the user has written and not installed; None for any other module."""
     file: str | None = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] in _installed_packages():
         return None
@@ -120,7 +120,11 @@ class RayWorkerInputs:
 
 
 def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
-    """Train on this worker until the run ends or stops."""
+    """Train on this worker until the run ends or stops; worker 0 reports the outcome to the coordinator.
+
+    If an error of the user's would end each attempt, the coordinator learns of it, and this returns. Any other
+    exception is raised: then Ray Train ends this attempt, and may begin another one.
+    """
     # Make this process like the driver, as far as the user's functions may notice.
     logging.getLogger("ray").setLevel(logging.ERROR)
     open_at_breakpoints(None, lambda is_open: None)
@@ -137,8 +141,8 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reporter = RayReporter(inputs.coordinator, watch=rank == 0)
     try:
-        left = nullcontext() if has_drivers_folder else noting_files_left(reporter)
-        with ProcessLog(spec.store, rank, reporter.printed), left, ends_as_a_script():
+        note_of_files = nullcontext() if has_drivers_folder else noting_files_left(reporter)
+        with ProcessLog(spec.store, rank, reporter.printed), note_of_files, ends_as_a_script():
             loop, transforms = unpickle_functions(inputs.functions)
             spec = replace(spec, loop=loop, transforms=transforms)
 
@@ -147,14 +151,14 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
             device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
             source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
             weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
-            note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+            note = (lambda text: reporter.event(Note(text))) if rank == 0 else None  # one worker speaks for all
             log_as(spec.loggers, rank, reporter.logged)
             with transformed(source, config, transforms, note) as batches:
                 outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
     except RaytrainError as error:
-        explained = with_what_lacks(error, inputs.working_folder, inputs.variables)
+        error_with_hint = with_machine_hint(error, inputs.working_folder, inputs.variables)
         give_up: Any = inputs.coordinator.give_up  # Ray's types of a method leave out arguments with defaults
-        if ray.get(give_up.remote(explained, trace_of(error), rank)):
+        if ray.get(give_up.remote(error_with_hint, trace_of(error), rank)):
             return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
     if dist.is_initialized():
@@ -164,9 +168,9 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
 
 
 def unpickle_functions(pickled: bytes) -> tuple[Any, Any]:
-    """Return the loop and the transforms; raise UsageError if this machine lacks a package that they import.
+    """Return the loop and the transforms; raise UsageError if a module that they import cannot be imported here.
 
-    Any other exception would have Ray Train start further attempts, which would end the same way.
+    Any other exception than UsageError would have Ray Train start further attempts, which would end the same way.
     """
     try:
         return pickle.loads(pickled)
@@ -182,12 +186,17 @@ def unpickle_functions(pickled: bytes) -> tuple[Any, Any]:
         raise UsageError(f"Your code {reason}.") from error
 
 
-def with_what_lacks(error: RaytrainError, drivers_folder: str, drivers_variables: frozenset[str]) -> RaytrainError:
-    """Return ``error``, with a hint if the loop lacks a variable or a file that the driver may have."""
-    cause = error.__cause__
+def with_machine_hint(error: RaytrainError, drivers_folder: str, drivers_variables: frozenset[str]) -> RaytrainError:
+    """Return ``error``, with a hint if the loop failed because its machine lacks a variable or a file of the driver's.
+
+    A KeyError counts as one of ``os.environ[NAME]`` if its key is a variable that the driver has and this process does
+    not. A file may be missing because the loop does not run in ``drivers_folder``.
+    """
     if not isinstance(error, LoopFailed):
         return error
-    hint, key = "", str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
+    cause = error.__cause__
+    hint = ""
+    key = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
     if key in drivers_variables and key not in os.environ:
         hint = (
             f"{key} is set for the command, and the workers have the variables of `ray start`: set it there, or pass "
@@ -215,22 +224,26 @@ def noting_files_left(reporter: RayReporter) -> Generator[None]:
     try:
         yield
     finally:
-        left: list[str] = []
+        new_files: list[str] = []
         with suppress(OSError):
-            left = sorted(set(os.listdir(folder)) - before - {"__pycache__"})
+            new_files = sorted(set(os.listdir(folder)) - before - {"__pycache__"})
         rank = ray.train.get_context().get_world_rank()
-        if left and ray.train.get_context().get_local_rank() == 0:  # the workers of a machine share the folder
+        if new_files and ray.train.get_context().get_local_rank() == 0:  # the workers of a machine share the folder
             machine = ray.util.get_node_ip_address()
             reporter.event(
                 Note(
-                    f"while worker {rank} trained, {some_of(left)} came into {folder} of its machine, {machine}: "
+                    f"while worker {rank} trained, {some_of(new_files)} came into {folder} of its machine, {machine}: "
                     "what a loop writes into run.folder is kept in the run's storage"
                 )
             )
 
 
 class RayBatches:
-    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the feeders' streams."""
+    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the feeders' streams.
+
+    The constructor begins an attempt on all workers together. ``loads`` are the shares of the workers, relative to each
+    other.
+    """
 
     def __init__(self, spec: RunSpec, inputs: RayWorkerInputs, rank: int, loads: tuple[float, ...]) -> None:
         # All workers learn the number of their attempt from worker 0, which alone asks for it.
@@ -277,7 +290,8 @@ class RayBatches:
 class RayReporter:
     """A :class:`raytrain.training.protocols.Reporter` that calls the run's coordinator without waiting for it.
 
-    With ``watch``, a thread waits there for a stop request.
+    With ``watch``, a thread waits for a stop request at the coordinator. Calls that must not get lost, ``printed`` and
+    ``flush``, wait for its answer.
     """
 
     def __init__(self, coordinator: CoordinatorHandle, *, watch: bool) -> None:
@@ -312,8 +326,8 @@ class RayReporter:
         self._coordinator.decoded_on_cpu.remote(num_images, reason)
 
     def printed(self, lines: Sequence[PrintedLine]) -> None:
-        """Have the driver show ``lines``. Return once the coordinator has them: the run may end then."""
-        with suppress(*LOST_ACTOR):  # what the loop reports next finds that out, too
+        """Have the driver show ``lines``; return once the coordinator has them, so that the run may end."""
+        with suppress(*LOST_ACTOR):  # the loop finds out by its next report that needs an answer
             ray.get(self._coordinator.printed.remote(lines))
 
     def logged(self, record: LoggedRecord) -> None:
@@ -321,7 +335,8 @@ class RayReporter:
         self._coordinator.printed.remote([record])
 
     def flush(self) -> None:
-        # The flush itself runs beside the other calls, so it must not begin before the rows have arrived.
+        # The coordinator's flush runs in a thread beside its other calls, so it must not begin before the rows have
+        # arrived.
         ray.get(self._coordinator.received.remote())
         ray.get(self._coordinator.flush.remote())
 
@@ -329,7 +344,10 @@ class RayReporter:
         return self._stop_requested.is_set()
 
     def checkpoint_requested(self) -> bool:
-        """Return True once for each announcement of Ray's that a node of these workers will be taken away."""
+        """Return True once for each announcement of Ray's that a node of these workers will be taken away.
+
+        The announcement is reported to the coordinator, too.
+        """
         preemption = announced_preemption()
         if preemption is None or preemption is self._preemption:
             return False
@@ -338,6 +356,7 @@ class RayReporter:
         return True
 
     def _wait_for_stop_request(self) -> None:
+        """Wait at the coordinator, in a thread, until a stop is requested or the coordinator has died."""
         with suppress(*LOST_ACTOR):  # the run is over
             while ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is None:
                 pass
