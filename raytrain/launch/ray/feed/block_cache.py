@@ -28,6 +28,8 @@ class CacheFiller:
     begin. Tasks read the rest after :meth:`start`, which is called once the workers have started, or at once if there
     are cores enough for both. The filler lives in the driver, which owns the blocks: they outlive any worker, and Ray
     reads lost ones again.
+
+    ``images`` has the images of each data set, by name, and ``orders`` the order of those that are cached.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class CacheFiller:
         self._thread.start()
 
     def start(self) -> None:
-        """Read the rest by tasks from now on."""
+        """Read the rest by tasks from now on. Further calls do nothing."""
         self._started.set()
 
     def close(self) -> None:
-        """Stop reading, and release the blocks."""
+        """Stop reading, and release the blocks; wait at most ten seconds for the thread that reads."""
         self._closed = True
         self._started.set()
         self._thread.join(_CLOSE_S)
@@ -73,22 +75,22 @@ class CacheFiller:
             # Tasks read the rest, once the workers no longer need all cores to start.
             self._started.wait()
             for dataset, order in self._orders.items():
-                turns = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
+                rest = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
                 images, cpus = self._images[dataset], self._cpus
-                for _, ref in blocks_by_tasks(images, [order], turns, cpus.num_tasks, cpus.task, lambda: self._closed):
+                for _, ref in blocks_by_tasks(images, [order], rest, cpus.num_tasks, cpus.task, lambda: self._closed):
                     self._add(dataset, ref)
         except Exception as error:
             if not self._closed:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
     def _add(self, dataset: str, ref: Any) -> None:
-        """Keep a block, and have the coordinator tell the workers of it."""
+        """Keep the block to which ``ref`` refers, the next one of its data set, and tell the coordinator of it."""
         self._refs.append(ref)
         self._coordinator.add_blocks.remote(dataset, [ref])
 
 
 class RemoteBlocks:
-    """The blocks of a cached data set for a worker, in shared memory; waits for a block that is not read yet."""
+    """The blocks of a cached data set for a worker, in shared memory. Each is kept after its first use."""
 
     def __init__(self, coordinator: CoordinatorHandle, dataset: str, shape: ImageShape) -> None:
         self._coordinator = coordinator
@@ -98,7 +100,7 @@ class RemoteBlocks:
         self._blocks: dict[int, Block] = {}
 
     def __call__(self, number: int) -> Block:
-        """Return block ``number``; waits until it has been read."""
+        """Return block ``number``, once it has been read; raise RaytrainError if a data set cannot be read."""
         block = self._blocks.get(number)
         if block is None:
             # The coordinator answers with all further references that it has, in the order of their numbers.

@@ -35,24 +35,32 @@ _CPUS_TO_FILL_BESIDE_START = 2.0  # with fewer free CPUs, starting processes tha
 class DataFeed:
     """The images of all parts on their way to the workers.
 
-    Its methods are called in this order: the constructor decides which images are cached; :meth:`connect` starts the
-    feeders; from :meth:`start` on, images are read; from :meth:`fill_cache` on, tasks may use the cores that starting
-    workers needed; :meth:`close` stops reading.
+    Its methods are called in this order: the constructor decides which images are cached in memory or on disks;
+    :meth:`connect` starts the feeders; from :meth:`start` on, images are read; from :meth:`fill_cache` on, tasks may
+    use the cores that starting workers needed; :meth:`close` stops reading.
+
+    ``first_step`` is the step with which the run begins or resumes, ``object_store_bytes`` the size of the smallest
+    object store of the cluster. The constructor raises UsageError if the images cannot be cached as ``--cache`` wants it.
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
         data = data.decoded_as(config)
         cache = choose_cache(config, data, first_step, object_store_bytes)
-        kept = {part: cache.order(part) for part in data.parts}
-        self.orders: dict[str, CacheOrder] = {part: order for part, order in kept.items() if order is not None}
-        """The order of the blocks of each cached data set; the others are streamed."""
+        self.orders: dict[str, CacheOrder] = {
+            part: order for part in data.parts if (order := cache.order(part)) is not None
+        }
+        """The order of the blocks of each part that is cached in memory; the others are streamed."""
         self._config = config
         self._data = data.kept_on(cache.disk)
         self._plan = data.plan(config)
         self._first_step = first_step
 
     def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials, placement: Placement) -> None:
-        """Describe the ``images`` to data tasks and workers, and start the ``feeders``."""
+        """Put the manifests into the object store, and start the feeders, if images are streamed.
+
+        Sets ``images``, which describes each part to data tasks and workers, and ``feeders``. Unreadable images are
+        reported to the ``coordinator``, and storage is read with ``credentials``.
+        """
 
         def image_set(store: Store, manifest: Manifest, format: ImageFormat) -> ImageSet:
             return ImageSet(
@@ -66,7 +74,7 @@ class DataFeed:
 
         data = self._data
         self._coordinator = coordinator
-        self.images = {part: image_set(*about) for part, about in data.parts.items()}
+        self.images = {part: image_set(*inputs) for part, inputs in data.parts.items()}
         # Feeders start now, at the same time as the workers, because both take seconds.
         self._placement = placement
         self._cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
@@ -76,7 +84,8 @@ class DataFeed:
     def start(self) -> None:
         """Fill the cache, and stream the images that are not cached, from now on, while the workers start."""
         if "train" not in self.orders:
-            # Begin with the stream that the first attempt will ask for, if all workers find room.
+            # Begin with the stream that the first attempt will ask for. If it finds room for fewer workers, it will ask
+            # for another stream, which ends this one.
             expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
             loads = self._config.worker_load or (1.0,) * expected.num_workers
             for feeder in self.feeders:
@@ -101,9 +110,10 @@ class DataFeed:
 
 
 class RaySharedImages(AbstractContextManager["RaySharedImages"]):
-    """Images that runs of this process share while this is open, decoded once.
+    """Images that runs of this process share while this is open, decoded once, with a coordinator of their own.
 
-    ``feed`` is None if they do not fit into memory; then each run reads its own.
+    ``feed`` is None if they do not fit into memory; then each run reads its own. ``prepared`` and ``config`` are those
+    of the sweep, ``num_steps`` counts the steps of all of its runs together.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
@@ -122,7 +132,7 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
                 self.feed.connect(self.coordinator, credentials, placement)
                 self.feed.start()
                 opened.callback(self.feed.close)
-                self.feed.fill_cache()  # runs start at different times, so all images are read at once
+                self.feed.fill_cache()  # runs start at different times, so do not wait for workers to start
             self._opened = opened.pop_all()
 
     def __exit__(self, *exception: object) -> None:

@@ -31,7 +31,7 @@ class ImageSet:
     format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
     rows_per_block: int  # images in one block
-    coordinator: CoordinatorHandle  # to it, unreadable images and retried requests are reported
+    coordinator: CoordinatorHandle  # gets reports of unreadable images and of retried requests
     file_bytes: int | None = None  # mean size of a file, if workers get files instead of pixels
 
     @property
@@ -49,20 +49,24 @@ TASKS_PER_CPU = 2  # of Ray Data: one fetches while another decodes, and Ray Dat
 
 @dataclass(frozen=True)
 class DataCpus:
-    """CPUs for reading, and how many of them one task takes."""
+    """CPUs for reading, ``all`` of them together, and how many of them one plain ``task`` takes."""
 
     all: float
     task: float
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks that run at the same time."""
+        """Number of plain tasks that run at the same time, at least 1."""
         return max(1, round(self.all / self.task))
 
     @property
     def streamed_task(self) -> float:
-        """CPUs that a task of Ray Data takes."""
-        return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000  # Ray would round finer numbers, also up
+        """CPUs that a task of Ray Data takes.
+
+        Rounded down to the smallest fraction of a CPU in Ray, which might round it up: all tasks together would then
+        need more CPUs than there are.
+        """
+        return math.floor(10_000 * self.task / TASKS_PER_CPU) / 10_000
 
 
 _POLL_S = 0.5
@@ -72,41 +76,43 @@ def blocks_by_tasks(
     images: ImageSet,
     orders: Sequence[BlockOrder],
     turns: Iterable[BlockRef],
-    at_a_time: int,
+    max_running: int,
     task_cpus: float,
     is_closed: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Have the blocks of ``turns`` read by plain tasks; yield them as they are read, in turn.
 
     Yields the index of the block's order in ``orders``, and a reference to the block. The first block comes sooner than
-    from Ray Data, but nothing limits how many blocks are read and not yet used. ``at_a_time`` tasks of ``task_cpus``
-    each run at the same time. The blocks lie on all nodes; a lost one is read again. The generator ends at most half a
-    second after ``is_closed`` returns True, because a process that leaves Ray while one of its threads waits in it dies
-    of a segmentation fault.
+    from Ray Data, but nothing limits how many blocks are read and not yet used. At most ``max_running`` tasks of
+    ``task_cpus`` each run at the same time. The blocks lie on all nodes; a lost one is read again.
+
+    The generator ends at most half a second after ``is_closed`` returns True, because a process that leaves Ray while
+    one of its threads waits in it dies of a segmentation fault.
     """
 
-    def without_one(refs: list[Any]) -> list[Any]:
-        """Wait until one of these blocks is read, and return the others."""
+    def wait_for_one(refs: list[Any]) -> list[Any]:
+        """Wait until one of these blocks is read, and return the others; once ``is_closed``, return all at once."""
         ready: list[Any] = []
         while not (ready or is_closed()):
             ready, refs = ray.wait(refs, num_returns=1, timeout=_POLL_S, fetch_local=False)
         return refs
 
     read = ray.remote(read_block).options(num_cpus=task_cpus, max_retries=-1, scheduling_strategy="SPREAD")
-    waiting: deque[tuple[int, Any]] = deque()  # submitted, and not yielded yet
+    waiting: deque[tuple[int, Any]] = deque()  # begun, and not yielded yet
     running: list[Any] = []
     for order, number in turns:
-        if len(running) >= at_a_time:  # further tasks would compete for CPUs with starting workers
-            running = without_one(running)
+        if len(running) >= max_running:  # further tasks would compete for CPUs with starting workers
+            running = wait_for_one(running)
         if is_closed():
             return
-        waiting.append((order, read.remote(images, orders[order], number)))
-        running.append(waiting[-1][1])
+        ref = read.remote(images, orders[order], number)
+        waiting.append((order, ref))
+        running.append(ref)
         # Blocks are yielded in turn: a block that is read early waits for those before it.
         while waiting[0][1] not in running:
             yield waiting.popleft()
     for order, ref in waiting:
-        without_one([ref])
+        wait_for_one([ref])
         if is_closed():
             return
         yield order, ref
@@ -120,7 +126,7 @@ def read_block(images: ImageSet, order: BlockOrder, number: int, reader: ImageRe
 
     Returns a table with a row for each image, and the columns image (H*W*C bytes, or a file), label (below 0 if the
     image is unreadable) and draw; of files also length. A data task needs no ``reader``; whoever reads several blocks
-    gives one, whose decoding process is kept.
+    gives one, whose decoding process is kept. Requests that had to be repeated are reported to the coordinator, too.
     """
     # The manifest is not kept between two blocks, because that would keep its shared memory in use.
     manifest: Manifest = ray.get(images.manifest)
@@ -128,7 +134,7 @@ def read_block(images: ImageSet, order: BlockOrder, number: int, reader: ImageRe
     # A buffer has the size of a full block, so that the last block of an epoch, which is smaller, can use it, too.
     buffer = None if images.format.as_files else _buffers.take((images.block_bytes,))
 
-    # If Ray repeats a task, an image may have killed its process, so images are then decoded in another one.
+    # If Ray repeats a task, an image may have killed its process: then images are decoded in a process beside this one.
     reading = nullcontext(reader) if reader else ImageReader(images.store, *images.format, isolated=is_repeated_task())
     with reading as opened:
         block, skipped = opened.read_draws(manifest, order.draws(number), order.epoch(number), buffer)

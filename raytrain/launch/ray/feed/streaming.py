@@ -74,15 +74,16 @@ class Stream:
 def stream_blocks(
     feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition
 ) -> Iterator[Block]:
-    """Yield a worker's blocks of a stream, in order; the next ones are fetched from other nodes ahead of time.
+    """Yield a worker's blocks of a stream, in order; the next two are fetched from other nodes ahead of time.
 
-    Raises ConnectionError if the feeder has died, so that a restart may succeed.
+    Raises ConnectionError if the feeder has died, so that a restart may succeed, RuntimeError if a newer stream has
+    ended this one, and RaytrainError if the images cannot be read.
     """
     feeder = feeders[feeder_of(stream, partition.rank, len(feeders))]
 
     def take_blocks() -> Iterator[Block]:
         try:
-            # The first worker that calls this opens the stream, unless the driver did while the workers started.
+            # The first worker of a feeder that asks opens the stream, unless the driver did while the workers started.
             ray.get(feeder.read_stream.remote(stream, images, partition.plan, partition.loads))
             while True:
                 for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
@@ -113,7 +114,8 @@ class _Queue:
 class StreamQueues:
     """Bounded queues of blocks, one for each worker of a stream. Any number of threads may call its methods.
 
-    Opening a stream ends the older ones of its data set, and all of earlier attempts.
+    Opening a stream ends the older ones of its data set, and all of earlier attempts. One thread for each stream fills
+    its queues by :meth:`push`, and each worker empties its own by :meth:`take`.
     """
 
     def __init__(self) -> None:
@@ -127,18 +129,19 @@ class StreamQueues:
     def open(self, stream: Stream, ranks: Iterable[int]) -> bool:
         """Open a queue for each of these workers; return False if the stream is open already.
 
-        Raises RuntimeError if a newer stream has ended this one.
+        Raises RuntimeError if a newer stream has ended this one, or if all are closed.
         """
         with self._lock:
             if stream in self._queues:
                 return False
             # Refuse a worker of an earlier attempt, which may still ask after the next attempt has begun to read.
-            attempt = max((attempt for attempt, _ in self._newest.values()), default=0)
-            if self._closed or stream.attempt < attempt or stream.age < self._newest.get(stream.dataset, stream.age):
+            newest_attempt = max((attempt for attempt, _ in self._newest.values()), default=0)
+            newest_age = self._newest.get(stream.dataset, stream.age)
+            if self._closed or stream.attempt < newest_attempt or stream.age < newest_age:
                 raise RuntimeError(_ENDED)
-            for other in list(self._queues):
-                if other.dataset == stream.dataset or other.attempt < stream.attempt:
-                    self._wake(self._queues.pop(other))
+            for older in list(self._queues):
+                if older.dataset == stream.dataset or older.attempt < stream.attempt:
+                    self._wake(self._queues.pop(older))
             self._newest[stream.dataset] = stream.age
             self._queues[stream] = {rank: _Queue(self._lock) for rank in ranks}
             return True
@@ -159,7 +162,7 @@ class StreamQueues:
         Raises RuntimeError if a newer stream has begun, and RaytrainError if this one has failed.
         """
         with self._lock:
-            queue = self._queues.get(stream, {}).get(rank) or _Queue(self._lock)
+            queue = self._queues.get(stream, {}).get(rank) or _Queue(self._lock)  # an empty one if the stream has ended
             queue.changed.wait_for(
                 lambda: stream not in self._queues or queue.blocks or stream in self._failures, timeout_s
             )
@@ -187,13 +190,17 @@ class StreamQueues:
             self._queues.clear()
 
     def _wake(self, queues: dict[int, _Queue]) -> None:
+        """Wake all threads that wait for these queues, to take or to push; they look at what has changed."""
         for queue in queues.values():
             queue.changed.notify_all()
         self._taken.notify_all()
 
 
 class StreamFeeder(StreamQueues):
-    """The actor that reads the streams of some of a run's workers into queues; number ``number`` of ``num_feeders``."""
+    """The actor that reads the streams of some of a run's workers into queues; number ``number`` of ``num_feeders``.
+
+    ``cpus`` are its share of the CPUs for reading.
+    """
 
     def __init__(self, number: int, num_feeders: int, cpus: DataCpus) -> None:
         super().__init__()
@@ -203,7 +210,11 @@ class StreamFeeder(StreamQueues):
         self._readers: list[threading.Thread] = []
 
     def read_stream(self, stream: Stream, images: ImageSet, plan: BatchPlan, loads: Sequence[float]) -> None:
-        """Begin to read a stream, unless it is being read already. Raises RuntimeError if a newer one has begun."""
+        """Begin to read a stream for the workers of this feeder, in a thread, unless it is being read already.
+
+        ``loads`` are the shares of all workers, relative to each other. Raises RuntimeError if a newer stream has ended
+        this one.
+        """
         orders = {
             rank: WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
             for rank in range(stream.num_workers)
@@ -221,7 +232,10 @@ class StreamFeeder(StreamQueues):
             reader.join()
 
     def _fill_queues(self, stream: Stream, images: ImageSet, orders: dict[int, WorkerOrder]) -> None:
-        """Put the blocks of a stream into the queues of its workers, by their ``orders``, as they are read."""
+        """Read a stream, in a thread: put the blocks of its workers, in their ``orders``, into their queues.
+
+        Returns when all are read, or the stream has ended. The workers get an error in place of the next blocks.
+        """
         ranks = list(orders)
         depth = images.num_blocks_in(_AHEAD_BYTES, at_most=_AHEAD_BLOCKS)
         try:
@@ -240,7 +254,7 @@ FeederHandle = ActorProxy[StreamFeeder]
 def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
     """Start a feeder for every four workers. A single one is on the driver's node, several are spread over all nodes.
 
-    Ray restarts feeders that die.
+    Ray restarts feeders that die; their streams are lost. The CPUs for reading, ``cpus``, are divided evenly.
     """
     num_feeders = -(-num_workers // _WORKERS_PER_FEEDER)
     where = {"label_selector": on_this_node()} if num_feeders == 1 else {"scheduling_strategy": "SPREAD"}
@@ -251,14 +265,15 @@ def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
 
 
 def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
-    """Stop all reading, and end the feeders' processes."""
+    """Stop all reading, and end the feeders' processes, also those that do not answer within ten seconds."""
     with suppress(RayError):  # GetTimeoutError is one, too
         ray.get([feeder.close.remote() for feeder in feeders], timeout=_CLOSE_S)
     for feeder in feeders:
         ray.kill(feeder)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
-_HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # limits per order of what plain tasks read while Ray Data starts, for seconds
+# Limits per order of what plain tasks read while Ray Data starts, which takes seconds.
+_FIRST_BLOCKS, _FIRST_BYTES = 4, 64 << 20
 _TURN_S = 0.01
 _BLOCKS_PER_EXECUTION = 1024  # more would delay the first task: Ray Data plans all tasks of an execution before it
 _workers_train = threading.Event()
@@ -266,16 +281,19 @@ _workers_train = threading.Event()
 
 
 def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus) -> Iterator[tuple[int, Any]]:
-    """Have the blocks of all ``orders`` read, in turn; yield the index of a block's order, and a reference to it."""
+    """Have the blocks of all ``orders`` read, in turn; yield the index of a block's order, and a reference to it.
+
+    Plain tasks read the first blocks, while Ray Data starts in a thread. It reads all others.
+    """
     turns = interleave(orders)
-    head = list(islice(turns, images.num_blocks_in(_HEAD_BYTES, at_most=_HEAD_BLOCKS) * len(orders)))
-    piped = Prefetch(_blocks_by_ray_data(images, orders, turns, cpus), depth=2)  # starts now
+    first_turns = list(islice(turns, images.num_blocks_in(_FIRST_BYTES, at_most=_FIRST_BLOCKS) * len(orders)))
+    by_ray_data = Prefetch(_blocks_by_ray_data(images, orders, turns, cpus), depth=2)  # starts now
     try:
         # Plain tasks ask for no CPUs: Ray Data has those for reading already, and the workers need all others.
-        yield from blocks_by_tasks(images, orders, head, cpus.num_tasks, task_cpus=0)
-        yield from piped
+        yield from blocks_by_tasks(images, orders, first_turns, cpus.num_tasks, task_cpus=0)
+        yield from by_ray_data
     finally:
-        piped.close(_CLOSE_S)  # otherwise its thread might use a cluster that has ended
+        by_ray_data.close(_CLOSE_S)  # otherwise its thread might use a cluster that has ended
 
 
 def _blocks_by_ray_data(
@@ -286,7 +304,7 @@ def _blocks_by_ray_data(
     Yields the index of each block's order in ``orders``, and a reference to the block.
     """
 
-    def read_row(row: Any) -> Any:
+    def read_row(row: Any) -> Any:  # a batch of one row, as arrays of length 1
         return read_block(images, orders[int(row["order"][0])], int(row["number"][0]))
 
     # Memory for two blocks per task and two per order: Ray Data starts no task while finished blocks that wait for
@@ -316,6 +334,7 @@ def _blocks_by_ray_data(
             yield order, ref
 
 
+# The base class of _Pause, which is not used if this Ray has no such class.
 _pause_api = PAUSE.find()
 _ExecutionCallback: Any = _pause_api[0] if _pause_api else object
 
