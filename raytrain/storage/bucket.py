@@ -46,15 +46,16 @@ _log = logging.getLogger("raytrain")
 
 _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
 _DOCUMENT_BYTES = 16 << 20  # an owner writes objects up to this size conditionally, in one request
-_OWNERS_REQUEST_S = 15.0  # half a lease: after a whole one, another process may be the owner
+_BRIEF_BYTES = 1 << 20  # an owner has a short limit for objects smaller than this
+_OWNERS_REQUEST_S = 15.0  # that limit, half a lease: after a whole one, another process may be the owner
 _MAX_CHANGES = 20  # times that others may change an object while its owner tries to write it
 # Servers that keep objects as files, such as rclone's and s3proxy's, may miss an object while it is replaced.
 _REPLACED_WITHIN_S, _LOOK_EVERY_S = 2.0, 0.1
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
-_LAST = "\U0010ffff"  # sorts after all names
-_PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check is left out
+_LAST = "\U0010ffff"  # the last character of Unicode: as a name, it sorts after all others of a folder
+_PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check of its pages is left out
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
 
@@ -87,7 +88,7 @@ class BucketStore(Store):
     def get(self, path: str, etag: str = "") -> bytes:
         def request(client: ObjectStore) -> tuple[str | None, bytes]:
             result = client.get(path)
-            return result.meta["e_tag"], bytes(result.bytes())  # here, so that a body that breaks off is retried
+            return result.meta["e_tag"], bytes(result.bytes())  # read here, so that a body that breaks off is retried
 
         def fetch() -> bytes:
             received_etag, content = self._send(path, request)
@@ -97,12 +98,14 @@ class BucketStore(Store):
 
         if self.disk is None:
             return fetch()
+        # The name of the entry says which content of which object it is, on which server.
         return self.disk.get("\0".join([self.cloud.endpoint_url or "", self.url, path, _normalized(etag)]), fetch)
 
     def _send(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
         """Call ``operation`` with retries, and once more with new credentials if these are refused.
 
-        Raises StorageError or FileNotFoundError, with a sentence about the object ``path``.
+        Raises StorageError with a sentence about the object ``path``, FileNotFoundError if there is none, and
+        OwnerChanged as ``operation`` raises it.
         """
         client = self._client()
         with self._explained(path, client):
@@ -117,7 +120,10 @@ class BucketStore(Store):
 
     @contextmanager
     def _explained(self, path: str, client: BucketClient) -> Generator[None]:
-        """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
+        """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``.
+
+        OwnerChanged is raised as it is. An object's name that obstore refuses is an UnusableNames.
+        """
         url = shown_url(f"{self.url}/{path}")
         try:
             yield
@@ -135,7 +141,11 @@ class BucketStore(Store):
             raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
 
     def _client(self) -> BucketClient:
-        """Return this process's client, shared by stores that differ only in guard, disk or retries."""
+        """Return this process's client, made at the first call, which stores with equal connections share.
+
+        Such stores may still differ in guard, disk and retries. Raises StorageError if the file with certificates that
+        the environment names cannot be read.
+        """
         connection = BucketConnection(
             self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s
         )
@@ -158,7 +168,7 @@ class BucketStore(Store):
         return self._send(path, lambda client: _current_version(client, path)) is not None
 
     def check_readable(self) -> None:
-        with suppress(UnusableNames):
+        with suppress(UnusableNames):  # the server has answered, which is all that is asked here
             self.fail_fast()._send("", lambda client: next(iter(client.list()), None))
         self._check_pages()
 
@@ -197,14 +207,15 @@ class BucketStore(Store):
         dataclasses.replace(self, multipart=multipart)._send(path, request)
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        def is_written(client: ObjectStore) -> bool:
+        def write_if_expected(client: ObjectStore) -> bool:
             """Write ``data`` in place of ``expected``, and return whether the object holds ``data`` now."""
+            # An object that should exist may be missed while somebody replaces it: look again for a while.
             stored = _if_found(lambda: client.get(path), 0.0 if expected is None else _REPLACED_WITHIN_S)
             version, content = (_version(stored.meta), bytes(stored.bytes())) if stored else (None, None)
             self._check_owner(client)
             return content == data or (content == expected and _put_unless_changed(client, path, data, version))
 
-        if not self._send(path, is_written):
+        if not self._send(path, write_if_expected):
             raise ObjectChanged(f"{self.url}/{path}")
 
     def has_conditional_puts(self) -> bool:
@@ -241,8 +252,11 @@ class BucketStore(Store):
         self.guard.check(_if_found(lambda: bytes(client.get(path).bytes()), _REPLACED_WITHIN_S), self.url)
 
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
-        """Return the store with a short limit for small writes and deletions of an owner, whose lease must not end."""
-        is_brief = self.guard is not None and num_bytes < _PART_BYTES // 5
+        """Return the store with a short limit for deletions and for writes of few bytes, if it has an owner.
+
+        A request that takes longer than the owner's lease could arrive after another process has become the owner.
+        """
+        is_brief = self.guard is not None and num_bytes < _BRIEF_BYTES
         return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if is_brief else self
 
     # Listing.
@@ -251,7 +265,8 @@ class BucketStore(Store):
         prefix = prefix.strip("/")
         unusable_names: list[str] = []
         self._check_pages()
-        # Go down to where the tree branches, so that several folders can be listed at once.
+
+        # Go down to where the tree of folders branches, so that several of them can be listed at once.
         folders = [prefix]
         objects: list[ObjectMeta] = []
         while len(folders) == 1:
@@ -259,7 +274,7 @@ class BucketStore(Store):
             try:
                 listed = self._send(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
                 folders = list(listed["common_prefixes"])
-                if self._is_broken_off(folder, listed):
+                if self._ask_whether_more_follow(folder, listed):  # then ask for all that is below the folder
                     folders, listed["objects"] = [], self._list_folder(folder, unusable_names)
                 objects += listed["objects"]
                 # obstore drops a slash at the beginning of a name. Such names seem to be in a folder without a name,
@@ -271,8 +286,9 @@ class BucketStore(Store):
                 folders = []
                 objects += self._list_any_names(folder and f"{folder}/", unusable_names, error)
 
-        # What lies on the way there, then each of the branches with all that is below it.
-        for listed_objects in (objects, *request_threads().map(self._list_folder, folders, repeat(unusable_names))):
+        # Yield what lies on the way there, then each of the branches with all that is below it.
+        branches = request_threads().map(self._list_folder, folders, repeat(unusable_names))
+        for listed_objects in (objects, *branches):
             for meta in listed_objects:
                 if meta["path"] != prefix:  # consoles create an empty object as a marker for the folder itself
                     yield StoredObject(meta["path"], meta["size"], meta["e_tag"] or "", meta["last_modified"])
@@ -305,8 +321,8 @@ class BucketStore(Store):
                 )
                 for page in islice(pages, 2):
                     if page.get("IsTruncated"):
-                        names = len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ()))
-                        client.page_names = min(client.page_names, names)
+                        num_names = len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ()))
+                        client.names_per_page = min(client.names_per_page, num_names)
         except StorageError:
             raise
         except Exception:  # left to the caller's own request, which is retried and explained
@@ -314,40 +330,49 @@ class BucketStore(Store):
         client.pages_are_checked = True
 
     def _list_folder(self, folder: str, unusable_names: list[str]) -> Sequence[ObjectMeta]:
-        """List all objects below ``folder``, and add names that cannot be used to ``unusable_names``."""
+        """Return all objects below ``folder``, and add names that cannot be used to ``unusable_names``."""
         objects: list[ObjectMeta] = []
 
-        def resume(client: ObjectStore) -> None:
-            # Later pages may also lack the token of the next one. So a listing of more than one page has ended only
-            # when the server has no names after the last one.
+        def list_rest(client: ObjectStore) -> None:
+            # A retry goes on after the last name that has come. Later pages may also lack the token of the next one, so
+            # a listing of more than one page has ended only when the server has no names after the last one.
             while True:
-                num_before, last = len(objects), objects[-1]["path"] if objects else None
-                for page in client.list(folder, offset=last):
-                    objects.extend(meta for meta in page if last is None or meta["path"] > last)
+                num_before = len(objects)
+                last_name = objects[-1]["path"] if objects else None
+                for page in client.list(folder, offset=last_name):
+                    objects.extend(meta for meta in page if last_name is None or meta["path"] > last_name)
                 if num_before == len(objects) or not self._fills_a_page(len(objects)):
                     return
 
         try:
-            self._send(folder, resume)
+            self._send(folder, list_rest)
         except UnusableNames as error:
             return self._list_any_names(f"{folder}/", unusable_names, error)
         return objects
 
     def _fills_a_page(self, num_names: int) -> bool:
         """Return True if ``num_names`` names may be one page of S3 and not all. Other clouds have no such doubt."""
-        return isinstance(self.cloud, S3) and num_names >= self._client().page_names
+        return isinstance(self.cloud, S3) and num_names >= self._client().names_per_page
 
-    def _is_broken_off(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:
-        """Return True if ``folder`` has names after those that the server has ``listed`` as if they were all."""
+    def _ask_whether_more_follow(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:
+        """Ask the server for names in ``folder`` after those that it has ``listed``; return True if there are some.
+
+        A server that breaks off a listing does not say so, and obstore takes what has come for all of it. Nothing is
+        asked, and False returned, if fewer names have come than fill a page.
+        """
+        # After a folder in the listing comes all that is in it, so go on behind the last name that it can have.
         names = [f"{name}/{_LAST}" for name in listed["common_prefixes"]] + [meta["path"] for meta in listed["objects"]]
         if not self._fills_a_page(len(names)):
             return False
-        return self._send(folder, lambda client: next(iter(client.list(folder, offset=max(names))), None)) is not None
+        last_name = max(names)
+        next_page = self._send(folder, lambda client: next(iter(client.list(folder, offset=last_name)), None))
+        return next_page is not None
 
     def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
-        """List objects whose names begin with ``start`` by boto3, which returns names that obstore refuses.
+        """Return objects whose names begin with ``start``, by boto3, which returns names that obstore refuses.
 
-        Names that cannot be used are added to ``unusable_names``. Raises ``error`` for other clouds than S3.
+        Names that cannot be used are left out, and added to ``unusable_names``. Raises ``error``, that of obstore, for
+        other clouds than S3.
         """
         if not isinstance(self.cloud, S3):
             raise error
@@ -365,7 +390,10 @@ class BucketStore(Store):
         return usable
 
     def _s3_keys(self) -> Credentials | None:
-        """Return the keys for requests by boto3; None if the bucket is read without any."""
+        """Return the keys for requests by boto3; None if the bucket is read without any.
+
+        Raises NoCredentials, and what the source of the credentials raises.
+        """
         assert isinstance(self.cloud, S3)
         keys = None if self.cloud.unsigned else require_credentials(self.credentials())
         assert keys is None or isinstance(keys, Credentials)
@@ -396,7 +424,7 @@ def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
 def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
     """Return the result of ``ask``; None if the object does not exist, nor appears within ``within_s`` seconds.
 
-    Raises FileNotFoundError if there is no bucket.
+    Raises FileNotFoundError if there is no bucket, and any other error of ``ask``.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -419,9 +447,9 @@ def _version(meta: ObjectMeta) -> UpdateVersion:
 
 
 def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
-    """Write an object if it still has ``version``, or if it still does not exist for None; return True if written.
+    """Write an object if it still has ``version``, or, if that is None, only if there is no object yet.
 
-    A server without conditional writes writes it in any case.
+    Return True if it was written. A server without conditional writes writes it in any case.
     """
     try:
         client.put(path, data, mode=version or "create")

@@ -65,10 +65,13 @@ class BucketClient:
         self.credentials = CredentialCache(connection.credentials)
         self.obstore = self._connect()
         self.pages_are_checked = False  # True once the server has shown that it says how a listing continues
-        self.page_names = 1000  # a page with fewer names is the last one of its listing
+        self.names_per_page = 1000  # as in S3, or fewer, as the server has shown; a page with fewer is the last one
 
     def renewed(self, refused: ObjectStore) -> ObjectStore:
-        """Return an obstore with new credentials in place of ``refused``; all threads that were refused share it."""
+        """Return an obstore that asks for new credentials, in place of ``refused``, whose credentials were refused.
+
+        All threads that were refused share the new one.
+        """
         with self._lock:
             if self.obstore is refused:
                 self.credentials = CredentialCache(self._connection.credentials, self.credentials.identity)
@@ -76,6 +79,7 @@ class BucketClient:
             return self.obstore
 
     def _connect(self) -> ObjectStore:
+        """Return a new obstore with the credentials that ``self.credentials`` gives it; sends no request."""
         cloud, (bucket, root) = self._connection.cloud, bucket_and_root(self._connection.url)
         options = client_options(cloud)
         if self._connection.request_s is not None:
@@ -85,13 +89,16 @@ class BucketClient:
             prefix=root.rstrip("/") or None,
             config=cloud.obstore_config(bucket),
             client_options=options,
-            retry_config=RETRIES if self._connection.multipart else _NO_RETRIES,  # of parts
+            retry_config=RETRIES if self._connection.multipart else _NO_RETRIES,
             credential_provider=self.credentials,
         )
 
 
 def client_options(cloud: Cloud) -> ClientConfig:
-    """Return obstore's options: timeouts, proxies, and the certificates that this process's environment names."""
+    """Return obstore's options: timeouts, proxies, and the certificates that this process's environment names.
+
+    Raises StorageError if the file with certificates cannot be read.
+    """
     options: ClientConfig = {**TIMEOUTS}
     if cloud.endpoint_url:
         options["allow_http"] = cloud.endpoint_url.startswith("http://")
@@ -112,6 +119,9 @@ def client_options(cloud: Cloud) -> ClientConfig:
 
 
 def bucket_and_root(url: str) -> tuple[str, str]:
-    """Return the bucket of ``url``, and the text that the names of all objects below ``url`` start with."""
+    """Return the bucket of ``url``, and the text that the names of all objects below ``url`` start with.
+
+    Example: ``bucket_and_root("s3://photos/2024") == ("photos", "2024/")``
+    """
     bucket, _, prefix = url.partition("://")[2].partition("/")
     return bucket, prefix and f"{prefix}/"

@@ -106,7 +106,10 @@ class GoogleCredentials(BucketCredentials):
 
 
 def credentials_of_fields(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
-    """Return credentials of a cloud, such as ``s3``, made from the result of :meth:`BucketCredentials.fields`."""
+    """Return credentials of a cloud, such as ``s3``, made from the result of :meth:`BucketCredentials.fields`.
+
+    Return None if there are no fields.
+    """
     kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials, "gs": GoogleCredentials}
     return kinds[cloud](*fields) if fields else None
 
@@ -132,7 +135,8 @@ def require_credentials(credentials: T | None) -> T:
 def ask_again_after_s(credentials: BucketCredentials | None) -> float:
     """Return the seconds until a source is asked again: 60, or a third of the time until expiry if that is less.
 
-    Even credentials that never expire may be replaced in the file that they are read from.
+    Even credentials that never expire may be replaced in the file that they are read from. The result is negative for
+    credentials that have expired.
     """
     if credentials is None or credentials.expires_at is None:
         return _ASK_EVERY_S
@@ -141,7 +145,10 @@ def ask_again_after_s(credentials: BucketCredentials | None) -> float:
 
 
 class CredentialCache:
-    """Caches a source's credentials for a client: obstore asks ten times a second shortly before they expire."""
+    """Caches a source's credentials for a client: obstore asks ten times a second shortly before they expire.
+
+    ``identity`` is that of earlier credentials of the client, which messages name until there are new ones.
+    """
 
     def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
         self._source = source

@@ -54,8 +54,10 @@ class DiskCache:
         path = Path(self.folder, digest[:2], digest[2:40])
         if (content := self._read(path)) is not None:
             return content
-        # Another process may fetch the same entry now: wait for it, unless this process could not keep it either.
-        with nullcontext(False) if _room(self).is_closed else _fetching_alone(path) as has_waited:
+        # Another process may fetch the same entry now: wait for it, and read what it has written. But if this process
+        # can write no more entries, the other one most likely cannot either, and nobody has to wait.
+        turn = nullcontext(False) if _room(self).is_closed else _fetching_alone(path)
+        with turn as has_waited:
             content = self._read(path) if has_waited else None
             if content is None:
                 content = fetch()
@@ -100,7 +102,7 @@ def _fetching_alone(path: Path) -> Generator[bool]:
     """Let one process at a time fetch an entry: processes that decode images of one shard want it at the same moment.
 
     Yields True if this process had to wait for another one. Threads of one process do not wait for each other: the
-    second one is a hedge, because the request of the first one is slow.
+    second one is a hedge, a repeated request, because that of the first one is slow.
     """
     if path in _paths_being_fetched:
         yield False
@@ -121,7 +123,11 @@ _paths_being_fetched: set[Path] = set()  # of this process
 
 
 class _Room:
-    """The bytes that this process may still write before it counts the files in the cache again."""
+    """The bytes that this process may still write before it counts the files in the cache again: the rest of a grant.
+
+    Counting takes long, so a grant is larger than most files. Each process has one of its own, so all of them together
+    may exceed the limit by some grants.
+    """
 
     def __init__(self, disk: DiskCache) -> None:
         self._disk = disk
@@ -133,7 +139,7 @@ class _Room:
     def take(self, num_bytes: int) -> bool:
         """Reserve room for ``num_bytes``; return False if there is none."""
         with self._lock:
-            # Get a new grant, and give up the rest of the old one: a grant counts all files in the cache.
+            # Get a new grant, for which all files in the cache are counted, and give up the rest of the old one.
             if self._left_bytes < num_bytes and not self.is_closed:
                 grant_bytes = max(self._grant_bytes, num_bytes)
                 self._left_bytes = grant_bytes if self._make_room(grant_bytes) else 0
@@ -157,7 +163,7 @@ class _Room:
         for entry in unused:
             if excess_bytes <= 0:
                 break
-            with suppress(FileNotFoundError):  # another process removed it
+            with suppress(FileNotFoundError):  # another process has removed it, so its room is free, too
                 os.unlink(entry.path)
             excess_bytes -= entry.num_bytes
         return excess_bytes <= 0
@@ -190,24 +196,29 @@ def _entries(folder: str) -> Iterator[_Entry]:
 
 
 def _checksum(data: bytes) -> bytes:
+    """Return the CRC-32 that ends an entry with this content."""
     return zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def make_folder(folder: str) -> bool:
-    """Make the folder of a cache; return False if it belongs to another user, whose files must not become images."""
+    """Make the folder of a cache; return False if it belongs to another user, whose files must not become images.
+
+    The same holds for another user's link. Raises OSError if the folder cannot be made.
+    """
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.getuid()
 
 
 @cache
 def _belongs_to_user(folder: str) -> bool:
+    """Make the folder of a cache, once in a process; return False if that fails, or if it is another user's."""
     with suppress(OSError):
         return make_folder(folder)
     return False
 
 
 def kept_bytes(folder: str) -> int:
-    """Return the size of a cache; 0 if there is none."""
+    """Return the bytes that the entries of a cache take on the disk; 0 if there is no cache, or it cannot be read."""
     with suppress(OSError):
         return sum(entry.num_bytes for entry in _entries(folder))
     return 0

@@ -63,7 +63,7 @@ def filesystem(url: Location) -> AbstractFileSystem:
 class ObstoreFileSystem(FsspecStore):
     """obstore's file system for other clouds, which looks up the credentials of ``cloud`` where it is used."""
 
-    cachable = False  # a new one sees the configuration as it is now
+    cachable = False  # fsspec makes a new one each time, which sees the configuration as it is now
 
     def __init__(self, cloud: Azure | Google, **options: Any) -> None:
         scheme: Any = cloud.name

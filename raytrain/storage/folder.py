@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 REPORT_AFTER_S = 5.0
-_UNTIL_CLOSED = RetryPolicy(20, 30.0)  # for opening a file while this process has too many files open
+_UNTIL_CLOSED = RetryPolicy(20, 30.0)  # for opening a file: until others are closed, if this process has too many open
 _MAX_REMOVALS = 20  # times that others may remove a folder while a file is opened in it
 _NO_FOLDER = "lost+found"  # a folder at the root of a disk, which only root may read
 # Files that are no objects: put() writes a .part and renames it, put_if() locks a .lock. Killed processes leave some.
@@ -66,13 +66,17 @@ class FolderStore(Store):
     guard: Guard | None = field(default=None, compare=False)
 
     def get(self, path: str, etag: str = "") -> bytes:
-        data = self.get_range(path, 0, -1)
-        # Only the size: machines may have copies of the folder with other modification times.
-        if etag and etag.partition("-")[0] != f"{len(data):x}":
+        data = self.get_range(path, 0, -1)  # -1: to the end
+        # A file's ETag is its size in hexadecimal, a dash and its modification time; see _walk. Compare only the
+        # size: machines may have copies of the folder with other modification times.
+        listed_size = etag.partition("-")[0]
+        if etag and listed_size != f"{len(data):x}":
             raise ObjectChanged(f"{self.url}/{path}")
         return data
 
     def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        """See :meth:`Store.get_range`. A negative ``num_bytes`` stands for all bytes from ``start`` on."""
+
         def open_at_once(file: str, flags: int) -> int:
             return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
 
@@ -90,7 +94,7 @@ class FolderStore(Store):
 
     def put(self, path: str, data: bytes) -> None:
         name = self._file(path)
-        # The name of the unfinished file does not begin with ``name``, because the disk may allow no longer one.
+        # The name of the unfinished file does not begin with ``name``, which may be as long as the disk allows.
         unfinished = os.path.join(os.path.dirname(name), f".{uuid.uuid4().hex}.part")
         self._check_owner()
         with self._explained(path):
@@ -112,7 +116,8 @@ class FolderStore(Store):
             os.replace(file, self._file(path))
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        # The file of the lock would bring back the folder of a deleted run.
+        # Without its folder, the object cannot be as expected. The file of the lock would bring back the folder of a
+        # deleted run.
         if expected is not None and not os.path.lexists(self.url):
             raise ObjectChanged(f"{self.url}/{path}")
         with self._locked(path):
@@ -125,11 +130,11 @@ class FolderStore(Store):
 
     def has_conditional_puts(self) -> bool:
         name = f".condition-check-{uuid.uuid4().hex}"
-        with self._locked(name) as lock:
+        with self._locked(name) as lock:  # put_if holds such a lock
             return lock.exclusive
 
     def append(self, path: str, data: bytes) -> None:
-        """Add to the end of a file, or create it; an object of a bucket cannot grow."""
+        """Add to the end of a file, or create it. Only folders have this method: an object of a bucket cannot grow."""
         open_file = partial(open, self._file(path), "ab")
         with (
             self._explained(path),
@@ -139,7 +144,7 @@ class FolderStore(Store):
             file.write(data)
 
     def truncate(self, path: str, num_bytes: int) -> None:
-        """Keep the first ``num_bytes`` of a file, if it exists."""
+        """Keep only the first ``num_bytes`` of a file, if it exists."""
         with self._explained(path), self._as_owner(), suppress(FileNotFoundError):
             os.truncate(self._file(path), num_bytes)
 
@@ -156,17 +161,17 @@ class FolderStore(Store):
             folders = os.listdir(self.url) if os.path.lexists(self.url) else []
         except OSError as error:
             raise explain_os_error(error, self.url) from error
-        found: list[str] = []
+        folders_with_name: list[str] = []
         for folder in folders:
             try:
                 if stat.S_ISREG(os.stat(os.path.join(self.url, folder, name)).st_mode):
-                    found.append(folder)
+                    folders_with_name.append(folder)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 if folder != _NO_FOLDER:
                     report(f"left out: {explain_os_error(error, f'{self.url}/{folder}')}")
-        return found
+        return folders_with_name
 
     def delete(self, path: str) -> None:
         with self._explained(path), self._as_owner():
@@ -214,7 +219,10 @@ class FolderStore(Store):
 
     @contextmanager
     def _as_owner(self) -> Generator[None]:
-        """Hold the lock that a new owner would need, so that the owner is not replaced during a write."""
+        """Hold the lock that a new owner would need, so that the owner is not replaced during a write.
+
+        Raises OwnerChanged if the store has another owner. Without a guard, no lock is needed.
+        """
         self._check_owner()  # first without the lock, whose file would bring back the folder of a deleted run
         if self.guard is None:
             yield
@@ -225,7 +233,10 @@ class FolderStore(Store):
 
     @contextmanager
     def _locked(self, path: str) -> Generator[FileLock]:
-        """Lock the file ``path`` for this caller, on all machines, unless the disk knows no locks."""
+        """Lock the file ``path`` for this caller, on all machines, unless the disk knows no locks.
+
+        The lock is a file beside it, into which this process writes its name: others that wait for long report that.
+        """
         name = f"{self._file(path)}.lock"
         with self._explained(path), _opened_below(os.path.dirname(name), lambda: _acquire_or_report(name)) as lock:
             with suppress(OSError):  # the disk may be full
@@ -234,10 +245,14 @@ class FolderStore(Store):
             yield lock
 
     def _file(self, path: str) -> str:
+        """Return the name of the file, or of the folder, that holds ``path``."""
         return os.path.join(self.url, path.strip("/"))
 
     def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
-        """Iterate over all files below ``folder``. Follow links, except to a folder that contains ``folder``."""
+        """Iterate over all files below ``folder``. Follow links, except to a folder that contains ``folder``.
+
+        ``parents`` are the devices and inodes of the folders above.
+        """
         folder_status = os.stat(folder)
         identity = (folder_status.st_dev, folder_status.st_ino)
         if identity in parents:
@@ -266,7 +281,7 @@ class FolderStore(Store):
 
 
 def _is_there(path: str, is_kind: Callable[[int], bool]) -> bool:
-    """Return True if there is a file, or a folder, as ``is_kind`` says of its mode: ``stat.S_ISREG``, for example.
+    """Return True if ``path`` is of a kind: a file if ``is_kind`` is ``stat.S_ISREG``, a folder if it is ``S_ISDIR``.
 
     Raises OSError where that cannot be known, such as in a folder that this user may not enter: os.path.isfile would
     return False.
@@ -278,7 +293,7 @@ def _is_there(path: str, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _opened_below(folder: str, open_file: Callable[[], T]) -> T:
-    """Make ``folder``, and return the file that ``open_file`` opens there.
+    """Make ``folder``, and return the result of ``open_file``, which opens a file there.
 
     Another process may remove the folder meanwhile because it is empty; then make it again. If this process has as many
     files open as it may, wait: other threads will close theirs soon.
@@ -296,7 +311,7 @@ def has_too_many_files(error: BaseException) -> bool:
 
 
 def _acquire_or_report(file: str) -> FileLock:
-    """Lock ``file``; if that takes long, report which process holds the lock, as that may be halted."""
+    """Wait for the lock ``file``; after 5 s, report which process holds it, because that may be halted."""
     try:
         return acquire(file, wait=False)
     except BlockingIOError:
@@ -321,7 +336,7 @@ def _report_holder(file: str) -> None:
 
 
 def explain_os_error(error: OSError, url: str) -> StorageError:
-    """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do."""
+    """Return a StorageError that says in one sentence what went wrong at ``url``, and, if that is known, what to do."""
     sentence = _BY_ERRNO.get(error.errno or 0, "{url} cannot be used: {detail}.")
     if error.errno in (errno.ENOTDIR, errno.EEXIST) and os.path.isfile(url):
         sentence = "{url} is a file, but should be a folder; check the path."
@@ -336,6 +351,7 @@ def links_out(store: Store, paths: Sequence[str]) -> list[str]:
     real_folder = cache(os.path.realpath)
 
     def leads_out(path: str) -> bool:
+        # The links of a folder are resolved once for all of its files, and those of a file only if it is one.
         folder, name = os.path.split(os.path.join(store.url, path))
         file = os.path.join(real_folder(folder), name)
         return not (os.path.realpath(file) if os.path.islink(file) else file).startswith(inside)
@@ -358,6 +374,7 @@ def dead_ends(store: Store) -> list[str]:
         return []
 
     def walk(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+        """Yield the dead ends in ``folder`` and below; ``parents`` are the devices and inodes of the folders above."""
         folder_status = os.stat(folder)
         identity = (folder_status.st_dev, folder_status.st_ino)
         if identity in parents:  # a link to a folder that contains it

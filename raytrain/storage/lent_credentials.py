@@ -52,12 +52,15 @@ class CredentialBroker:
 
     def __init__(self) -> None:
         self._lent: dict[str, BucketCredentials | None] = {}
-        self._given_up: dict[str, BucketCredentials | None] = {}  # those that were not replaced within 10 s
+        self._given_up: dict[str, BucketCredentials | None] = {}  # expired ones that were not replaced within 10 s
         self._changed = threading.Condition()
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """Replace the credentials of a cloud. The first call sets the ticket; PermissionError for another one later."""
+        """Replace the credentials of a cloud; None: there are none.
+
+        The first call decides on the ticket. Raises PermissionError if a later one has another ticket.
+        """
         self._ticket = self._ticket or ticket
         self._check(ticket)
         with self._changed:
@@ -65,7 +68,10 @@ class CredentialBroker:
             self._changed.notify_all()
 
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """Return the fields of a cloud's credentials, for another process; PermissionError for a wrong ticket."""
+        """Return the fields of a cloud's credentials, for another process; None if none are lent.
+
+        If they have expired, wait as :meth:`source` does. Raises PermissionError if the ticket is wrong.
+        """
         self._check(ticket)
         lent = self.source(cloud)
         return lent.fields() if lent else None
@@ -73,17 +79,17 @@ class CredentialBroker:
     def source(self, cloud: str) -> BucketCredentials | None:
         """Return the lent credentials of a cloud, for stores in this process; None if none are lent.
 
-        If they have expired, wait a while for the lender to renew them.
+        If they have expired, wait up to 10 s for the lender to renew them, and return the expired ones if it does not.
         """
 
-        def is_settled() -> bool:
+        def needs_no_wait() -> bool:
             lent = self._lent.get(cloud)
             return lent is None or not lent.have_expired or lent is self._given_up.get(cloud)
 
         with self._changed:
-            if not self._changed.wait_for(is_settled, _RENEWED_WITHIN_S):
+            if not self._changed.wait_for(needs_no_wait, _RENEWED_WITHIN_S):
                 self._given_up[cloud] = self._lent.get(cloud)
-                self._changed.notify_all()
+                self._changed.notify_all()  # the threads that wait for the same credentials need not wait either
             return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:
@@ -105,7 +111,10 @@ class CredentialLender:
         self.lend_if_due()
 
     def lend_if_due(self) -> None:
-        """Lend anew the credentials whose source is due by :func:`raytrain.storage.credentials.ask_again_after_s`."""
+        """Lend anew the credentials whose source is due by :func:`raytrain.storage.credentials.ask_again_after_s`.
+
+        Those that have expired are always due. A source that fails is asked again after five seconds.
+        """
         for cloud, next_at_s in self._next_at_s.items():
             # Credentials may expire before they are due if the machine has slept: its monotonic clock stood still.
             lent = self._lent.get(cloud)
@@ -114,7 +123,8 @@ class CredentialLender:
             try:
                 credentials = self._lent[cloud] = self._sources[cloud]()
             except Exception:
-                # Those lent before may last until the source works again. If not, requests fail with a sentence.
+                # The credentials lent before may last until the source works again. If not, requests fail with a
+                # sentence.
                 self._next_at_s[cloud] = time.monotonic() + _RETRY_AFTER_S
                 self._lent[cloud] = None
                 continue
@@ -127,7 +137,10 @@ class CredentialLender:
 
 @dataclass(frozen=True)
 class Scope:
-    """The URLs in S3 that credentials shall be good for: all that start with one of ``reads`` or ``writes``."""
+    """The URLs in S3 that credentials shall be good for: all that start with one of ``reads`` or ``writes``.
+
+    What may be written may be read, too. URLs that are not in S3 are left out.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -148,7 +161,7 @@ class Scope:
         listed = sorted({root for _, roots in allowed for root in roots})
         listings: list[dict[str, Any]] = []
         for bucket in sorted({bucket for bucket, _ in listed}):
-            prefixes = [f"{_literal(root)}*" for name, root in listed if name == bucket]
+            prefixes = [f"{_literal(root)}*" for bucket_of_root, root in listed if bucket_of_root == bucket]
             condition = {"StringLikeIfExists": {"s3:prefix": prefixes}}
             listings.append(_allow(["s3:ListBucket"], [_arn(partition, bucket)], condition))
         encrypted = _allow(_DECRYPT, ["*"], {"StringLike": {"kms:ViaService": "s3.*"}})
@@ -156,12 +169,15 @@ class Scope:
 
 
 class ScopedCredentials:
-    """A source of AWS credentials that STS limits to a scope, and renews. Raises UsageError if STS refuses."""
+    """A source of AWS credentials that STS has limited to a scope; asks STS for new ones when they are half over.
+
+    The constructor asks for the first ones. It and each call raise UsageError if STS refuses.
+    """
 
     def __init__(self, scope: Scope, region: str) -> None:
         self._scope = scope
         self._region = region
-        self._unscoped: Credentials | None = None  # of which ``_scoped`` were made
+        self._unscoped: Credentials | None = None  # this process's own, of which ``_scoped`` were made
         self._scoped: Credentials | None = None
         self()  # so that a refusal comes at once
 
@@ -171,15 +187,19 @@ class ScopedCredentials:
         if unscoped is None:
             return None
         # Renew them when half of their time is over, or when this process has other credentials than before.
-        half_over = datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
-        if self._scoped is None or unscoped != self._unscoped or (self._scoped.expires_at or half_over) <= half_over:
+        expires_at = self._scoped and self._scoped.expires_at
+        half_is_over = expires_at is None or expires_at <= datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
+        if half_is_over or unscoped != self._unscoped:
             self._scoped = _request_scoped_keys(unscoped, self._scope, self._region)
             self._unscoped = unscoped
         return self._scoped
 
 
 def _request_scoped_keys(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
-    """Return keys of the same user or role from STS, further limited by the scope's policy."""
+    """Return keys of the same user or role from STS, further limited by the scope's policy, for an hour.
+
+    Raises UsageError if STS refuses, or cannot be reached.
+    """
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -208,7 +228,7 @@ def _request_scoped_keys(unscoped: Credentials, scope: Scope, region: str) -> Cr
 
 
 def _buckets_and_roots(urls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return, for each URL in S3, its bucket and the text that the names of its objects start with."""
+    """Return, for each of the URLs that is in S3, its bucket and the text that its objects' names start with."""
     split = (url.removeprefix("s3://").partition("/") for url in urls if url.startswith("s3://"))
     return [(bucket, root) for bucket, _, root in split]
 
@@ -220,7 +240,7 @@ def _allow(actions: list[str], resources: list[str], condition: dict[str, Any] |
 
 
 def _arn(partition: str, bucket: str, root: str | None = None) -> str:
-    """Return the ARN of a bucket, or of the objects whose names start with ``root``."""
+    """Return the ARN of a bucket, or with ``root`` that of its objects whose names start with ``root``."""
     return f"arn:{partition}:s3:::{bucket}" + ("" if root is None else f"/{_literal(root)}*")
 
 

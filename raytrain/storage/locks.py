@@ -1,8 +1,8 @@
 """Locks between processes: a file that one process holds at a time, until it releases the file or dies.
 
-The library filelock keeps its file after the release, hides its descriptor, does not tell who has waited, and retries
-every 50 ms. A run's folder must be empty again, though, a holder writes its name into the file, and the disk cache
-asks who has waited.
+The library filelock is not used: it keeps its file after the release, hides its descriptor, does not tell who has
+waited, and retries every 50 ms. Here, a run's folder must be empty again, a holder writes its name into the file, and
+the disk cache asks who has waited.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class FileLock:
 
 
 def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = True) -> FileLock:
-    """Create and lock the file ``path``, no link or pipe; raise BlockingIOError without ``wait`` if it is locked.
+    """Lock the file ``path``, which is created unless ``create`` is False, and wait for another process that holds it.
+
+    Without ``wait``, raise BlockingIOError if another process holds the lock. Other OSErrors are raised if the file
+    cannot be opened, or is a link. On a disk that knows no locks, everybody gets one that is not ``exclusive``.
 
     Use it as a context manager, or call :meth:`FileLock.release`::
 
@@ -43,6 +46,7 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
             ...
     """
     name, waited = os.fspath(path), False
+    # Another user may have put a link or a pipe there: follow no link, and do not wait until somebody opens the pipe.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     while True:
         # Lock the file, waiting for its holder only if that is wanted.
@@ -59,8 +63,8 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
             except OSError:  # the disk knows no locks
                 exclusive = False
 
-            # The holder may have deleted the file before its release, and another process may have made a new one: then
-            # begin again with that.
+            # While this process waited, the holder may have deleted the file, and another process may have made a new
+            # one, whose lock is another one: then begin again with that.
             try:
                 is_in_place = os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
             except FileNotFoundError:

@@ -46,7 +46,10 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
 
 
 def absolute_path(path: str) -> str:
-    """Return ``path`` from the root on, with ``~`` replaced; raise UsageError if it is relative to a removed folder."""
+    """Return ``path`` from the root on, with ``~`` replaced by the home folder, and without ``.`` and ``..``.
+
+    Raises UsageError if it is relative to a removed folder, or if it names an unknown user.
+    """
     expanded = expanded_path(path)
     return os.path.normpath(expanded if expanded.is_absolute() else Path(current_folder(), expanded))
 
@@ -62,7 +65,10 @@ def expanded_path(path: str) -> Path:
 
 
 def configured_cloud(url: str) -> Cloud:
-    """Return the cloud that ``url`` is in, as this process's environment configures it."""
+    """Return the cloud that ``url`` is in, as this process's environment configures it.
+
+    Raises UsageError or StorageError if that configuration is broken.
+    """
     if url.startswith("az://"):
         from raytrain.storage.clouds.azure import Azure
 
@@ -90,7 +96,10 @@ def check_folder_name(path: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError unless ``url`` can be used. The sentence shows it only if it cannot contain credentials."""
+    """Raise UsageError unless ``url`` is that of a bucket, or a prefix in it, without credentials, port or query.
+
+    The sentence shows it only if it cannot contain credentials.
+    """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     if "?" in url or "@" in bucket or (scheme.lower() in _FORMS and not re.fullmatch(r"[\w.-]*", bucket)):
@@ -139,7 +148,10 @@ def read_input(name: str, option: str | None = None) -> bytes:
 
 
 def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output") -> None:
-    """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and its folder exists."""
+    """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and its folder exists.
+
+    Of a URL, only the form is checked: no request is sent.
+    """
     if not output.endswith(suffixes):
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:
@@ -164,7 +176,7 @@ def write_output(output: str, content: bytes) -> None:
 def new_output(output: str) -> Generator[Path]:
     """Yield the path of a new file, which replaces ``output`` in a folder or a bucket once it has been written.
 
-    Nobody sees a part of it::
+    Nobody sees a part of it, and after an exception the old one stays. Raises StorageError if it cannot be written::
 
         with new_output("s3://bucket/rows.parquet") as file:
             file.write_bytes(rows)
@@ -188,4 +200,5 @@ def _no_file_there(output: str) -> StorageError:
 def _open_folder(output: str) -> tuple[Store, str]:
     """Return the store of the folder of ``output``, and the name in it; raise UsageError if a URL has no bucket."""
     folder, slash, name = output.rpartition("/")
-    return open_store(folder + slash or "."), name  # with its slash: "/" is the root, and "s3://" has no bucket
+    # The folder keeps its slash: that of "/a.csv" is the root, "/", and in "s3://a.csv" the bucket is missing.
+    return open_store(folder + slash or "."), name

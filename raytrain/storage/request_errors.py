@@ -76,9 +76,10 @@ More specific texts come first.
 
 
 def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
-    """Return a StorageError of one sentence for an ``error`` of obstore, boto3 or the system.
+    """Return a StorageError of one sentence for an ``error`` of obstore, boto3 or the system, at ``url``.
 
-    ``identity`` names the credentials that were used, without a secret.
+    It is an ObjectArchived if the object must be restored first. A StorageError is returned as it is. ``identity``
+    names the credentials that were used, without a secret.
     """
     if isinstance(error, StorageError):
         return error
@@ -87,7 +88,7 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
     if cloud is None:
         return StorageError(_OTHER.format(url=url, detail=_first_line(error)))
     sentence, detail = _sentence_and_detail(error, cloud)
-    words = vars(cloud.sentences) | {
+    values = vars(cloud.sentences) | {
         "url": url,
         "bucket": url.partition("://")[2].partition("/")[0],
         "endpoint": cloud.endpoint_url or cloud.sentences.endpoint,
@@ -95,7 +96,7 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
         "detail": detail,
     }
     kind = ObjectArchived if error_code(error) in _ARCHIVED_CODES else StorageError
-    return kind(sentence.format(**words))
+    return kind(sentence.format(**values))
 
 
 def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
@@ -104,8 +105,8 @@ def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
     # The type of some errors says what happened.
     if isinstance(error, NoCredentials):
         return sentences.no_credentials, ""
-    if known_to_cloud := cloud.sentence_and_detail(error):
-        return known_to_cloud
+    if of_cloud := cloud.sentence_and_detail(error):
+        return of_cloud
     if isinstance(error, InvalidPathError):
         return _UNUSABLE_NAME, text.partition("\n")[0]
     if failure := _credential_source_failure(error):
@@ -113,12 +114,12 @@ def _sentence_and_detail(error: BaseException, cloud: Cloud) -> tuple[str, str]:
     # The bucket may be in another region. obstore describes a redirect in its own words; few answers name the region.
     code = error_code(error) or ""
     if code in _REGION_CODES or "incorrectly configured region" in text:
-        named = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", text)
-        return (_REGION, named[1] or named[2]) if named else (_OTHER_REGION, "")
+        region = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", text)
+        return (_REGION, region[1] or region[2]) if region else (_OTHER_REGION, "")
     # The code in the server's answer says more than the status. Without an answer, the text says what failed.
     statuses = {401: sentences.refuses_credentials, 403: sentences.no_permission, **_BY_STATUS}
-    answered = sentences.by_code.get(code) or _BY_CODE.get(code) or statuses.get(http_status(error) or 0)
-    sentence = answered or next((sentence for part, sentence in _BY_TEXT.items() if part in text), None)
+    sentence = sentences.by_code.get(code) or _BY_CODE.get(code) or statuses.get(http_status(error) or 0)
+    sentence = sentence or next((by_text for part, by_text in _BY_TEXT.items() if part in text), None)
     return (sentence, "") if sentence else (_OTHER, _first_line(error))
 
 
@@ -132,7 +133,7 @@ def error_code(error: BaseException) -> str | None:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer, such as 503; None if there was no answer, or it was successful."""
+    """Return the HTTP status of the answer, such as 503; None if there was no answer, or the error does not tell."""
     if isinstance(error, PermissionDeniedError):
         return 403
     if isinstance(error, UnauthenticatedError):
@@ -163,13 +164,13 @@ def is_transient(error: BaseException) -> bool:
 
 def refuses_credentials(error: BaseException) -> bool:
     """Return True if the cloud refuses the credentials themselves, so that new ones from their source may help."""
-    if isinstance(error, UnauthenticatedError):  # or there were none to send
+    if isinstance(error, UnauthenticatedError):  # obstore raises it also if the source had none to send
         return _credential_source_failure(error) is None
     return error_code(error) in _CREDENTIAL_CODES
 
 
 def _credential_source_failure(error: BaseException) -> str | None:
-    """Return why the source of credentials failed, if obstore raised ``error`` because of that."""
+    """Return why the source of credentials failed, if obstore raised ``error`` because of that; None otherwise."""
     if not isinstance(error, UnauthenticatedError):
         return None
     match = re.search(r"External \w+ credential provider: (.+)", str(error))
@@ -183,7 +184,7 @@ def _boto_response(error: BaseException) -> dict[str, dict[str, Any]]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the server's explanation, if it sent one, or of the error's text."""
+    """Return the first line of the server's explanation, if it sent one, or of the error's text; at most 300 signs."""
     message = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
     text = message[1] if message else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0].strip(" .")[:300]

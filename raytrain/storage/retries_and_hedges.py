@@ -55,7 +55,8 @@ def fetch_each(
 ) -> Generator[tuple[int, Content]]:
     """Fetch many objects at a time by calling ``get(path, etag)`` in threads; without ``etags``, each is empty.
 
-    Yield the index of each object in ``paths``, and its content or the exception that ``get`` raised, as they come::
+    Yield the index of each object in ``paths``, and its content or the exception that ``get`` raised, as they come. A
+    caller that breaks off has no further requests sent; it does not wait for those that are in flight::
 
         for index, content in fetch_each(store.get, ["cat/1.jpg", "dog/2.jpg"]):
             ...
@@ -112,7 +113,10 @@ class _Fetch:
             self._arrive(index, content)
 
     def hedge_slow_requests(self) -> float | None:
-        """Send slow requests a second time; return the seconds until the next one may be slow, None without hedges."""
+        """Send requests that have become slow a second time; return the seconds after which to call this again.
+
+        That is when the next request may have become slow. None if no more requests of this call may be hedged.
+        """
         while self._hedges_left and self._begun:
             index, began = self._begun[0]
             left_s = began + _hedge_delay.after_s - time.monotonic()
@@ -125,12 +129,12 @@ class _Fetch:
         return _POLL_HEDGES_EVERY_S if self._hedges_left else None
 
     def _hedge(self, index: int) -> None:
-        """Send a request a second time, in a thread."""
+        """Send a request a second time, in a thread; an error of this one is ignored."""
         with suppress(Exception):  # the first request may yet succeed
             self._arrive(index, self._get(*self._requests[index]))
 
     def _arrive(self, index: int, content: Content) -> None:
-        """Hand over an answer, and wake the caller if there are enough."""
+        """Hand over an answer to the caller of :func:`fetch_each`, and wake it if enough have come."""
         self.arrived.append((index, content))
         if len(self.arrived) >= self.wake_at:
             self.enough_arrived.set()
@@ -141,13 +145,13 @@ class Concurrency:
 
     def __init__(self) -> None:
         self.limit = _FIRST_LIMIT
-        self._rate_before: float | None = None  # with half as many, while twice as many are tried
+        self._rate_before: float | None = None  # objects/s with half as many requests, while twice as many are tried
         self._calls_left = 1  # until twice as many are tried
-        self._is_connected = False
+        self._is_connected = False  # whether a call with this limit has opened its connections
         self._lock = threading.Lock()
 
     def observe(self, limit: int, num: int, seconds: float) -> None:
-        """Learn that a call of ``num`` objects took ``seconds``, with ``limit`` requests in flight."""
+        """Learn that a call for ``num`` objects took ``seconds``, with ``limit`` requests in flight."""
         with self._lock:
             # Ignore calls of other threads that began with another limit, and small calls, which do not reach it.
             if limit != self.limit or num < limit:
@@ -161,12 +165,14 @@ class Concurrency:
             if self._rate_before is not None and rate < _MIN_GAIN * self._rate_before:
                 self._set_limit(limit // 2, None)
             elif self._rate_before is not None or self._calls_left <= 0:
-                doubles = 2 * limit <= min(num, _LAST_LIMIT)
-                self._set_limit(*((2 * limit, rate) if doubles else (limit, None)))
+                # The trial was a success, or the next one is due: try twice as many, if a call has that many objects.
+                may_double = 2 * limit <= min(num, _LAST_LIMIT)
+                next_limit, rate_to_beat = (2 * limit, rate) if may_double else (limit, None)
+                self._set_limit(next_limit, rate_to_beat)
 
     def _set_limit(self, limit: int, rate_before: float | None) -> None:
         """Use ``limit`` requests from now on; ``rate_before`` is the rate to beat, if they are a trial."""
-        self._is_connected = limit <= self.limit
+        self._is_connected = limit <= self.limit  # as many connections are open already
         self.limit, self._rate_before, self._calls_left = limit, rate_before, _TRY_EVERY
 
 
@@ -183,7 +189,7 @@ class HedgeDelay:
         """Learn how many ``seconds`` a request took."""
         self._seconds.append(seconds)
         if self._num % _LEARN_EVERY == 0:
-            in_order = sorted(self._seconds.copy())  # other threads append meanwhile
+            in_order = sorted(self._seconds.copy())  # a copy, because other threads append meanwhile
             self.after_s = max(_MIN_HEDGE_DELAY_S, 2 * in_order[len(in_order) * 9 // 10])
         self._num += 1
 
@@ -212,7 +218,8 @@ _retried: deque[None] = deque()  # an entry for each retry since they were count
 def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: Callable[[Exception], bool]) -> T:
     """Call ``operation``, and again after transient errors; raise the last error if ``policy`` allows no more.
 
-    obstore's own retries can neither be counted, nor differ between calls, nor be broken off when the process ends.
+    ``is_transient`` says whether an error may be gone at the next try. If the process is about to end, the error is
+    raised, too. obstore's own retries can neither be counted, nor differ between calls, nor be broken off at that time.
     """
     give_up_at = time.monotonic() + policy.max_duration_s
     for number in range(policy.max_retries):
@@ -232,9 +239,11 @@ def sleep_unless_exiting(seconds: float) -> bool:
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_EXIT_EVERY_S))
+        # Once the interpreter is ending, a pool of threads takes no more calls. No other public call reveals that. What
+        # is submitted here does nothing.
         try:
             _pool(os.getpid(), 1).submit(int)
-        except RuntimeError:  # no other public call of Python reveals that the interpreter is ending
+        except RuntimeError:
             return False
     return True
 

@@ -36,7 +36,7 @@ class StoredObject(NamedTuple):
 
 
 class ObjectChanged(Exception):
-    """An object was replaced after it was listed or read."""
+    """An object was replaced after it was listed or read. The argument is its URL."""
 
 
 class Guard(Protocol):
@@ -83,7 +83,11 @@ class Store(ABC):
 
     @abstractmethod
     def put_file(self, path: str, file: Path) -> None:
-        """Write or replace an object by a file of this machine. A folder takes the file itself, from the same disk."""
+        """Write or replace an object by a file of this machine.
+
+        A folder takes the file itself, which must be on the same disk: afterwards, it is gone from its old place. A
+        bucket gets a copy.
+        """
 
     @abstractmethod
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
@@ -142,7 +146,7 @@ class Store(ABC):
         return self
 
     def fail_fast(self) -> Store:
-        """Return the same store for callers that must not wait: requests give up within seconds if nothing answers."""
+        """Return the same store for callers that must not wait: requests are hardly retried, and give up in seconds."""
         return self
 
     @abstractmethod
@@ -162,8 +166,8 @@ class Store(ABC):
     def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:  # noqa: B027
         """Abort abandoned uploads in parts of objects whose paths ``is_wanted`` accepts.
 
-        Only S3 keeps and lists the parts of such an upload. Nothing happens if it refuses: a rule of the bucket may
-        remove them.
+        Only S3 keeps and lists the parts of such an upload. If it refuses the requests, nothing happens, and no error
+        is raised: a rule of the bucket may remove the parts.
         """
 
     def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:

@@ -19,14 +19,18 @@ _MARK = b"A temporary folder of raytrain. Removed once its process has ended.\n"
 
 
 class TemporaryFolder:
-    """A temporary folder for this process, which also removes those of killed processes in ``parent``."""
+    """A new temporary folder in ``parent``, by default where the system has them; removed when it is closed.
+
+    Folders in ``parent`` whose processes were killed are removed when a new one is made. As a context manager, it gives
+    its path.
+    """
 
     def __init__(self, parent: str | None = None) -> None:
         parent = parent or tempfile.gettempdir()
         _remove_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = acquire(self.path / _LOCK)
-        os.write(self._lock.descriptor, _MARK)  # once it is locked, so that no other process removes the folder
+        os.write(self._lock.descriptor, _MARK)  # after it is locked, as others remove what has a mark and no lock
 
     def __enter__(self) -> Path:
         return self.path
@@ -42,7 +46,7 @@ class TemporaryFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that have ended: their locks are free."""
+    """Remove the temporary folders in ``parent`` of processes that have ended: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # BlockingIOError if the lock is held
             # Touch only folders of this user with such a name, and no links or files.

@@ -97,7 +97,8 @@ class Azure(Cloud):
 def _access_token() -> AzureCredentials | None:
     """Return a token from azure-identity, for a service principal, a workload or managed identity, or ``az login``.
 
-    Return None without azure-identity, or if it finds no way to sign in.
+    Return None without azure-identity, or if it finds no way to sign in. Raises StorageError if Azure refuses the
+    sign-in.
     """
     try:
         from azure.core.exceptions import ClientAuthenticationError
@@ -116,7 +117,7 @@ def _access_token() -> AzureCredentials | None:
 
 @cache
 def default_credential() -> Any:
-    """Return azure-identity's chain of sign-ins, which keeps and renews its token."""
+    """Return azure-identity's chain of sign-ins, which keeps and renews its token; raise ImportError without it."""
     from azure.identity import DefaultAzureCredential
 
     return DefaultAzureCredential()

@@ -53,7 +53,10 @@ class Cloud(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, url: str) -> Cloud:
-        """Return the cloud of ``url`` as the environment configures it; UsageError or StorageError if it is broken."""
+        """Return the cloud of ``url`` as the environment configures it.
+
+        Raises UsageError or StorageError if the configuration is broken.
+        """
 
     @abstractmethod
     def credentials(self) -> BucketCredentials | None:
@@ -65,7 +68,7 @@ class Cloud(ABC):
 
     @abstractmethod
     def obstore_config(self, bucket: str) -> Any:
-        """Return the options with which obstore reaches ``bucket``."""
+        """Return the options with which obstore reaches ``bucket``, without credentials."""
 
     def sentence_and_detail(self, error: BaseException) -> tuple[str, str] | None:
         """Return the sentence and its ``{detail}`` for an error of the cloud's own library; None for other errors."""
@@ -73,8 +76,11 @@ class Cloud(ABC):
 
 
 def check_endpoint(endpoint_url: str, variable: str, key_variables: str) -> None:
-    """Raise UsageError if the URL in ``variable`` is malformed, or contains keys, for which ``key_variables`` exist."""
-    if "@" in endpoint_url or "?" in endpoint_url:  # not shown: it may be secret
+    """Raise UsageError if the URL in ``variable`` is malformed, or contains keys, for which ``key_variables`` exist.
+
+    A URL that may contain keys is not shown.
+    """
+    if "@" in endpoint_url or "?" in endpoint_url:
         raise UsageError(
             f"{variable} must look like https://host or http://host:port, without a user name, a password or a "
             f"query; set {key_variables} instead."
@@ -82,8 +88,8 @@ def check_endpoint(endpoint_url: str, variable: str, key_variables: str) -> None
     is_url = re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url) is not None
     try:
         address = urlsplit(endpoint_url)
-        has_address = address.hostname is not None and address.port != 0  # a port that is no number is a ValueError
-    except ValueError:
+        has_address = address.hostname is not None and address.port != 0
+    except ValueError:  # the port is no number, or too large
         has_address = False
     if not (is_url and has_address):  # obstore panics without a host, or with such a port
         raise UsageError(f"{variable} is {endpoint_url!r}; it must look like https://host or http://host:port.")

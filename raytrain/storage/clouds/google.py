@@ -75,7 +75,8 @@ class Google(Cloud):
 def _access_token() -> GoogleCredentials | None:
     """Return a token from google-auth, for a service account, a sign-in with gcloud, or the machine's account.
 
-    Return None without google-auth, or if it finds no credentials.
+    Return None without google-auth, or if it finds no credentials. Raises StorageError if those that it finds cannot be
+    used.
     """
     try:
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
@@ -87,7 +88,7 @@ def _access_token() -> GoogleCredentials | None:
     file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     try:
         credentials = default_credentials(file)
-        if not credentials.valid:  # so it is from a few minutes before its end
+        if not credentials.valid:  # google-auth calls a token invalid from a few minutes before its end
             credentials.refresh(Request())
     except GoogleAuthError as error:
         if isinstance(error, DefaultCredentialsError) and not file:
@@ -103,7 +104,7 @@ def _access_token() -> GoogleCredentials | None:
 
 @cache
 def default_credentials(file: str | None) -> Any:
-    """Return google-auth's credentials, which renew their token.
+    """Return google-auth's credentials, which keep their token. Raises GoogleAuthError if there are none.
 
     google-auth reads GOOGLE_APPLICATION_CREDENTIALS itself; its value ``file`` is only the key of the cache.
     """

@@ -62,6 +62,7 @@ class S3(Cloud):
         return None if self.unsigned else resolve_credentials()
 
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
+        """See :meth:`Cloud.credentials_from`. In Amazon's S3, a node that has a role of its own uses that."""
         source = super().credentials_from(lent)
         return partial(own_role_or, source) if self.is_amazon and not self.unsigned else source
 
@@ -79,15 +80,15 @@ class S3(Cloud):
         }
         if self.endpoint_url is None:
             return config
-        # For virtual-hosted requests, obstore wants the bucket in the endpoint.
-        host = f"://{bucket}." if self.virtual_hosted else "://"
-        return config | {"endpoint": self.endpoint_url.replace("://", host, 1)}
+        # For virtual-hosted requests, obstore wants the bucket in the endpoint: https://bucket.host.
+        before_host = f"://{bucket}." if self.virtual_hosted else "://"
+        return config | {"endpoint": self.endpoint_url.replace("://", before_host, 1)}
 
     def sentence_and_detail(self, error: BaseException) -> tuple[str, str] | None:
         return (KMS, "") if "perform: kms:" in str(error) else botocore_sentence(error)
 
     def list_any_names(self, bucket: str, prefix: str, keys: Credentials | None) -> Iterator[ObjectMeta]:
-        """Iterate over all objects whose names start with ``prefix``, even names that no path can have.
+        """Iterate over all objects whose names start with ``prefix``, even names that no path can have, as ``a//b``.
 
         For a folder with one such name, obstore returns nothing, and boto3 everything. Raises botocore's exceptions,
         and StorageError as :meth:`list_pages` does.
@@ -115,6 +116,9 @@ class S3(Cloud):
 
         For such a server, obstore and boto3's paginator would return the first page as if it were the whole listing, or
         the same page for ever. Raises botocore's exceptions.
+
+        With the ``delimiter`` "/", the pages have the folders directly below ``prefix`` in place of what is in them. A
+        request is sent at most ``max_attempts`` times.
         """
         client = self._client(keys, max_attempts, read_timeout_s)
         query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
@@ -130,7 +134,8 @@ class S3(Cloud):
             names += [folder["Prefix"] for folder in page.get("CommonPrefixes", [])]
             token: str = page.get("NextContinuationToken", "")
             fault = ""
-            if not first_names.isdisjoint(names[:1]):
+            is_repeated = not first_names.isdisjoint(names[:1])
+            if is_repeated:
                 fault = "the same page again for its NextContinuationToken"
             else:
                 yield page
@@ -156,8 +161,9 @@ class S3(Cloud):
         client = self._client(keys, max_attempts=2)
         payer = {"RequestPayer": "requester"} if self.requester_pays else {}
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix, **payer)
-        # List all uploads before the first is aborted: the next page is requested by an upload of this one.
-        for upload in [upload for page in pages for upload in page.get("Uploads", []) if is_wanted(upload["Key"])]:
+        # List all uploads before the first is aborted: the request for the next page names the last upload of this one.
+        uploads = [upload for page in pages for upload in page.get("Uploads", []) if is_wanted(upload["Key"])]
+        for upload in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"], **payer)
 
     def _client(self, keys: Credentials | None, max_attempts: int, read_timeout_s: float = 30.0) -> Any:
@@ -189,7 +195,10 @@ class S3(Cloud):
 
 @lru_cache(maxsize=4)
 def _configured(_: object) -> S3:
-    """Return S3 as boto3 is configured. The argument stands for the configuration, by which the result is cached."""
+    """Return S3 as boto3 is configured. The argument stands for the configuration, by which the result is cached.
+
+    Raises StorageError if the configuration is broken.
+    """
     from botocore.exceptions import BotoCoreError
 
     try:

@@ -40,14 +40,15 @@ _ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")  # what
 
 
 def resolve_credentials() -> Credentials | None:
-    """Return this process's credentials from the standard AWS chain.
+    """Return this process's credentials from the standard AWS chain; None if no step of it has any.
 
     Raises botocore's exceptions if it is broken, and StorageError if a program or file that it names is.
     """
     with _source_named():
         credentials = _chain_credentials(aws_configuration())
+        # Credentials without this method do not renew themselves. They are read again each time: their file may change.
         if not hasattr(credentials, "refresh_needed"):
-            _chain_credentials.cache_clear()  # static ones are read again each time: their file may change
+            _chain_credentials.cache_clear()
         return _current_keys(credentials)
 
 
@@ -134,8 +135,9 @@ def _source_named() -> Generator[None]:
         yield
         return
     except ClientError as raised:  # AWS STS refuses a role, for example
+        # The code may have a sentence of its own. That of AccessDenied is about permissions in S3, not to take a role.
         code = raised.response.get("Error", {}).get("Code", "")
-        if code in SENTENCES.by_code and code != "AccessDenied":  # which says of S3 what is missing there
+        if code in SENTENCES.by_code and code != "AccessDenied":
             raise
         error, reason = raised, str(raised)
     except CredentialRetrievalError as raised:
@@ -167,7 +169,8 @@ def _source_named() -> Generator[None]:
     setting = variable if os.environ.get(variable) else "web_identity_token_file"
     token_file = os.environ.get(variable) or settings.get(setting)
 
-    # Name the source. If the exception has no reason, it is the first one that botocore asks: token, sign-in, program.
+    # Name the source. If the exception gives no reason, the first source that is configured is taken to be at fault, in
+    # the order in which botocore asks them: token, sign-in, program.
     reason = reason.strip().partition("\n")[0].rstrip(".")
     if isinstance(error, ClientError):
         detail = reason

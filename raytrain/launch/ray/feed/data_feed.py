@@ -40,7 +40,7 @@ class DataFeed:
     use the cores that starting workers needed; :meth:`close` stops reading.
 
     ``first_step`` is the step with which the run begins or resumes, ``object_store_bytes`` the size of the smallest
-    object store of the cluster. The constructor raises UsageError if the images cannot be cached as ``--cache`` wants it.
+    object store of the cluster. The constructor raises UsageError if the images do not fit where ``--cache`` says.
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
