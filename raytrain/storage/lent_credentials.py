@@ -57,7 +57,7 @@ class CredentialBroker:
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """Replace the credentials of a cloud; None: there are none.
+        """Replace the credentials of a cloud by those with these ``fields``, or by none.
 
         The first call decides on the ticket. Raises PermissionError if a later one has another ticket.
         """

@@ -63,8 +63,8 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
             except OSError:  # the disk knows no locks
                 exclusive = False
 
-            # While this process waited, the holder may have deleted the file, and another process may have made a new
-            # one, whose lock is another one: then begin again with that.
+            # While this process waited, the holder may have deleted the file, and another process may have made and
+            # locked a new one. Then begin again with that: only the lock of the file in place counts.
             try:
                 is_in_place = os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
             except FileNotFoundError:

@@ -133,7 +133,7 @@ def error_code(error: BaseException) -> str | None:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer, such as 503; None if there was no answer, or the error does not tell."""
+    """Return the HTTP status of the answer, such as 503; None if there was no answer, or it was a good one."""
     if isinstance(error, PermissionDeniedError):
         return 403
     if isinstance(error, UnauthenticatedError):

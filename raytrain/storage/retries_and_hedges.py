@@ -165,7 +165,7 @@ class Concurrency:
             if self._rate_before is not None and rate < _MIN_GAIN * self._rate_before:
                 self._set_limit(limit // 2, None)
             elif self._rate_before is not None or self._calls_left <= 0:
-                # The trial was a success, or the next one is due: try twice as many, if a call has that many objects.
+                # The trial was a success, or the next one is due: try twice as many, if such a call can use them.
                 may_double = 2 * limit <= min(num, _LAST_LIMIT)
                 next_limit, rate_to_beat = (2 * limit, rate) if may_double else (limit, None)
                 self._set_limit(next_limit, rate_to_beat)

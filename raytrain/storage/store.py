@@ -146,7 +146,7 @@ class Store(ABC):
         return self
 
     def fail_fast(self) -> Store:
-        """Return the same store for callers that must not wait: requests are hardly retried, and give up in seconds."""
+        """Return the same store for callers that must not wait: requests give up within seconds if nothing answers."""
         return self
 
     @abstractmethod

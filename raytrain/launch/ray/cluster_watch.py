@@ -49,7 +49,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         reported: tuple[int, list[str]] | None = None
         while not group.wait(_ROOM_EVERY_S):
             now = time.monotonic()
-            if (answer := ask(_ANSWER_WITHIN_S)) is not None:  # None: the head has not answered yet
+            if (answer := ask(_ANSWER_WITHIN_S)) is not None:  # otherwise the head has not answered yet
                 hardware, problems = answer
                 num_devices = available_workers(config, device, hardware)
             reasons = "; ".join(one_line(problem).rstrip(".") for problem in problems)
@@ -202,7 +202,7 @@ class ReadersCheck:
         if step != self._step or not wanted_cpus:
             self._step, self._waiting_since, self._is_reported = step, now, False
             return
-        # Tasks that wait although enough CPUs are free wait for something else: other jobs do not keep them.
+        # If enough CPUs are free, tasks wait for something else, and other jobs are not the reason.
         is_too_long = now - self._waiting_since >= PLACED_WITHIN_S
         if is_too_long and free_cpus < wanted_cpus and not self._is_reported:
             self._event(ReadersWait(wanted_cpus, free_cpus, all_cpus))

@@ -137,8 +137,11 @@ class RayCoordinator(Coordinator):
         If no controller runs, because the workers have ended or were never started, this does nothing.
         """
 
-        async def abort_controller() -> None:  # no method: Ray would run all methods of an actor with one as coroutines
-            with suppress(SystemExit):  # by which the controller ends this process; it would stop the event loop first
+        # This is no method, because Ray would run all methods of an actor with an async one in a single event loop.
+        async def abort_controller() -> None:
+            # The controller ends this process by a SystemExit. Here, it would end the event loop before the caller has
+            # its answer.
+            with suppress(SystemExit):
                 await self._controller.abort()
 
         if self._event_loop.is_running():

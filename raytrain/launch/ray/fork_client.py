@@ -93,7 +93,7 @@ def connect(program: str) -> socket.socket:
     Raises OSError if another user listens in its place, or if the connection is not made within 10 seconds.
     """
     address = server_address(program)
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # the address is in use: it runs
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # if the address is in use, it runs
         listener.bind(address)
         listener.listen(_BACKLOG)
         # The server inherits the socket, where requests wait while it imports.

@@ -227,7 +227,7 @@ class ObjectStores:
         self._uses: dict[str, tuple[int, int]] = {}
 
     def add_to(self, use: MachineUse, node_id: str) -> MachineUse:
-        """Return ``use`` with the use of the object store of the node ``node_id``, as the head told last.
+        """Return ``use`` with the use of the object store of the node ``node_id``, by the head's last answer.
 
         It is returned unchanged if that is not known: the head has not answered, or has not named the node.
         """

@@ -84,7 +84,7 @@ class RayLaunch:
         """Start the coordinator, the workers and the reading of the data; return the coordinator for the session.
 
         Raises :class:`CoordinatorLost` if the coordinator has died, and UsageError if a run of this name and storage
-        trains in the cluster already. After an exception, nothing of the run is left running.
+        trains in the cluster already.
         """
         prepared, plan = self._prepared, self._spec.plan
         with needs_coordinator(prepared), ExitStack() as opened:
@@ -193,8 +193,8 @@ class RayLaunch:
     def _end_trainer(self) -> None:
         """End the workers and the coordinator.
 
-        If workers still train, and the cluster is this process's own, the whole cluster ends after this use, which is
-        faster, unless another thread uses it.
+        If workers still train, and the cluster is this process's own, they end with the whole cluster after this use,
+        unless another thread uses it.
         """
         own_ray = self._cluster.own
         still_trains = not (self._is_finished or self._trainer.ended.done())

@@ -158,7 +158,8 @@ def ask_doctor(server: JobServer, config: TrainConfig, note: Callable[[str], Non
     Example: ``ask_doctor(JobServer("http://head:8265"), config, print)["nodes"]``
     """
     words = ["doctor", "--storage", config.storage, "--json", *(["--data", config.data] if config.data else [])]
-    job, printed = server.submit(words, JobFiles(Path.cwd(), ()), "doctor"), list[str]()
+    job = server.submit(words, JobFiles(Path.cwd(), ()), "doctor")
+    printed: list[str] = []
     log = JobLog(server, job, printed.append, note)
     try:
         while not log.wait(_POLL_EVERY_S):

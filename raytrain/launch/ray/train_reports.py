@@ -60,7 +60,7 @@ def meets_in_ray(loop: object) -> bool:
     """Return whether the code of ``loop`` calls Ray's ``report``, or another function that all workers call together.
 
     Beside such a call, no thread may report: Ray Train would take its report for the call that the other workers make.
-    A function is known by its name; only torch's ``barrier`` is told from Ray's.
+    A function is known by its name; only torch's ``barrier`` is distinguished from Ray's.
     """
     return any(_meets(code, names) for code, names in own_code(loop))
 

@@ -126,8 +126,8 @@ class TrainerThread:
         stop_coordinator(self._coordinator)
         # What workers have reserved outlives a coordinator that has died: Ray keeps it for as long as this process is
         # in the cluster. Another attempt would find no room for its workers, or for reading images. So remove the last
-        # placement group that the coordinator has told of, and all whose names have the prefix of this run: the
-        # coordinator may have died before it could tell.
+        # placement group that the coordinator has named, and all whose names have the prefix of this run: the
+        # coordinator may have died before it could be asked.
         if not cluster_ends and head_answers(_ENDS_WITHIN_S):
             if self._reserved is not None:
                 remove_placement_group(self._reserved)

@@ -46,7 +46,8 @@ def resolve_credentials() -> Credentials | None:
     """
     with _source_named():
         credentials = _chain_credentials(aws_configuration())
-        # Credentials without this method do not renew themselves. They are read again each time: their file may change.
+        # Without the method refresh_needed, credentials do not renew themselves. They are looked up again each time,
+        # because the file that they are read from may change.
         if not hasattr(credentials, "refresh_needed"):
             _chain_credentials.cache_clear()
         return _current_keys(credentials)
